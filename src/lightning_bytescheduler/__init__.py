@@ -1,0 +1,34 @@
+"""ByteScheduler and DiLoCo for PyTorch Lightning. Importing this package registers its strategies by name."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.exceptions import (
+    ByteSchedulerError,
+    LaunchOrderError,
+    OptionError,
+    RankFailedError,
+    SchedulerClosedError,
+    SchedulerTimeoutError,
+    TaskStateError,
+    UnsupportedError,
+)
+from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+
+__all__ = [
+    "ByteSchedulerError",
+    "ByteSchedulerStrategy",
+    "LaunchOrderError",
+    "OptionError",
+    "RankFailedError",
+    "SchedulerClosedError",
+    "SchedulerStatistics",
+    "SchedulerTimeoutError",
+    "TaskStateError",
+    "UnsupportedError",
+    "__version__",
+]
+
+if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
+    ByteSchedulerStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,85 @@
+"""Waits for collectives in the order they were launched, and says so to their sub-tasks.
+
+One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
+in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.scheduler.task import SubCommTask
+
+__all__ = ["CompletionThread"]
+
+
+_WAIT_SLICE = timedelta(seconds=0.5)
+
+Pending = tuple[dist.Work, SubCommTask, "torch.cuda.Event | None"]
+
+
+class CompletionThread:
+    """Turns finished collectives into ``notify_finish``.
+
+    Args:
+        on_error: Called once with the first error of a collective, on the completion thread, before the sub-task
+            fails; returns the error to fail with (for example one that names the rank at fault).
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], BaseException]) -> None:
+        self._on_error = on_error
+        self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
+        self._thread.start()
+
+    def watch(self, work: dist.Work, sub_task: SubCommTask, finished: torch.cuda.Event | None = None) -> None:
+        """Notify ``sub_task`` when ``work`` (on a GPU: when ``finished``) is done."""
+        self._pending.put((work, sub_task, finished))
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
+        self._stopping.set()
+        self._pending.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failed: BaseException | None = None
+        while True:
+            item = self._pending.get()  # woken by stop(), which puts None
+            if item is None:
+                return
+            work, sub_task, finished = item
+            if failed is None:
+                try:
+                    if not self._await(work, finished):
+                        return
+                except BaseException as error:
+                    failed = self._on_error(error)
+            if failed is None:
+                sub_task.notify_finish()
+            else:
+                sub_task.fail(failed)
+
+    def _await(self, work: dist.Work, finished: torch.cuda.Event | None) -> bool:
+        """Wait for one collective; ``False`` if stopped meanwhile."""
+        if finished is not None:
+            finished.synchronize()
+            return not self._stopping.is_set()
+        while True:
+            try:
+                work.wait(_WAIT_SLICE)
+                return True
+            except RuntimeError:
+                # Either the slice ran out or the collective failed; only a completed work has failed.
+                if work.is_completed():
+                    raise
+                if self._stopping.is_set():
+                    return False

@@ -1,0 +1,60 @@
+"""The scheduler's own process groups.
+
+Gradients never travel on the default group: DDP's bucket rebuild, its buffer broadcasts and Lightning's per-batch
+SIGTERM broadcast live there and would interleave differently on each rank, or wait behind gradients (DESIGN 3, trap 1).
+
+Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched by the
+dispatcher thread alone; *control* for launch decisions, always gloo, touched by the dispatcher of rank 0 and the
+follower thread of the others. Two threads never launch on one group, so each group sees one order per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SchedulerGroups"]
+
+# Followers wait for the next decision as long as a validation or a checkpoint may take; liveness is checked elsewhere.
+_CONTROL_TIMEOUT = timedelta(days=30)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerGroups:
+    """The data and control groups over all ranks.
+
+    Attributes:
+        data: Carries gradients.
+        control: Carries launch decisions; gloo.
+        rank: This rank within both.
+        world_size: Number of ranks.
+    """
+
+    data: dist.ProcessGroup
+    control: dist.ProcessGroup
+    rank: int
+    world_size: int
+
+    @classmethod
+    def create(cls, *, timeout: timedelta | None) -> SchedulerGroups:
+        """Create both groups; every rank must call this at the same point.
+
+        Args:
+            timeout: How long one collective on gradients may take; the backend's default if ``None``.
+        """
+        data = dist.new_group(timeout=timeout, backend=dist.get_backend())
+        control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
+        return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+    def warm_up(self, device: torch.device) -> None:
+        """Open every connection before the first step needs one, in one order on all ranks."""
+        dist.all_reduce(torch.zeros(1, device=device), group=self.data)
+        dist.broadcast(torch.zeros(1), src=0, group=self.control)
+
+    def destroy(self) -> None:
+        """Leave both groups; local, does not wait for other ranks."""
+        for group in (self.data, self.control):
+            dist.destroy_process_group(group)

@@ -1,0 +1,151 @@
+"""One launch order on every rank: rank 0 decides, the others follow.
+
+Why the ranks agree, and why nobody waits forever:
+
+* Collectives match by the order in which each rank launches them on a group. Only the dispatcher thread launches on
+  the data group, and it launches exactly the sequence its order pops.
+* Rank 0 pops by priority and credit. Before it starts a batch it broadcasts the batch's decisions on the control group;
+  broadcasts on one group arrive in order, so every follower holds the same sequence and pops nothing else.
+* A decision is made only for a task whose data exists on rank 0. A follower launches it when its own data exists,
+  which needs nothing but its own backward pass: backward never waits for gradients of the same step.
+* Take the oldest collective that has not completed. Rank 0 has launched it (decisions precede everything younger). Each
+  follower will: everything older has completed there, so its credit is free for at least one sub-task, its data will
+  exist, and no younger one can be popped before it. So it completes, and by induction all do.
+* Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
+  partition. The message for what comes next travels while the credit's worth of data is in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
+from lightning_bytescheduler.scheduler.task import SubCommTask
+
+__all__ = ["DecidingOrder", "FollowingOrder"]
+
+_CAPACITY = 63  # decisions per message: 64 records of 4 int32 fit one Ethernet frame
+_FIELDS = 4
+_CLOSE = -1
+_WAIT_SLICE = timedelta(seconds=0.5)
+
+
+def _broadcast(group: dist.ProcessGroup, message: torch.Tensor) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([message], options)
+
+
+class DecidingOrder(PriorityOrder):
+    """Rank 0's order: by priority, each batch told to the other ranks before it is started."""
+
+    def __init__(self, control: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._control = control
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept alive until gloo has sent them
+
+    def decided(self, batch: Sequence[SubCommTask]) -> None:
+        """Broadcast the batch's decisions; returns without waiting for anyone."""
+        for first in range(0, len(batch), _CAPACITY):
+            part = batch[first : first + _CAPACITY]
+            records = [[len(part), 0, 0, 0]]
+            records += [[*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index] for sub in part]
+            self._send(records)
+
+    def close(self) -> None:
+        """Tell the followers that no more decisions come."""
+        self._send([[_CLOSE, 0, 0, 0]])
+
+    def wait_sent(self, timeout: float) -> bool:
+        """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
+        try:
+            for work, _ in self._sent:
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError:
+            return False
+        self._sent.clear()
+        return True
+
+    def _send(self, records: list[list[int]]) -> None:
+        message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int32)
+        message[: len(records)] = torch.tensor(records, dtype=torch.int32)
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self._sent.append((_broadcast(self._control, message), message))
+
+
+class FollowingOrder(AnnouncedOrder):
+    """Every other rank's order: what rank 0 announces, received by a thread of its own.
+
+    The thread, ``bytescheduler-launch-order``, ends on rank 0's closing message, on an error of the control group,
+    or within half a second of :meth:`stop`.
+
+    Args:
+        control: The scheduler's control group.
+        on_error: Called on the thread when the control group fails.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, on_error: Callable[[BaseException], object]) -> None:
+        super().__init__()
+        self._control = control
+        self._on_error = on_error
+        self._stopping = threading.Event()
+        self._update_order: Callable[[Callable[[], None]], None] | None = None
+        self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
+
+    def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
+        """Begin to receive; ``update_order`` is :meth:`ByteCore.update_order` of the core this order serves."""
+        self._update_order = update_order
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread; returns whether it ended within ``timeout`` seconds."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wait_closed(self, timeout: float) -> bool:
+        """Wait for rank 0's closing message; returns whether it came within ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _receive(self) -> None:
+        update_order = self._update_order
+        if update_order is None:
+            return
+        try:
+            while True:
+                message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int32)
+                work = _broadcast(self._control, message)
+                while not self._arrived(work):
+                    if self._stopping.is_set():
+                        return
+                records = message.tolist()
+                count = records[0][0]
+                if count == _CLOSE:
+                    return
+                decisions = [
+                    Decision(key=(step, task), partition_size=size, index=index)
+                    for step, task, size, index in records[1 : 1 + count]
+                ]
+                update_order(partial(self.announce, decisions))
+        except BaseException as error:
+            if not self._stopping.is_set():
+                self._on_error(error)
+
+    @staticmethod
+    def _arrived(work: dist.Work) -> bool:
+        try:
+            work.wait(_WAIT_SLICE)
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False

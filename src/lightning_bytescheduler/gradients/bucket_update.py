@@ -1,0 +1,87 @@
+"""One bucket's gradients on their way, and the optimizer step that is due when they arrive.
+
+States, all moved by the training thread (or whoever touches a parameter) under the engine's lock::
+
+    REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
+    REDUCED   the gradient was read before optimizer.step: it is final, the parameters are plain, the step is taken at once
+    DUE       after optimizer.step: any touch waits and applies the update
+    DONE      parameters are plain again
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_bytescheduler.gradients.gate import arm, can_be_gated, disarm
+from lightning_bytescheduler.gradients.partial_step import HyperparameterSnapshot, ParameterGradient
+from lightning_bytescheduler.scheduler.task import CommTask
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.gradients.engine import GradientEngine
+
+__all__ = ["BucketUpdate", "UpdateState"]
+
+
+class UpdateState(enum.Enum):
+    """Where a bucket's update stands."""
+
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+    DUE = "due"
+    DONE = "done"
+
+
+class BucketUpdate:
+    """A gate on the parameters of one bucket.
+
+    Args:
+        engine: Applies the update.
+        index: The bucket's index, the same on all ranks.
+        parameters: The bucket's parameters.
+        buffer: The flat gradient, reduced in place.
+        task: The communication.
+    """
+
+    __slots__ = ("buffer", "chosen", "engine", "hyperparameters", "index", "parameters", "state", "task")
+
+    def __init__(
+        self,
+        engine: GradientEngine,
+        index: int,
+        parameters: list[nn.Parameter],
+        buffer: torch.Tensor,
+        task: CommTask,
+    ) -> None:
+        self.engine = engine
+        self.index = index
+        self.parameters = parameters
+        self.buffer = buffer
+        self.task = task
+        self.state = UpdateState.REDUCING
+        self.chosen: list[ParameterGradient] = []
+        self.hyperparameters: HyperparameterSnapshot = []
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
+        first = self.buffer.data_ptr()
+        return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
+
+    def gateable(self) -> bool:
+        """Whether every parameter's touches can be seen."""
+        return all(can_be_gated(p) for p in self.parameters)
+
+    def close_gate(self) -> None:
+        """Gate the parameters."""
+        arm(self.parameters, self)
+
+    def open_gate(self) -> None:
+        """Make the parameters plain again."""
+        disarm(self.parameters)
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
+        self.engine.touched(self, gradient_only)

@@ -1,0 +1,100 @@
+"""What keeps a step from crossing the barrier, and which parameters a touch gate cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.gradients.gate import can_be_gated
+from lightning_bytescheduler.gradients.partial_step import is_per_parameter
+
+__all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
+
+
+def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    if len(optimizers) != 1:
+        return [f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"]
+    optimizer = optimizers[0]
+    reasons = []
+    name = type(optimizer).__name__
+    if not is_per_parameter(optimizer):
+        reasons.append(
+            f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        reasons.append(f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)")
+    return reasons
+
+
+def model_reasons(model: nn.Module) -> list[str]:
+    """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    reasons = []
+    sparse = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+    if sparse:
+        reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
+    shared = _sharing_storage(model)
+    if shared:
+        reasons.append(
+            f"parameters {shared[0]!r} and {shared[1]!r} are different tensors over the same memory "
+            "(tie them by assigning the same nn.Parameter to keep the overlap)"
+        )
+    return reasons
+
+
+def _sharing_storage(model: nn.Module) -> tuple[str, str] | None:
+    owner: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter):
+            address = parameter.untyped_storage().data_ptr()
+            if address in owner:
+                return owner[address], name
+            owner[address] = name
+    return None
+
+
+def unseen_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that may be read without a touch: they are gated at the start of the forward pass.
+
+    Those of scripted and compiled modules, whose code holds the memory itself, and those of which a module keeps an
+    alias (a tensor attribute or buffer over the same memory).
+    """
+    unseen: set[int] = set()
+    by_storage: dict[int, int] = {}
+    for parameter in model.parameters():
+        if not can_be_gated(parameter):
+            unseen.add(id(parameter))
+        elif parameter.numel():
+            by_storage[parameter.untyped_storage().data_ptr()] = id(parameter)
+    for module in model.modules():
+        if _is_opaque(module):
+            unseen.update(id(p) for p in module.parameters())
+        for alias in _plain_tensors(module):
+            owner = by_storage.get(alias.untyped_storage().data_ptr())
+            if owner is not None:
+                unseen.add(owner)
+    return unseen
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    return (
+        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
+    )
+
+
+def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    values = [*vars(module).values(), *module._buffers.values()]
+    for value in values:
+        candidates = value if isinstance(value, (list, tuple)) else (value,)
+        for tensor in candidates:
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+                yield tensor

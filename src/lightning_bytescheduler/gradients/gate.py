@@ -1,0 +1,132 @@
+"""Gates on parameters: the first touch of a parameter waits for what it still owes.
+
+While a parameter's gradient is on its way its class is :class:`GatedParameter`, which sees every PyTorch function that
+is handed the parameter (``__torch_function__``) and lets its gate act first. Class assignment is what
+``torch.nn.UninitializedParameter`` uses to become a plain parameter; it costs some fifty nanoseconds and keeps identity,
+hooks and optimizer state.
+
+Why touches and not modules: a gate on a module's forward misses what is read elsewhere (tied weights,
+``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
+is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see is
+code that holds the memory without the Python object: scripted and compiled modules, or an alias made earlier with
+``.data``. Those parameters are gated at the start of the forward pass instead (see ``eligibility.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Gate", "GatedParameter", "arm", "can_be_gated", "disarm", "is_armed"]
+
+
+class Gate(Protocol):
+    """What stands between a gated parameter and whoever touches it."""
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """Act before ``parameter`` is used; ``gradient_only`` when just its ``.grad`` is asked for."""
+
+
+_gates: dict[int, Gate] = {}  # by id of the parameter; the gate keeps the parameter alive
+
+_GRADIENT_ACCESS = frozenset(
+    {
+        torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    }
+)
+# Answered without opening the gate: nothing here depends on the weights or leads to their memory.
+_METADATA = frozenset(
+    {
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+    }
+)
+
+
+class GatedParameter(nn.Parameter):
+    """A parameter whose gate is closed. Never constructed: parameters become one and cease to be one."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            gradient_only = func in _GRADIENT_ACCESS
+            still_gated = False
+            for parameter in _find_gated((args, kwargs)):
+                _open(parameter, gradient_only)
+                still_gated = still_gated or type(parameter) is GatedParameter
+            if not still_gated:
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # Both take the instance's __dict__ or class before they touch its data, so the gate has to open first.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _open(self, False)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _open(self, False)
+        return self.__reduce_ex__(protocol)
+
+
+def _find_gated(values: Any) -> Iterator[nn.Parameter]:
+    if type(values) is GatedParameter:
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _find_gated(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _find_gated(value)
+
+
+def _open(parameter: nn.Parameter, gradient_only: bool) -> None:
+    gate = _gates.get(id(parameter))
+    if gate is None:
+        parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
+    else:
+        gate.touched(parameter, gradient_only)
+
+
+def can_be_gated(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` is of a class whose touches can be seen."""
+    return type(parameter) in (nn.Parameter, GatedParameter)
+
+
+def arm(parameters: Iterable[nn.Parameter], gate: Gate) -> None:
+    """Close ``gate`` on ``parameters``; those of a class of their own are left alone."""
+    for parameter in parameters:
+        if can_be_gated(parameter):
+            _gates[id(parameter)] = gate
+            parameter.__class__ = GatedParameter
+
+
+def disarm(parameters: Iterable[nn.Parameter]) -> None:
+    """Make ``parameters`` plain again."""
+    for parameter in parameters:
+        if _gates.pop(id(parameter), None) is not None and type(parameter) is GatedParameter:
+            parameter.__class__ = nn.Parameter
+
+
+def is_armed(parameter: nn.Parameter) -> bool:
+    """Whether a gate is closed on ``parameter``."""
+    return id(parameter) in _gates

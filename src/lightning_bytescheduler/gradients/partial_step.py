@@ -1,0 +1,103 @@
+"""Stepping an unmodified optimizer for some of its parameters only.
+
+For optimizers whose update of a parameter depends on that parameter, its gradient, its state and its group's
+hyperparameters alone, stepping bucket by bucket gives the same bits as stepping all at once. The optimizer's own
+``step`` runs, over temporary parameter groups that hold the chosen parameters and the hyperparameters of the moment the
+step was due: learning-rate schedules move on before a deferred step happens (DESIGN 3, trap 4).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "HyperparameterSnapshot",
+    "ParameterGradient",
+    "is_per_parameter",
+    "snapshot_hyperparameters",
+    "step_partially",
+]
+
+ParameterGradient = tuple[int, nn.Parameter, torch.Tensor]
+"""(index of the parameter group, parameter, gradient to step with)."""
+
+HyperparameterSnapshot = list[dict[str, Any]]
+
+_PER_PARAMETER_NAMES = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_PER_PARAMETER: tuple[type, ...] = tuple(
+    getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
+)
+
+
+def is_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is known to update each parameter on its own.
+
+    True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
+    """
+    for cls in type(optimizer).__mro__:
+        if "step" in vars(cls):
+            return cls in _PER_PARAMETER
+    return False
+
+
+def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
+    """Copy every group's hyperparameters, without its parameters."""
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # a capturable optimizer's learning rate is changed in place
+    if isinstance(value, (list, dict)):
+        return copy.copy(value)
+    return value
+
+
+def step_partially(
+    optimizer: Optimizer, hyperparameters: HyperparameterSnapshot, chosen: Sequence[ParameterGradient]
+) -> None:
+    """Run ``optimizer``'s own step for ``chosen``; everything else of it stays as it is.
+
+    Args:
+        optimizer: See :func:`is_per_parameter`.
+        hyperparameters: One entry per group, from :func:`snapshot_hyperparameters`.
+        chosen: Parameters with the gradients to step with; ``parameter.grad`` is put back afterwards.
+    """
+    by_group: dict[int, list[nn.Parameter]] = {}
+    replaced: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    for group, parameter, gradient in chosen:
+        by_group.setdefault(group, []).append(parameter)
+        if parameter.grad is not gradient:
+            replaced.append((parameter, parameter.grad))
+            parameter.grad = gradient
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**hyperparameters[group], "params": params} for group, params in by_group.items()]
+    try:
+        # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps.
+        type(optimizer).step(optimizer)  # type: ignore[call-arg]
+    finally:
+        optimizer.param_groups = groups
+        for parameter, gradient_before in replaced:
+            parameter.grad = gradient_before

@@ -1,0 +1,58 @@
+"""What the scheduler did, in counters anyone may read while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = ["SchedulerStatistics"]
+
+
+@dataclass(slots=True)
+class SchedulerStatistics:
+    """Running totals of one rank since the start of ``fit``.
+
+    Attributes:
+        steps: Optimizer steps.
+        overlapped_steps: Steps of which at least one update was deferred past the step's end.
+        updates: Parameter updates, deferred or not.
+        deferred_updates: Parameter updates applied after ``optimizer.step`` had returned.
+        bytes_sent: Bytes this rank put on the wire for gradients, ``2(n-1)/n`` per byte reduced.
+        sub_tasks: Partitions sent.
+        communication_s: Seconds during which at least one partition was in flight.
+        exposed_s: Seconds the training thread waited for gradients, anywhere.
+        gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
+        deferred_step_s: Seconds spent in deferred optimizer steps.
+    """
+
+    steps: int = 0
+    overlapped_steps: int = 0
+    updates: int = 0
+    deferred_updates: int = 0
+    bytes_sent: float = 0.0
+    sub_tasks: int = 0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    gate_wait_s: float = 0.0
+    deferred_step_s: float = 0.0
+
+    @property
+    def deferred_share(self) -> float:
+        """Share of all updates that were deferred; 0 before the first."""
+        return self.deferred_updates / self.updates if self.updates else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of communication time that did not make the training thread wait; 0 before any."""
+        if not self.communication_s:
+            return 0.0
+        return min(max(1.0 - self.exposed_s / self.communication_s, 0.0), 1.0)
+
+    def copy(self) -> SchedulerStatistics:
+        """A snapshot."""
+        return SchedulerStatistics(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def since(self, earlier: SchedulerStatistics) -> SchedulerStatistics:
+        """What has come to pass since ``earlier``."""
+        return SchedulerStatistics(
+            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        )

@@ -1,0 +1,113 @@
+"""The scheduler's options: arguments first, then the environment variables of the published ByteScheduler.
+
+Sizes are in parameters, as published (seed 000).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["SchedulerOptions"]
+
+_SIZE = "a positive whole number of parameters"
+_SWITCH = "0 or 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerOptions:
+    """How gradients are scheduled; validated when made.
+
+    Attributes:
+        partition_size: Largest piece sent at once, in parameters; ``None`` follows model and link.
+        credit: What may be in flight, in parameters; ``None`` follows model and link.
+        cross_barrier: Carry communication across the step boundary into the next forward pass.
+        timeline: File for the Chrome-trace timeline, or ``None`` for none.
+        debug: Log each scheduling decision.
+        ignored_variables: Environment variables that were set and have no effect here.
+    """
+
+    partition_size: int | None = None
+    credit: int | None = None
+    cross_barrier: bool = True
+    timeline: str | None = None
+    debug: bool = False
+    ignored_variables: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for option in ("partition_size", "credit"):
+            value = getattr(self, option)
+            if value is not None:
+                object.__setattr__(self, option, _size(option, value))
+        if not isinstance(self.cross_barrier, bool):
+            raise OptionError("cross_barrier", self.cross_barrier, "True or False")
+        if self.timeline is not None and (not isinstance(self.timeline, (str, os.PathLike)) or not str(self.timeline)):
+            raise OptionError("timeline", self.timeline, "a file path")
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        partition_size: int | None = None,
+        credit: int | None = None,
+        cross_barrier: bool = True,
+        timeline: str | None = None,
+        debug: bool | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> SchedulerOptions:
+        """Fill what was not given as an argument from the environment.
+
+        Args:
+            partition_size: Beats ``BYTESCHEDULER_PARTITION``.
+            credit: Beats ``BYTESCHEDULER_CREDIT``.
+            cross_barrier: Has no variable.
+            timeline: Beats ``BYTESCHEDULER_TIMELINE``.
+            debug: Beats ``BYTESCHEDULER_DEBUG``.
+            environ: Where variables are looked up; the process's environment unless given.
+
+        Raises:
+            OptionError: Names the argument or variable, its value and what is allowed.
+        """
+        env = os.environ if environ is None else environ
+        if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
+            partition_size = _size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
+        if credit is None and "BYTESCHEDULER_CREDIT" in env:
+            credit = _size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
+        if timeline is None:
+            timeline = env.get("BYTESCHEDULER_TIMELINE") or None
+        if debug is None:
+            debug = _switch("BYTESCHEDULER_DEBUG", env.get("BYTESCHEDULER_DEBUG", "0"))
+        ignored = [
+            name
+            for name in ("BYTESCHEDULER_CREDIT_TUNING", "BYTESCHEDULER_PARTITION_TUNING")
+            if name in env and _switch(name, env[name])
+        ]
+        ignored += [name for name in ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT") if name in env]
+        return cls(
+            partition_size=partition_size,
+            credit=credit,
+            cross_barrier=cross_barrier,
+            timeline=timeline,
+            debug=debug,
+            ignored_variables=tuple(ignored),
+        )
+
+
+def _size(option: str, value: object) -> int:
+    """Parse a size; the published variables were read with ``int()`` and ``float()``, so ``16e6`` is allowed."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 1 or number != int(number):
+            raise OptionError(option, value, _SIZE)
+    except (ValueError, OverflowError):
+        raise OptionError(option, value, _SIZE) from None
+    return int(number)
+
+
+def _switch(option: str, value: str) -> bool:
+    if value.strip() not in ("0", "1", ""):
+        raise OptionError(option, value, _SWITCH)
+    return value.strip() == "1"

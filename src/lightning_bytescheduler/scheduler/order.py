@@ -1,0 +1,156 @@
+"""Which sub-task is sent next: by priority, or as another rank has decided.
+
+Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_bytescheduler.exceptions import LaunchOrderError
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
+
+__all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "PriorityOrder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One launch decision, as it travels from the deciding rank to the others.
+
+    Attributes:
+        key: The task's key, the same on every rank.
+        partition_size: The size the deciding rank partitioned the task with, in parameters.
+        index: Which sub-task is next.
+    """
+
+    key: TaskKey
+    partition_size: int
+    index: int
+
+
+class LaunchOrder(Protocol):
+    """The order in which a core starts ready sub-tasks."""
+
+    def admit(self, task: CommTask, partition_size: int) -> None:
+        """Take in a task that was just enqueued."""
+
+    def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
+        """Take in sub-tasks whose data exists now."""
+
+    def pop(self) -> SubCommTask | None:
+        """Return the ready sub-task to start next, or ``None`` when there is none."""
+
+    def decided(self, batch: Sequence[SubCommTask]) -> None:
+        """Called without the core's lock, before ``batch`` is started in this order."""
+
+    def clear(self) -> None:
+        """Forget everything that was not popped."""
+
+
+class PriorityOrder:
+    """Lowest priority number first; among equals, the task enqueued first, its parts in order of offset.
+
+    Source: seed 000, "Scheduling Algorithm", steps 1-3.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, TaskKey, int, int, SubCommTask]] = []
+        self._pushed = 0
+
+    def admit(self, task: CommTask, partition_size: int) -> None:
+        """Partition ``task`` at once."""
+        task.partition(partition_size)
+
+    def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
+        """Queue sub-tasks by priority."""
+        for sub in sub_tasks:
+            self._pushed += 1
+            heapq.heappush(self._heap, (sub.priority, sub.parent.key, sub.index, self._pushed, sub))
+
+    def pop(self) -> SubCommTask | None:
+        """Return the most urgent ready sub-task, skipping those that failed while they waited."""
+        while self._heap:
+            sub = heapq.heappop(self._heap)[-1]
+            if sub.state is TaskState.READY:
+                return sub
+        return None
+
+    def decided(self, batch: Sequence[SubCommTask]) -> None:
+        """Nobody has to be told."""
+
+    def clear(self) -> None:
+        """Forget everything queued."""
+        self._heap.clear()
+
+
+class AnnouncedOrder:
+    """Exactly the order another rank decided on; each sub-task waits only for its own data here.
+
+    A task is partitioned when the first decision about it arrives, with the size that decision carries, so the
+    deciding rank may change its partition size at any time without an agreement.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[TaskKey, CommTask] = {}
+        self._popped: dict[TaskKey, int] = {}
+        self._decisions: deque[Decision] = deque()
+
+    def admit(self, task: CommTask, partition_size: int) -> None:
+        """Hold ``task`` until it is named by a decision; ``partition_size`` is the deciding rank's affair.
+
+        Raises:
+            LaunchOrderError: If a task with the same key is held already.
+        """
+        if task.key in self._tasks:
+            raise LaunchOrderError(f"Task key {task.key} is held already by {self._tasks[task.key].name!r}.")
+        self._tasks[task.key] = task
+
+    def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
+        """Readiness is read from the task when its turn comes."""
+
+    def announce(self, decisions: Iterable[Decision]) -> None:
+        """Append decisions of the deciding rank, in its order."""
+        self._decisions.extend(decisions)
+
+    def pop(self) -> SubCommTask | None:
+        """Return the next announced sub-task if its data exists here.
+
+        Raises:
+            LaunchOrderError: If the decision does not fit the task that carries its key on this rank.
+        """
+        if not self._decisions:
+            return None
+        decision = self._decisions[0]
+        task = self._tasks.get(decision.key)
+        if task is None or not task.ready:
+            return None
+        if not task.sub_tasks:
+            task.partition(decision.partition_size)
+        if decision.index >= len(task.sub_tasks) or task.sub_tasks[0].size != min(decision.partition_size, task.size):
+            raise LaunchOrderError(
+                f"Rank 0 launches part {decision.index} of task {decision.key} cut at {decision.partition_size} "
+                f"parameters, but here it is {task.name!r} with {task.size} parameters in {len(task.sub_tasks)} "
+                "parts. Every rank must build the same model and use the same bucket sizes."
+            )
+        self._decisions.popleft()
+        sub = task.sub_tasks[decision.index]
+        popped = self._popped.get(decision.key, 0) + 1
+        if popped == len(task.sub_tasks):
+            del self._tasks[decision.key]
+            self._popped.pop(decision.key, None)
+        else:
+            self._popped[decision.key] = popped
+        return sub
+
+    def decided(self, batch: Sequence[SubCommTask]) -> None:
+        """The decision came from elsewhere; nobody has to be told."""
+
+    def clear(self) -> None:
+        """Forget all tasks and decisions."""
+        self._tasks.clear()
+        self._popped.clear()
+        self._decisions.clear()

@@ -1,0 +1,414 @@
+"""``Trainer(strategy="bytescheduler")``: DDP's training, with ByteScheduler's communication."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
+from lightning_bytescheduler.gradients.eligibility import model_reasons, optimizer_reasons, unseen_parameters
+from lightning_bytescheduler.gradients.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
+
+__all__ = ["ByteSchedulerStrategy"]
+
+
+class ByteSchedulerStrategy(DDPStrategy):
+    """Distributed data parallel training with partitioned, prioritised gradient communication.
+
+    Gradients are cut into partitions, sent in the order in which the forward pass needs them, under a credit window,
+    and carried across the step boundary: each layer's update is applied when the next forward pass reaches it.
+    The weights are DDP's.
+
+    Args:
+        accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
+        parallel_devices: See DDPStrategy.
+        cluster_environment: See DDPStrategy.
+        checkpoint_io: See DDPStrategy.
+        precision_plugin: See DDPStrategy.
+        ddp_comm_state: Must be left out: the scheduler is the comm hook.
+        ddp_comm_hook: Must be left out: the scheduler is the comm hook.
+        ddp_comm_wrapper: Must be left out: the scheduler is the comm hook.
+        model_averaging_period: Must be left out: post-local SGD needs a comm hook of its own.
+        process_group_backend: See DDPStrategy.
+        timeout: Also bounds every wait for gradients.
+        start_method: See DDPStrategy.
+        partition_size: Largest piece of gradient sent at once, in parameters. Follows model and link when left out;
+            ``BYTESCHEDULER_PARTITION`` is used if set.
+        credit: What may be in flight at once, in parameters. Follows model and link when left out;
+            ``BYTESCHEDULER_CREDIT`` is used if set.
+        cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
+            waits for the gradients at the end of each backward pass.
+        timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
+            ``BYTESCHEDULER_TIMELINE`` is used if left out.
+        log_metrics: Log the scheduler's metrics through ``self.log``.
+        debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
+        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the README's table.
+
+    Raises:
+        OptionError: If an option or environment variable has a value that is not allowed.
+        UnsupportedError: If a DDP option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        partition_size: int | None = None,
+        credit: int | None = None,
+        cross_barrier: bool = True,
+        timeline: str | None = None,
+        log_metrics: bool = True,
+        debug: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_ddp_options(
+            {
+                **kwargs,
+                "ddp_comm_state": ddp_comm_state,
+                "ddp_comm_hook": ddp_comm_hook,
+                "ddp_comm_wrapper": ddp_comm_wrapper,
+                "model_averaging_period": model_averaging_period,
+            }
+        )
+        self._options = SchedulerOptions.resolve(
+            partition_size=partition_size,
+            credit=credit,
+            cross_barrier=cross_barrier,
+            timeline=timeline,
+            debug=debug,
+        )
+        self._log_metrics = log_metrics
+        self._user_chose_buckets = "bucket_cap_mb" in kwargs or "bucket_cap_mb_list" in kwargs
+        self._runtime: SchedulerRuntime | None = None
+        self._statistics: SchedulerStatistics | None = None
+        self._reasons: tuple[str, ...] = ()
+        self._hooks: SchedulerHooks | None = None
+        self._optimizer_handles: list[Any] = []
+        self._failed = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **{"gradient_as_bucket_view": True, **kwargs},
+        )
+
+    @property
+    def statistics(self) -> SchedulerStatistics | None:
+        """Counters of the current fit, or of the last one; ``None`` before the first and on one process."""
+        return self._statistics
+
+    @property
+    def synchronised_reasons(self) -> tuple[str, ...]:
+        """Why steps do not cross the barrier in this fit; empty when they do."""
+        return self._reasons
+
+    @property
+    def runtime(self) -> SchedulerRuntime | None:
+        """The scheduler during ``fit``."""
+        return self._runtime
+
+    # ------------------------------------------------------------------ life cycle
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Wrap the model with DDP and the scheduler; see DDPStrategy."""
+        self._failed = False
+        super().setup(trainer)
+        if self._runtime is None:
+            return
+        self._decide_overlap(self._runtime)
+        self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
+        trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
+
+    def configure_ddp(self) -> None:
+        """Agree on sizes with the other ranks, then wrap the model."""
+        module = self.lightning_module
+        if module is None or self.world_size == 1:
+            super().configure_ddp()
+            return
+        check_module(module)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            super().configure_ddp()  # DDP's own error
+            return
+        groups = SchedulerGroups.create(timeout=self._timeout)
+        agreed = agree_on_sizes(groups, self._options, parameters, self.root_device)
+        if not self._user_chose_buckets:
+            self._ddp_kwargs["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
+        self._runtime = SchedulerRuntime(
+            groups=groups,
+            agreed=agreed,
+            options=self._options,
+            parameters=parameters,
+            device=self.root_device,
+            timeout=self._timeout,
+        )
+        self._statistics = self._runtime.statistics
+        self._announce(agreed)
+        super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        if self._runtime is not None and isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(self._runtime.engine, schedule_bucket)
+
+    def teardown(self) -> None:
+        """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""
+        runtime, self._runtime = self._runtime, None
+        try:
+            if runtime is not None and not self._failed:
+                runtime.engine.flush()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            for handle in self._optimizer_handles:
+                handle.remove()
+            self._optimizer_handles = []
+            if runtime is not None:
+                runtime.close(failed=self._failed)
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            if trainer is not None and self._hooks in trainer.callbacks:
+                trainer.callbacks.remove(self._hooks)
+            self._hooks = None
+            super().teardown()
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
+        if self._runtime is not None:
+            with self._explained():
+                self._runtime.engine.flush()
+
+    # ------------------------------------------------------------------ one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        if self._runtime is None:
+            return super().training_step(*args, **kwargs)
+        engine = self._runtime.engine
+        with self._explained():
+            engine.begin_forward()
+            output = super().training_step(*args, **kwargs)
+            engine.end_forward()
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """See DDPStrategy."""
+        if self._runtime is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._explained():
+            self._runtime.engine.before_backward()
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._runtime.engine.after_backward()
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
+        runtime = self._runtime
+        if runtime is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not runtime.engine.cross_barrier or kwargs:
+            if kwargs:
+                closure = _then(closure, runtime.engine.flush)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            runtime.engine.count_synchronised_step(optimizer)
+            return output
+        with self._explained(), _deferring(optimizer, runtime):
+            return super().optimizer_step(optimizer, closure, model)
+
+    # ------------------------------------------------------------------ failures
+
+    def publish_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails, or say here which other rank is at fault."""
+        self._failed = True
+        runtime = self._runtime
+        if runtime is None or type(exception).__name__ == "SIGTERMException":  # all ranks stop together
+            return
+        cause = runtime.explain(exception)
+        if cause is exception:
+            runtime.publish(exception)
+        elif isinstance(cause, RankFailedError):
+            logging.getLogger(__name__).error("[rank %d] %s", self.global_rank, cause)
+            if hasattr(exception, "add_note"):
+                exception.add_note(str(cause))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See DDPStrategy."""
+        if not self._failed:
+            self.publish_failure(exception)
+        super().on_exception(exception)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the consequence of another rank's failure into an error that names the rank."""
+        try:
+            yield
+        except Exception as error:
+            cause = error if self._runtime is None else self._runtime.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    # ------------------------------------------------------------------ what overlaps
+
+    def _decide_overlap(self, runtime: SchedulerRuntime) -> None:
+        module = self.lightning_module
+        if module is None:
+            return
+        reasons = []
+        if not self._options.cross_barrier:
+            reasons.append("cross_barrier=False")
+        if not module.automatic_optimization:
+            reasons.append("optimization is manual (automatic optimization keeps the overlap)")
+        else:
+            reasons += optimizer_reasons(self.optimizers)
+        if not self._ddp_kwargs.get("gradient_as_bucket_view", True):
+            reasons.append("gradient_as_bucket_view=False makes DDP copy gradients at the end of backward")
+        if not _steps_plainly(self.precision_plugin):
+            reasons.append(
+                f"{type(self.precision_plugin).__name__} looks at all gradients before each step "
+                "(precision='bf16-mixed' keeps the overlap)"
+            )
+        reasons += model_reasons(module)
+        self._reasons = tuple(reasons)
+        engine = runtime.engine
+        engine.cross_barrier = not reasons
+        engine.gated_at_forward_start = unseen_parameters(module)
+        if engine.cross_barrier:
+            optimizer = self.optimizers[0]
+            # The optimizer's state is read without touching a parameter.
+            self._optimizer_handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+            ]
+        elif self._options.cross_barrier:
+            rank_zero_info(f"bytescheduler: steps are synchronised, because {'; '.join(reasons)}.")
+
+    def _announce(self, agreed: AgreedSizes) -> None:
+        options, sizes = self._options, agreed.sizes
+        if options.partition_size and options.credit and options.partition_size > options.credit:
+            rank_zero_warn(
+                f"partition_size={options.partition_size} is above credit={options.credit}; "
+                f"partitions of {sizes.partition_size} parameters are used."
+            )
+        if options.ignored_variables:
+            rank_zero_info(
+                f"bytescheduler: {', '.join(options.ignored_variables)} ignored: this version does not tune itself, and "
+                "its ranks find each other through the process group."
+            )
+        link = ""
+        if agreed.link is not None:
+            link = f"; all-reduce at {1e-6 / agreed.link.beta:.0f} MB/s after {1e3 * agreed.link.alpha:.2f} ms"
+        rank_zero_info(
+            f"bytescheduler: {self.world_size} ranks, partitions of {sizes.partition_size:,} parameters, "
+            f"credit {sizes.credit:,}, buckets of {sizes.bucket_bytes / 1e6:.2f} MB{link}."
+        )
+        if options.debug:
+            _enable_debug_log()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``bytescheduler`` and its variants, named as DDP's are."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            name = f"bytescheduler{suffix}"
+            strategy_registry.register(
+                name, cls, description=f"DDP scheduled by ByteScheduler ({start_method})", start_method=start_method
+            )
+            for unused in (False, True):
+                strategy_registry.register(
+                    f"{name}_find_unused_parameters_{str(unused).lower()}",
+                    cls,
+                    description=f"DDP scheduled by ByteScheduler ({start_method}), find_unused_parameters={unused}",
+                    find_unused_parameters=unused,
+                    start_method=start_method,
+                )
+
+
+def _steps_plainly(plugin: Precision) -> bool:
+    """Whether the plugin's optimizer step is the closure followed by ``optimizer.step``, and nothing else."""
+    if isinstance(plugin, MixedPrecision):
+        return plugin.scaler is None
+    return type(plugin).optimizer_step is Precision.optimizer_step
+
+
+def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
+    def run() -> Any:
+        output = closure()
+        after()
+        return output
+
+    return run
+
+
+@contextmanager
+def _deferring(optimizer: Optimizer, runtime: SchedulerRuntime) -> Iterator[None]:
+    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to the engine."""
+    own_step = optimizer.step
+    wrapped = "step" in vars(optimizer)
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        output = None
+        if closure is not None:
+            with torch.enable_grad():
+                output = closure()
+        runtime.engine.step(optimizer, own_step)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
+        return output
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if wrapped:
+            optimizer.step = own_step  # type: ignore[method-assign]
+        else:
+            del optimizer.step
+
+
+def _enable_debug_log() -> None:
+    logger = logging.getLogger("lightning_bytescheduler")
+    logger.setLevel(logging.DEBUG)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+

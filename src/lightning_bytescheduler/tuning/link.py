@@ -1,0 +1,94 @@
+"""What a link can do, and the sizes that make a first run good on it.
+
+An all-reduce of ``s`` bytes is taken to cost ``alpha + beta * s`` seconds (the factor ``2(n-1)/n`` is part of beta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes"]
+
+_MIN_PARTITION_BYTES = 128 * 1024
+_MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
+_MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
+_ALPHAS_PER_PARTITION = 8  # start-up cost at most 1/9 of a lone partition's time, and hidden by the next in flight
+_PARTITIONS_PER_MODEL = 16
+_BUCKETS_PER_MODEL = 64
+_PARTITIONS_IN_CREDIT = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkEstimate:
+    """Cost of an all-reduce over all ranks.
+
+    Attributes:
+        alpha: Start-up time in seconds.
+        beta: Seconds per byte of the reduced tensor.
+    """
+
+    alpha: float
+    beta: float
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[int, float]]) -> LinkEstimate:
+        """Fit the line through the smallest and the largest of the measured sizes.
+
+        Args:
+            samples: Pairs of bytes and seconds, at least two different sizes.
+
+        Raises:
+            OptionError: If there are fewer than two different sizes.
+        """
+        small, large = min(samples, default=(0, 0.0)), max(samples, default=(0, 0.0))
+        if small[0] == large[0]:
+            raise OptionError("samples", list(samples), "measured at two different sizes at least")
+        beta = max((large[1] - small[1]) / (large[0] - small[0]), 1e-12)
+        return cls(alpha=max(small[1] - beta * small[0], 1e-6), beta=beta)
+
+    def seconds(self, size: float) -> float:
+        """Predicted time of an all-reduce of ``size`` bytes."""
+        return self.alpha + self.beta * size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSizes:
+    """Sizes of a scheduler for one model on one link.
+
+    Attributes:
+        partition_size: In parameters.
+        credit: In parameters.
+        bucket_bytes: Size at which DDP closes a bucket.
+    """
+
+    partition_size: int
+    credit: int
+    bucket_bytes: int
+
+
+def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstimate) -> SchedulerSizes:
+    """Sizes for a first run, before anything was tuned.
+
+    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no larger
+    than a sixteenth of the model. Buckets are the units that gate a layer's forward: about 64 per model, never smaller
+    than a partition. The credit keeps a few partitions in flight, so that launch decisions travel behind data.
+
+    Args:
+        parameters: Trainable parameters of the model.
+        bytes_per_parameter: Size of one gradient element.
+        link: The measured link.
+    """
+    model_bytes = max(parameters * bytes_per_parameter, 1)
+    partition = _ALPHAS_PER_PARTITION * link.alpha / link.beta
+    partition = min(partition, model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
+    partition = max(partition, _MIN_PARTITION_BYTES)
+    bucket = min(max(model_bytes / _BUCKETS_PER_MODEL, partition), _MAX_BUCKET_BYTES)
+    partition_size = max(int(partition) // bytes_per_parameter, 1)
+    return SchedulerSizes(
+        partition_size=partition_size,
+        credit=_PARTITIONS_IN_CREDIT * partition_size,
+        bucket_bytes=int(bucket),
+    )
