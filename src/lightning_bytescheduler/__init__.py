@@ -15,6 +15,7 @@ from lightning_bytescheduler.exceptions import (
 )
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
 
 __all__ = [
     "ByteSchedulerError",
@@ -32,3 +33,4 @@ __all__ = [
 
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
     ByteSchedulerStrategy.register_strategies(StrategyRegistry)
+refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith("bytescheduler"))

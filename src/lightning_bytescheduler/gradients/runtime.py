@@ -222,9 +222,9 @@ class SchedulerRuntime:
                 "task": bucket,
                 "partition": sub.index,
             }
-            self._timeline.overlapping(sub.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
+            self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
             self._timeline.overlapping(
-                sub.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args
+                sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args
             )
 
 

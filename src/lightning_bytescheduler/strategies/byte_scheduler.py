@@ -63,6 +63,9 @@ class ByteSchedulerStrategy(DDPStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
+        bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
+            model and link when left out.
+        gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the README's table.
 
     Raises:
@@ -91,6 +94,8 @@ class ByteSchedulerStrategy(DDPStrategy):
         timeline: str | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
         check_ddp_options(
@@ -110,7 +115,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             debug=debug,
         )
         self._log_metrics = log_metrics
-        self._user_chose_buckets = "bucket_cap_mb" in kwargs or "bucket_cap_mb_list" in kwargs
+        self._user_chose_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self._runtime: SchedulerRuntime | None = None
         self._statistics: SchedulerStatistics | None = None
         self._reasons: tuple[str, ...] = ()
@@ -126,8 +131,9 @@ class ByteSchedulerStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **{"gradient_as_bucket_view": True, **kwargs},
+            **kwargs,
         )
+        self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
 
     @property
     def statistics(self) -> SchedulerStatistics | None:

@@ -1,0 +1,141 @@
+"""The console command ``lightning-bytescheduler``.
+
+Each sub-command is one function that adds its parser, listed in ``_COMMANDS``; the parser's ``run`` default
+does the work and returns the exit code. Errors that a user can cause are one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from lightning_bytescheduler.exceptions import ByteSchedulerError
+from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
+from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
+
+if TYPE_CHECKING:
+    _SubParsers = argparse._SubParsersAction["_Parser"]
+
+__all__ = ["main"]
+
+_PROGRAM = "lightning-bytescheduler"
+_USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the console command.
+
+    Args:
+        argv: The arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, or 2 after an error that stderr explains in one line.
+    """
+    parser = _Parser(prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in _COMMANDS:
+        add(commands)
+    try:
+        options = parser.parse_args(argv)
+        code: int = options.run(options)
+    except (_UsageError, ByteSchedulerError, OSError, ValueError, ImportError) as error:
+        print(f"{_PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return _USAGE_ERROR
+    return code
+
+
+class _UsageError(Exception):
+    """The arguments make no sense; the message names the one that does not."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves errors to ``main``, where argparse would print the usage as well and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message}. Try '{self.prog} --help'.")
+
+
+def _add_timeline(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="summarise a timeline, and draw it",
+        description="Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
+    parser.add_argument(
+        "--png",
+        metavar="OUT",
+        help="draw a few steps to this file, a .png, .svg or .pdf (needs the extra 'plots')",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        type=_steps,
+        help="draw the steps from A up to, but not including, B (default: three from the middle)",
+    )
+    parser.set_defaults(run=_timeline)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, after = text.partition(":")
+    try:
+        steps = int(first), int(after)
+    except ValueError:
+        steps = 0, 0
+    if not steps[0] < steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B with A < B, such as 10:13")
+    return steps
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    if options.steps is not None and options.png is None:
+        raise _UsageError("--steps chooses what to draw and needs --png OUT")
+    trace = read_timeline(options.file)
+    _print_table(options.file, _summary_rows(trace.summary()))
+    if options.png is not None:
+        draw_timeline(trace, options.png, steps=options.steps)
+    return 0
+
+
+def _summary_rows(summary: TraceSummary) -> list[tuple[str, str]]:
+    def share(seconds: float) -> str:
+        of = seconds / summary.communication_seconds if summary.communication_seconds else 0.0
+        return f"{seconds:.3f} s ({of:.0%})"
+
+    return [
+        ("steps", f"{summary.steps}"),
+        ("sub-tasks", f"{summary.sub_tasks}"),
+        ("sent", f"{summary.total_bytes / 1e6:.1f} MB"),
+        ("communication", f"{summary.communication_seconds:.3f} s"),
+        ("  under backward", share(summary.under_backward)),
+        ("  under forward", share(summary.under_forward)),
+        ("  under the next step's forward", share(summary.under_next_forward)),
+        ("  hidden", f"{summary.hidden_share:.0%}"),
+        ("  exposed", share(summary.exposed_seconds)),
+        ("waiting at gates", f"{summary.gate_seconds:.3f} s"),
+        ("deferred steps", f"{summary.step_seconds:.3f} s"),
+    ]
+
+
+def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        width = max(len(label) for label, _ in rows)
+        print(title)
+        for label, value in rows:
+            print(f"  {label:<{width}}  {value}")
+        return
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    for label, value in rows:
+        table.add_row(Text(label), Text(value))  # as Text: a file name may hold what rich takes for markup
+    Console().print(table)
+
+
+_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline,)

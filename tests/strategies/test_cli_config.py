@@ -1,0 +1,64 @@
+"""The strategy by ``class_path`` in a LightningCLI config, as the README shows it."""
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_bytescheduler import ByteSchedulerStrategy
+
+pytest.importorskip("jsonargparse")
+
+_CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  logger: false
+  strategy:
+    class_path: lightning_bytescheduler.ByteSchedulerStrategy
+    init_args:
+      partition_size: 1000
+      credit: 4000
+      cross_barrier: false
+      timeline: trace.json
+      log_metrics: false
+      find_unused_parameters: true
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+def _strategy(tmp_path: Path, config: str) -> ByteSchedulerStrategy:
+    path = tmp_path / "config.yaml"
+    path.write_text(config)
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, ByteSchedulerStrategy)
+    return strategy
+
+
+def test_options_arrive(tmp_path: Path) -> None:
+    strategy = _strategy(tmp_path, _CONFIG)
+    options = strategy._options
+    assert (options.partition_size, options.credit, options.timeline) == (1000, 4000, "trace.json")
+    assert not options.cross_barrier
+    assert not strategy._log_metrics
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+def test_what_the_config_leaves_out_keeps_the_strategys_defaults(tmp_path: Path) -> None:
+    """The parser passes every default explicitly: DDP's own must not replace ours."""
+    strategy = _strategy(tmp_path, _CONFIG.split("    init_args")[0])
+    assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
+    assert not strategy._user_chose_buckets
+    assert strategy._options.cross_barrier
+
+
+def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        _strategy(tmp_path, _CONFIG.replace("partition_size: 1000", "partition_size: 0"))
+    assert "partition_size=0" in f"{capsys.readouterr().err} {caught.value}"

@@ -1,0 +1,72 @@
+"""Every name the package promises, and what it stands for."""
+
+import subprocess
+import sys
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_bytescheduler
+from lightning_bytescheduler import ByteSchedulerStrategy
+
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED = {
+    "": None,
+    "_find_unused_parameters_true": True,
+    "_find_unused_parameters_false": False,
+}
+
+
+@pytest.mark.parametrize("start", _START_METHODS)
+@pytest.mark.parametrize("unused", _UNUSED)
+def test_each_name_makes_the_strategy_it_describes(start: str, unused: str) -> None:
+    strategy = Trainer(accelerator="cpu", devices=2, strategy=f"bytescheduler{start}{unused}").strategy
+    assert type(strategy) is ByteSchedulerStrategy
+    assert strategy._start_method == _START_METHODS[start]
+    assert strategy._ddp_kwargs.get("find_unused_parameters") is _UNUSED[unused]
+
+
+def test_names_mirror_those_of_ddp() -> None:
+    ours = {name.removeprefix("bytescheduler") for name in StrategyRegistry if name.startswith("bytescheduler")}
+    theirs = {name.removeprefix("ddp") for name in StrategyRegistry if name.startswith("ddp")}
+    assert ours == theirs | {""}
+
+
+def test_without_the_import_the_name_is_unknown_and_lightning_says_so() -> None:
+    code = "from lightning.pytorch import Trainer; Trainer(accelerator='cpu', strategy='bytescheduler')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "bytescheduler" in run.stderr
+
+
+def test_reloading_the_package_is_harmless() -> None:
+    import importlib
+
+    importlib.reload(lightning_bytescheduler)
+    assert "bytescheduler" in StrategyRegistry
+
+
+def test_the_strategy_takes_everything_ddp_takes() -> None:
+    import inspect
+
+    ours = inspect.signature(ByteSchedulerStrategy.__init__).parameters
+    theirs = inspect.signature(DDPStrategy.__init__).parameters
+    assert list(theirs)[:-1] == list(ours)[: len(theirs) - 1]
+    assert [p.default for p in theirs.values()][1:-1] == [p.default for p in ours.values()][1 : len(theirs) - 1]
+
+
+def test_public_names_exist() -> None:
+    for name in lightning_bytescheduler.__all__:
+        assert getattr(lightning_bytescheduler, name) is not None
+
+
+def test_the_separate_package_is_met_with_the_way_out() -> None:
+    pytest.importorskip("pytorch_lightning")
+    code = (
+        "import pytorch_lightning as pl, lightning_bytescheduler\n"
+        "pl.Trainer(accelerator='cpu', devices=2, strategy='bytescheduler')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "import lightning as L" in run.stderr
