@@ -1,13 +1,13 @@
 """Every exception this package raises on purpose.
 
-    ByteSchedulerError
-    ├── OptionError (ValueError)             an option's value is not allowed
-    ├── UnsupportedError                     a combination this package does not train
-    ├── TaskStateError (RuntimeError)        a communication task was moved to a state it cannot reach
-    ├── SchedulerClosedError (RuntimeError)  work was handed to a scheduler that has been shut down
-    ├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
-    ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
-    └── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
+ByteSchedulerError
+├── OptionError (ValueError)             an option's value is not allowed
+├── UnsupportedError                     a combination this package does not train
+├── TaskStateError (RuntimeError)        a communication task was moved to a state it cannot reach
+├── SchedulerClosedError (RuntimeError)  work was handed to a scheduler that has been shut down
+├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
+├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
+└── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_bytescheduler import ByteSchedulerStrategy
 
 pytest.importorskip("jsonargparse")
+# Lightning's own use of the parser, not ours.
+pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
 
 _CONFIG = """
 trainer:

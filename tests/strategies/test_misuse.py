@@ -42,7 +42,7 @@ def test_published_spelling_of_sizes_is_understood(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("value", ["yes", "2"])
 def test_bad_switches_are_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("BYTESCHEDULER_DEBUG", value)
-    with pytest.raises(OptionError, match="BYTESCHEDULER_DEBUG.*0 or 1"):
+    with pytest.raises(OptionError, match=r"BYTESCHEDULER_DEBUG.*0 or 1"):
         ByteSchedulerStrategy()
 
 
@@ -70,7 +70,7 @@ def test_cross_barrier_is_a_switch(value: Any) -> None:
 
 
 def test_an_empty_timeline_is_refused() -> None:
-    with pytest.raises(OptionError, match="timeline.*file path"):
+    with pytest.raises(OptionError, match=r"timeline.*file path"):
         ByteSchedulerStrategy(timeline="")
 
 

@@ -13,9 +13,9 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,10 +25,12 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import model_reasons, optimizer_reasons, unseen_parameters
-from lightning_bytescheduler.gradients.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.strategies.announcement import announce
 from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
+from lightning_bytescheduler.strategies.step_deferral import deferring, steps_plainly, then
 
 __all__ = ["ByteSchedulerStrategy"]
 
@@ -160,7 +162,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             return
         self._decide_overlap(self._runtime)
         self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
-        trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
+        _callbacks(trainer).insert(0, self._hooks)
 
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
@@ -186,7 +188,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             timeout=self._timeout,
         )
         self._statistics = self._runtime.statistics
-        self._announce(agreed)
+        announce(self._options, agreed, self.world_size)
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
@@ -209,8 +211,8 @@ class ByteSchedulerStrategy(DDPStrategy):
             if runtime is not None:
                 runtime.close(failed=self._failed)
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
-            if trainer is not None and self._hooks in trainer.callbacks:
-                trainer.callbacks.remove(self._hooks)
+            if trainer is not None and self._hooks in _callbacks(trainer):
+                _callbacks(trainer).remove(self._hooks)
             self._hooks = None
             super().teardown()
 
@@ -256,11 +258,11 @@ class ByteSchedulerStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not runtime.engine.cross_barrier or kwargs:
             if kwargs:
-                closure = _then(closure, runtime.engine.flush)
+                closure = then(closure, runtime.engine.flush)
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             runtime.engine.count_synchronised_step(optimizer)
             return output
-        with self._explained(), _deferring(optimizer, runtime):
+        with self._explained(), deferring(optimizer, runtime.engine):
             return super().optimizer_step(optimizer, closure, model)
 
     # ------------------------------------------------------------------ failures
@@ -311,7 +313,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             reasons += optimizer_reasons(self.optimizers)
         if not self._ddp_kwargs.get("gradient_as_bucket_view", True):
             reasons.append("gradient_as_bucket_view=False makes DDP copy gradients at the end of backward")
-        if not _steps_plainly(self.precision_plugin):
+        if not steps_plainly(self.precision_plugin):
             reasons.append(
                 f"{type(self.precision_plugin).__name__} looks at all gradients before each step "
                 "(precision='bf16-mixed' keeps the overlap)"
@@ -331,28 +333,6 @@ class ByteSchedulerStrategy(DDPStrategy):
         elif self._options.cross_barrier:
             rank_zero_info(f"bytescheduler: steps are synchronised, because {'; '.join(reasons)}.")
 
-    def _announce(self, agreed: AgreedSizes) -> None:
-        options, sizes = self._options, agreed.sizes
-        if options.partition_size and options.credit and options.partition_size > options.credit:
-            rank_zero_warn(
-                f"partition_size={options.partition_size} is above credit={options.credit}; "
-                f"partitions of {sizes.partition_size} parameters are used."
-            )
-        if options.ignored_variables:
-            rank_zero_info(
-                f"bytescheduler: {', '.join(options.ignored_variables)} ignored: this version does not tune itself, and "
-                "its ranks find each other through the process group."
-            )
-        link = ""
-        if agreed.link is not None:
-            link = f"; all-reduce at {1e-6 / agreed.link.beta:.0f} MB/s after {1e3 * agreed.link.alpha:.2f} ms"
-        rank_zero_info(
-            f"bytescheduler: {self.world_size} ranks, partitions of {sizes.partition_size:,} parameters, "
-            f"credit {sizes.credit:,}, buckets of {sizes.bucket_bytes / 1e6:.2f} MB{link}."
-        )
-        if options.debug:
-            _enable_debug_log()
-
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register ``bytescheduler`` and its variants, named as DDP's are."""
@@ -371,50 +351,6 @@ class ByteSchedulerStrategy(DDPStrategy):
                 )
 
 
-def _steps_plainly(plugin: Precision) -> bool:
-    """Whether the plugin's optimizer step is the closure followed by ``optimizer.step``, and nothing else."""
-    if isinstance(plugin, MixedPrecision):
-        return plugin.scaler is None
-    return type(plugin).optimizer_step is Precision.optimizer_step
-
-
-def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
-    def run() -> Any:
-        output = closure()
-        after()
-        return output
-
-    return run
-
-
-@contextmanager
-def _deferring(optimizer: Optimizer, runtime: SchedulerRuntime) -> Iterator[None]:
-    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to the engine."""
-    own_step = optimizer.step
-    wrapped = "step" in vars(optimizer)
-
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        output = None
-        if closure is not None:
-            with torch.enable_grad():
-                output = closure()
-        runtime.engine.step(optimizer, own_step)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
-        return output
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        if wrapped:
-            optimizer.step = own_step  # type: ignore[method-assign]
-        else:
-            del optimizer.step
-
-
-def _enable_debug_log() -> None:
-    logger = logging.getLogger("lightning_bytescheduler")
-    logger.setLevel(logging.DEBUG)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks

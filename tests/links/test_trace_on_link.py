@@ -1,0 +1,69 @@
+"""What the timeline says on a real shaped link: communication is hidden, and the bytes are the interface's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.shaped_link import ShapedLink
+from lightning_bytescheduler.scheduler.timeline import COMMUNICATION
+from lightning_bytescheduler.scheduler.trace import Trace, read_timeline
+from tests.links.emulated_fit import FIRST_STEP, LAST_STEP, LAYERS, PARAMETERS
+
+pytestmark = pytest.mark.root
+
+_MBIT = 500.0
+_SCRIPT = Path(__file__).with_name("emulated_fit.py")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, dict[str, Any]]:
+    """Fit on two hosts whose link takes about as long for a step's gradients as the step computes."""
+    possible, reason = ShapedLink.available()
+    if not possible:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("trace")
+    communication = LAYERS * PARAMETERS * 4 * 8 / (_MBIT * 1e6)
+    seconds = communication / (3 * LAYERS)  # a layer's forward; its backward takes twice that
+    with ShapedLink(hosts=2, mbit=_MBIT) as link:
+        command = [sys.executable, str(_SCRIPT), str(folder), str(seconds)]
+        ranks = [
+            link.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for host in range(2)
+        ]
+        outputs = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    return read_timeline(folder / "trace.json"), json.loads((folder / "rank0.json").read_text())
+
+
+def test_most_communication_runs_under_compute_and_part_of_it_under_the_next_forward(
+    run: tuple[Trace, dict[str, Any]],
+) -> None:
+    summary = run[0].summary()
+    hidden = summary.under_forward + summary.under_backward
+    assert hidden >= 0.5 * summary.communication_seconds
+    assert summary.under_next_forward > 0.05 * summary.communication_seconds
+    assert run[1]["deferred_share"] >= 0.9  # the first of few steps is synchronised
+
+
+def test_bytes_in_the_trace_are_those_of_the_interface(run: tuple[Trace, dict[str, Any]]) -> None:
+    trace, counted = run
+    traced = sum(
+        float(span.args["bytes"])
+        for span in trace.select(COMMUNICATION)
+        if span.step is not None and FIRST_STEP < span.step <= LAST_STEP
+    )
+    assert traced == pytest.approx((LAST_STEP - FIRST_STEP) * LAYERS * PARAMETERS * 4)
+    assert counted["interface"] == pytest.approx(traced, rel=0.05)
+
+
+def test_first_layers_overtake_last_layers_that_were_queued_before_them(run: tuple[Trace, dict[str, Any]]) -> None:
+    """On the throttled link partitions pile up; the first layer's, ready last, must not wait for all of them."""
+    overtaken = 0
+    for step in range(FIRST_STEP, LAST_STEP):
+        spans = [s for s in run[0].select(COMMUNICATION) if s.step == step]
+        urgent = [s for s in spans if s.args["priority"] == min(int(x.args["priority"]) for x in spans)]
+        overtaken += sum(s.start > urgent[0].end for s in spans)
+    assert overtaken > LAST_STEP - FIRST_STEP  # several per step; none in order of arrival
