@@ -55,6 +55,8 @@ def test_bad_switches_are_named(monkeypatch: pytest.MonkeyPatch, value: str) -> 
         ("model_averaging_period", 4),
         ("process_group", object()),
         ("device_mesh", object()),
+        ("delay_all_reduce_named_params", [("weight", object())]),
+        ("param_to_hook_all_reduce", object()),
         ("mixed_precision", object()),
     ],
 )

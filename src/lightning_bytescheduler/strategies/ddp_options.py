@@ -20,6 +20,8 @@ _REFUSED = {
     "model_averaging_period": "post-local SGD needs a comm hook of its own",
     "process_group": "gradients are averaged over all ranks, on groups of the scheduler's own",
     "device_mesh": "gradients are averaged over all ranks, on groups of the scheduler's own",
+    "delay_all_reduce_named_params": "DDP would reduce those parameters itself, past the scheduler",
+    "param_to_hook_all_reduce": "DDP would reduce those parameters itself, past the scheduler",
     "mixed_precision": "DDP's own mixed precision replaces parameters during the step; use Trainer(precision=...)",
 }
 
