@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.scheduler.intervals import Interval, intersection, length, subtract, union
 from lightning_bytescheduler.scheduler.timeline import (
     COMMUNICATION,
     COMPUTE,
@@ -17,17 +18,7 @@ from lightning_bytescheduler.scheduler.timeline import (
     STEP,
     Timeline,
 )
-from lightning_bytescheduler.scheduler.trace import (
-    CategorySummary,
-    Interval,
-    Span,
-    Trace,
-    intersection,
-    length,
-    read_timeline,
-    subtract,
-    union,
-)
+from lightning_bytescheduler.scheduler.trace import CategorySummary, Span, Trace, read_timeline
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 25), st.integers(0, 8)).map(lambda t: (t[0], t[0] + t[1])), max_size=12

@@ -15,16 +15,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.intervals import Interval, intersection, length, subtract, union
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
-from lightning_bytescheduler.scheduler.trace import (
-    Interval,
-    Span,
-    Trace,
-    intersection,
-    length,
-    subtract,
-    union,
-)
+from lightning_bytescheduler.scheduler.trace import Span, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
