@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
 
@@ -167,3 +168,10 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(argv)
     assert caught.value.code == 0
     assert "timeline" in capsys.readouterr().out
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lightning-bytescheduler {__version__}\n"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 after an error that stderr explains in one line.
     """
     parser = _Parser(prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in _COMMANDS:
         add(commands)

@@ -1,0 +1,70 @@
+# Everything runs in .venv, which is made on first use and made anew when what it is made from changes.
+# Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make clean
+# With another Python:                  make test PYTHON=/path/to/python3.12
+# A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check --no-input
+# -qq: warnings are left out, errors are not.
+INSTALL := $(PIP) install -qq -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
+	@echo "make test    run every test"
+	@echo "make lint    check style, format and types"
+	@echo "make clean   remove what the others made"
+
+demo: $(VENV)/.demo
+	$(RUN) -m examples.demo
+
+test: $(VENV)/.dev
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -exec rm -rf {} + 2>/dev/null || true
+
+# The bare environment. The build backend goes in here, so that building too is under the constraints.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "There is no '$(PYTHON)' here. Install Python 3.10 or later, or name one: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "'$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 | head -n 1), but Python 3.10 or later is needed." \
+	    "Name one: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)." >&2; \
+	  exit 1; }
+	@echo "Making $(VENV) with $$("$(PYTHON)" --version)"
+	@rm -rf $(VENV)
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(INSTALL) hatchling
+	@touch $@
+
+# The version is part of the installed metadata, so a new one is a reason to install again.
+$(VENV)/.demo: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+	@echo "Installing the project and what the demo needs (minutes on a slow connection)"
+	@$(INSTALL) --no-build-isolation -e ".[demo]"
+	@touch $@
+
+# All that the demo needs is in here too.
+$(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+	@echo "Installing the project and what its tests need (minutes on a slow connection)"
+	@$(INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $(VENV)/.demo $@
