@@ -6,6 +6,7 @@ publishes a failure before anyone else may block on it, and lands what is pendin
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = ["SchedulerHooks"]
+
+log = logging.getLogger(__name__)
 
 
 class SchedulerHooks(pl.Callback):
@@ -71,4 +74,7 @@ class SchedulerHooks(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""
-        self._strategy.publish_failure(exception)
+        try:
+            self._strategy.publish_failure(exception)
+        except Exception:  # Lightning would skip the teardown, and hide what training failed with
+            log.exception("The failure could not be published.")

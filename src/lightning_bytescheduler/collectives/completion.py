@@ -14,14 +14,34 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.fault_notice import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
-__all__ = ["CompletionThread"]
+__all__ = ["CompletionThread", "wait_in_slices"]
 
 
 _WAIT_SLICE = timedelta(seconds=0.5)
 
 Pending = tuple[dist.Work, SubCommTask, "torch.cuda.Event | None"]
+
+
+def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
+    """Wait for one collective; ``False`` if ``stopping`` was set before it ended.
+
+    Raises:
+        RuntimeError: What the collective failed with.
+    """
+    while not work.is_completed():
+        try:
+            work.wait(_WAIT_SLICE)
+        except RuntimeError:
+            # The slice ran out or the collective failed. It may even have ended between the two, so it is asked, and
+            # what it failed with is what it says below.
+            if not work.is_completed() and stopping.is_set():
+                return False
+    work.wait(_WAIT_SLICE)
+    return True
 
 
 class CompletionThread:
@@ -62,7 +82,7 @@ class CompletionThread:
                     if not self._await(work, finished):
                         return
                 except BaseException as error:
-                    failed = self._on_error(error)
+                    failed = self._on_error(_naming(sub_task, error))
             if failed is None:
                 sub_task.notify_finish()
             else:
@@ -73,13 +93,15 @@ class CompletionThread:
         if finished is not None:
             finished.synchronize()
             return not self._stopping.is_set()
-        while True:
-            try:
-                work.wait(_WAIT_SLICE)
-                return True
-            except RuntimeError:
-                # Either the slice ran out or the collective failed; only a completed work has failed.
-                if work.is_completed():
-                    raise
-                if self._stopping.is_set():
-                    return False
+        return wait_in_slices(work, self._stopping)
+
+
+def _naming(sub_task: SubCommTask, error: BaseException) -> BaseException:
+    """Say what is missing when a collective's time is up: torch does not know."""
+    if not is_communication_error(error) or not is_timeout(error):
+        return error
+    missing = SchedulerTimeoutError(
+        f"{sub_task.name} ({sub_task.size:,} parameters) did not arrive in time: {brief(error)}."
+    )
+    missing.__cause__ = error
+    return missing

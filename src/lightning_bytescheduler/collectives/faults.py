@@ -1,113 +1,146 @@
 """Who failed, and why: a notice board on the rendezvous store that every rank watches.
 
-A failing rank publishes its error *before* it dies, then lingers until the others have seen it (at most two seconds):
-launchers kill the siblings of a dead process within seconds, and the store may live in the failing process itself.
-Each rank's watcher thread sees the notice within a quarter of a second, logs it at once and aborts the scheduler, so
-that threads blocked on communication raise an error that names the rank. A rank that was killed publishes nothing;
-its missing sign of life names it, once somebody's collective has failed and asks.
-
-One thread, ``bytescheduler-fault-watch``, owned by the board; :meth:`FaultBoard.close` ends it. It uses a store
-connection of its own: a connection blocked in a long ``get`` elsewhere would block the watcher too.
+* A failing rank publishes its error *before* it dies, then lingers until the others know (at most two seconds):
+  launchers kill the siblings of a dead process within seconds, and the store may live in the failing process itself.
+* A rank that was killed publishes nothing. Its missing sign of life names it once somebody's collective has failed
+  and asks; that rank publishes what it found, or the next victims would name the first.
+* Each watcher sees a notice within a quarter of a second, logs it at once and hands it to the scheduler, so that
+  threads blocked on communication raise an error that names the rank. A training thread that is blocked elsewhere is
+  the affair of :class:`LastResort`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
+import atexit
+import gc
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.collectives.fault_notice import FaultNotice, brief, is_communication_error, is_timeout
+from lightning_bytescheduler.collectives.fault_watcher import FaultWatcher
+from lightning_bytescheduler.collectives.last_resort import LastResort
+from lightning_bytescheduler.collectives.store_connection import (
+    StorePresence,
+    connect_to_store,
+    open_board,
+    store_lives_with_rank_zero,
+)
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 
 __all__ = ["FaultBoard"]
 
-log = logging.getLogger(__name__)
-
-_POLL_S = 0.25
 _LINGER_S = 2.0
-_STORE_TIMEOUT = timedelta(seconds=5)
-_CAUSE_LIMIT = 2000  # characters of an error message that travel
+_GOODBYE_S = 5.0
+_STOP_S = 2.0
+_LOCATE_S = 1.0
+_WHERE = "Where the ranks are:"
 
 
-class FaultBoard:
+class FaultBoard(FaultWatcher):
     """Publishes this rank's failure and learns of the others'.
 
     Args:
         store: A store connection that nothing else uses.
         rank: This rank.
         world_size: Number of ranks.
-        on_fault: Called on the watcher thread, once, when another rank has published its failure.
+        presence: Tells whether the store is still there.
+        last_resort: Ends the process if its training thread does not come back after a failure.
+        hosts_store: Whether the store ends with this process: then it leaves last.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, on_fault: Callable[[RankFailedError], None]
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        presence: StorePresence | None = None,
+        last_resort: LastResort | None = None,
+        hosts_store: bool = False,
     ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._on_fault = on_fault
-        self._fault: RankFailedError | None = None
-        self._published = False
-        self._store_lost = False
-        self._period = max(_POLL_S, world_size / 256)  # spares the store's host when there are many ranks
-        self._lock = threading.Lock()  # one request at a time on the connection
-        self._stopping = threading.Event()
-        self._beat()
-        self._thread = threading.Thread(target=self._watch, name="bytescheduler-fault-watch", daemon=True)
-        self._thread.start()
+        self._hosts_store = hosts_store
+        super().__init__(store, rank=rank, world_size=world_size, presence=presence, last_resort=last_resort)
+        atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
-    def open(
-        cls, *, instance: int, rank: int, world_size: int, on_fault: Callable[[RankFailedError], None]
-    ) -> FaultBoard:
-        """Watch a board on the default group's store.
+    def open(cls, *, rank: int, world_size: int) -> FaultBoard:
+        """Watch a new board on the default group's store; every rank opens its boards in the same order.
 
         Args:
-            instance: Distinguishes successive boards of one process group; the same on every rank.
             rank: This rank.
             world_size: Number of ranks.
-            on_fault: See the class.
+
+        Raises:
+            RankFailedError: If the store is gone, or a rank does not train again after a failure.
         """
-        connection = dist.distributed_c10d._get_default_store().clone()
-        connection.set_timeout(_STORE_TIMEOUT)
-        store = dist.PrefixStore(f"bytescheduler/{instance}", connection)
-        return cls(store, rank=rank, world_size=world_size, on_fault=on_fault)
+        connection, presence = connect_to_store(dist.distributed_c10d._get_default_store())
+        return cls(
+            open_board(connection, presence, rank=rank, world_size=world_size),
+            rank=rank,
+            world_size=world_size,
+            presence=presence,
+            hosts_store=rank == 0 and store_lives_with_rank_zero(),
+        )
 
     @property
     def fault(self) -> RankFailedError | None:
-        """Another rank's published failure, once it was seen."""
+        """Another rank's failure, once it is known."""
         return self._fault
 
-    def publish(self, error: BaseException) -> bool:
-        """Tell every rank that this one failed, and stay until they know.
+    @property
+    def hopeless(self) -> bool:
+        """Whether nothing is to be expected of the other ranks any more: one has failed, or the store is gone."""
+        return self._notice is not None or self._outgoing is not None or self._store_lost
+
+    def take_over(self) -> None:
+        """The training thread is back with a failure, and will end by itself."""
+        self._last_resort.calm()
+        # Peers that wait for this rank inside torch get free when its process has ended. Without this, the
+        # interpreter's last garbage collections go through all of torch's objects, for seconds on a busy machine.
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Do not end this process meanwhile, whatever happens elsewhere: the training thread writes a checkpoint."""
+        return self._last_resort.suspended()
+
+    def publish(self, error: BaseException, *, patience: float = 0.0) -> bool:
+        """Tell every rank that this one failed, and stay until they know, two seconds at most.
 
         Args:
             error: What this rank failed with.
+            patience: How long the others may go on, in seconds; if any, nobody is waited for.
 
         Returns:
             Whether this rank's failure is now the published one; ``False`` if another was first.
         """
-        if self._published or self._fault is not None or self._store_lost:
+        deadline = time.monotonic() + _LINGER_S
+        with self._changed:
+            if self._notice is None:
+                self._post(error, patience=patience)
+            if self._outgoing is None:
+                return False
+            while not self._answered and self._within(deadline):
+                pass
+            while self._published and not patience and self._present:
+                if not self._within(deadline, awaiting_others=True):
+                    break
             return self._published
-        cause = f"{type(error).__name__}: {error}"[:_CAUSE_LIMIT]
-        notice = json.dumps({"rank": self._rank, "cause": cause})
-        try:
-            with self._lock:
-                first = self._store.compare_set("fault", "", notice)
-        except RuntimeError:
-            log.debug("could not publish the failure", exc_info=True)
-            return False
-        self._published = first.decode() == notice
-        if self._published:
-            deadline = time.monotonic() + _LINGER_S
-            while time.monotonic() < deadline and self._seen_by() < self._world_size - 1:
-                time.sleep(0.05)
-        return self._published
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the failure that ``error`` is a consequence of, or ``error`` itself.
+
+        Args:
+            error: What a rank met with, on any thread. One that has nothing to do with communication is returned at
+                once.
+        """
+        if isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error)):
+            return self._locate(error)
+        return self.diagnose(error) if is_communication_error(error) else error
 
     def diagnose(self, error: BaseException, timeout: float = 3.0) -> BaseException:
         """Find out whose failure made one of this rank's collectives fail.
@@ -121,90 +154,83 @@ class FaultBoard:
         """
         if isinstance(error, RankFailedError):
             return error
-        before = self._beats()
-        silence_proven = time.monotonic() + 5 * self._period
         deadline = time.monotonic() + max(timeout, 8 * self._period)
-        while time.monotonic() < deadline:
+        broken = f"here that broke: {brief(error)}"
+        with self._changed, self._vital_signs.examined():
+            while self._fault is None and not self._store_lost:
+                silent = self._vital_signs.silent()
+                if len(silent) == 1 or (silent and time.monotonic() >= deadline):
+                    found = RankFailedError(silent[0], f"{_no_sign_of_life(silent)}; {broken}")
+                    self._learn(FaultNotice.of(found, by=self._rank))
+                    self._post(found)
+                elif not self._within(deadline):
+                    break
+            if self._fault is None and self._store_lost:
+                self._learn(FaultNotice.of(_store_gone(broken), by=self._rank))
             if self._fault is None:
-                self._look()
-            if self._fault is not None:
-                return self._caused(self._fault, error)
-            if self._store_lost:
-                break
-            if time.monotonic() > silence_proven:
-                after = self._beats()
-                silent = [r for r in range(self._world_size) if r != self._rank and after.get(r) == before.get(r)]
-                if len(silent) == 1 and after:
-                    return self._caused(
-                        RankFailedError(silent[0], f"it shows no sign of life; here that broke: {error}"), error
-                    )
-            time.sleep(_POLL_S / 2)
-        if self._store_lost:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                return self._caused(RankFailedError(None, f"the rendezvous agent is gone; here: {error}"), error)
-            return self._caused(
-                RankFailedError(0, f"its process is gone (the rendezvous store went with it); here: {error}"), error
-            )
-        return error
+                return error
+            self._fault.__cause__ = error
+            return self._fault
 
-    def close(self, timeout: float = 6.0) -> bool:
-        """Stop watching; returns whether the thread ended within ``timeout`` seconds."""
-        self._stopping.set()
-        self._thread.join(timeout)
+    def close(self, timeout: float = _GOODBYE_S) -> bool:
+        """Stop watching; idempotent.
+
+        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most, or two once
+        there is a failure: a store that vanishes under them would make torch print alarming things.
+
+        Args:
+            timeout: In seconds.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self._last_resort.calm()
+        now = time.monotonic()
+        with self._changed:
+            if not self._closing:
+                self._ready_to_leave = True
+                self._wake()
+                while self._left_behind():
+                    deadline = now + (_LINGER_S if self.hopeless else timeout)
+                    if not self._within(deadline, awaiting_others=True):
+                        break
+                self._closing = True
+                self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+        atexit.unregister(self.close)
         return not self._thread.is_alive()
 
-    @staticmethod
-    def _caused(fault: RankFailedError, error: BaseException) -> RankFailedError:
-        fault.__cause__ = error
-        return fault
+    def _left_behind(self) -> set[int]:
+        """Who still needs the store that this process hosts; called under the condition."""
+        if not self._hosts_store:
+            return set()
+        if self._notice is None or self._notice.self_reported or self._notice.rank is None:
+            return self._present
+        return self._present - {self._notice.rank}  # it is dead
 
-    def _watch(self) -> None:
-        while not self._stopping.wait(self._period):
-            self._beat()
-            if self._fault is None and not self._published:
-                self._look()
-            if self._store_lost:
-                return
+    def _locate(self, error: BaseException) -> BaseException:
+        """Say what each rank is doing, if nobody has failed and the time was up all the same."""
+        if _WHERE in str(error):
+            return error
+        deadline = time.monotonic() + _LOCATE_S
+        with self._changed, self._vital_signs.examined():
+            while self._fault is None and not self._vital_signs.seen() and self._within(deadline):
+                pass
+            if self._fault is not None:
+                return self._fault
+            where = self._vital_signs.whereabouts() or "nobody answers"
+        located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}.")
+        located.__cause__ = error
+        return located
 
-    def _look(self) -> None:
-        try:
-            with self._lock:
-                if self._fault is not None or not self._store.check(["fault"]):
-                    return
-                notice = json.loads(self._store.get("fault"))
-                if notice["rank"] == self._rank:
-                    return
-                self._store.add("seen", 1)
-                self._fault = RankFailedError(notice["rank"], notice["cause"])
-        except RuntimeError:
-            self._lose_store()
-            return
-        log.error("[rank %d] %s Ending this rank too.", self._rank, self._fault)
-        self._on_fault(self._fault)
 
-    def _beat(self) -> None:
-        try:
-            with self._lock:
-                self._store.add(f"alive/{self._rank}", 1)
-        except RuntimeError:
-            self._lose_store()
+def _no_sign_of_life(silent: Sequence[int]) -> str:
+    others = "" if len(silent) == 1 else f" (nor do ranks {', '.join(map(str, silent[1:]))})"
+    return f"it shows no sign of life{others}"
 
-    def _beats(self) -> dict[int, int]:
-        try:
-            with self._lock:
-                return {r: self._store.add(f"alive/{r}", 0) for r in range(self._world_size)}
-        except RuntimeError:
-            self._lose_store()
-            return {}
 
-    def _seen_by(self) -> int:
-        try:
-            with self._lock:
-                return self._store.add("seen", 0)
-        except RuntimeError:
-            return self._world_size
-
-    def _lose_store(self) -> None:
-        # At an orderly end rank 0 may leave first and take the store with it, so this alone is no failure.
-        self._store_lost = True
-        log.debug("the rendezvous store cannot be reached", exc_info=True)
+def _store_gone(broken: str) -> RankFailedError:
+    if store_lives_with_rank_zero():
+        return RankFailedError(0, f"its process is gone, and the rendezvous store with it; {broken}")
+    return RankFailedError(None, f"the rendezvous agent is gone; {broken}")

@@ -10,6 +10,8 @@ follower thread of the others. Two threads never launch on one group, so each gr
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = ["SchedulerGroups"]
+
+log = logging.getLogger(__name__)
 
 # Followers wait for the next decision as long as a validation or a checkpoint may take; liveness is checked elsewhere.
 _CONTROL_TIMEOUT = timedelta(days=30)
@@ -45,6 +49,9 @@ class SchedulerGroups:
         Args:
             timeout: How long one collective on gradients may take; the backend's default if ``None``.
         """
+        # A new group finds its peers through the store, which does not know whether they still live. The default group
+        # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
+        dist.barrier()
         data = dist.new_group(timeout=timeout, backend=dist.get_backend())
         control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
         return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -54,7 +61,21 @@ class SchedulerGroups:
         dist.all_reduce(torch.zeros(1, device=device), group=self.data)
         dist.broadcast(torch.zeros(1), src=0, group=self.control)
 
-    def destroy(self) -> None:
-        """Leave both groups; local, does not wait for other ranks."""
-        for group in (self.data, self.control):
-            dist.destroy_process_group(group)
+    def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
+        """Leave both groups; local, does not wait for other ranks.
+
+        Gloo cannot abort a collective that nobody else will join, and the destructor of a group waits for it, even
+        while the interpreter ends. A group that is not idle is therefore kept alive for as long as the process lives;
+        the kernel closes its connections.
+
+        Args:
+            data_idle: Whether nothing is under way on the data group.
+            control_idle: Whether nothing is under way on the control group.
+        """
+        for group, idle in ((self.data, data_idle), (self.control, control_idle)):
+            if not idle:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            try:
+                dist.destroy_process_group(group)
+            except Exception:  # the default group was destroyed first, and took these along
+                log.debug("could not leave a process group", exc_info=True)

@@ -18,6 +18,7 @@ Why the ranks agree, and why nobody waits forever:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,15 +26,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
-_CAPACITY = 63  # decisions per message: 64 records of 4 int32 fit one Ethernet frame
-_FIELDS = 4
+_CAPACITY = 31  # decisions per message: 32 records of 5 int64 fit one Ethernet frame
+_FIELDS = 5
 _CLOSE = -1
-_WAIT_SLICE = timedelta(seconds=0.5)
 
 
 def _broadcast(group: dist.ProcessGroup, message: torch.Tensor) -> dist.Work:
@@ -44,40 +45,54 @@ def _broadcast(group: dist.ProcessGroup, message: torch.Tensor) -> dist.Work:
 
 
 class DecidingOrder(PriorityOrder):
-    """Rank 0's order: by priority, each batch told to the other ranks before it is started."""
+    """Rank 0's order: by priority, each batch told to the other ranks before it is started.
 
-    def __init__(self, control: dist.ProcessGroup) -> None:
+    Args:
+        control: The scheduler's control group.
+        on_error: Called with what the control group failed with; returns the error to raise instead.
+    """
+
+    def __init__(
+        self, control: dist.ProcessGroup, on_error: Callable[[BaseException], BaseException] | None = None
+    ) -> None:
         super().__init__()
         self._control = control
+        self._on_error = on_error
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept alive until gloo has sent them
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """Broadcast the batch's decisions; returns without waiting for anyone."""
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
-            records = [[len(part), 0, 0, 0]]
-            records += [[*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index] for sub in part]
+            records = [[len(part), 0, 0, 0, 0]]
+            records += [[*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size] for sub in part]
             self._send(records)
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        self._send([[_CLOSE, 0, 0, 0]])
+        self._send([[_CLOSE, 0, 0, 0, 0]])
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
         try:
             for work, _ in self._sent:
-                work.wait(timedelta(seconds=timeout))
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError:
             return False
         self._sent.clear()
         return True
 
     def _send(self, records: list[list[int]]) -> None:
-        message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int32)
-        message[: len(records)] = torch.tensor(records, dtype=torch.int32)
+        message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)
+        message[: len(records)] = torch.tensor(records, dtype=torch.int64)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        self._sent.append((_broadcast(self._control, message), message))
+        try:
+            self._sent.append((_broadcast(self._control, message), message))
+        except RuntimeError as error:
+            if self._on_error is None:
+                raise
+            raise self._on_error(error) from error
 
 
 class FollowingOrder(AnnouncedOrder):
@@ -96,6 +111,7 @@ class FollowingOrder(AnnouncedOrder):
         self._control = control
         self._on_error = on_error
         self._stopping = threading.Event()
+        self._closed = False
         self._update_order: Callable[[Callable[[], None]], None] | None = None
         self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
 
@@ -111,8 +127,13 @@ class FollowingOrder(AnnouncedOrder):
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @property
+    def closed(self) -> bool:
+        """Whether rank 0's closing message has come."""
+        return self._closed
+
     def wait_closed(self, timeout: float) -> bool:
-        """Wait for rank 0's closing message; returns whether it came within ``timeout`` seconds."""
+        """Wait for rank 0's closing message; returns whether the thread ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -122,30 +143,19 @@ class FollowingOrder(AnnouncedOrder):
             return
         try:
             while True:
-                message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int32)
-                work = _broadcast(self._control, message)
-                while not self._arrived(work):
-                    if self._stopping.is_set():
-                        return
+                message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)
+                if not wait_in_slices(_broadcast(self._control, message), self._stopping):
+                    return
                 records = message.tolist()
                 count = records[0][0]
                 if count == _CLOSE:
+                    self._closed = True
                     return
                 decisions = [
-                    Decision(key=(step, task), partition_size=size, index=index)
-                    for step, task, size, index in records[1 : 1 + count]
+                    Decision(key=(step, task), partition_size=size, index=index, task_size=task_size)
+                    for step, task, size, index, task_size in records[1 : 1 + count]
                 ]
                 update_order(partial(self.announce, decisions))
         except BaseException as error:
             if not self._stopping.is_set():
                 self._on_error(error)
-
-    @staticmethod
-    def _arrived(work: dist.Work) -> bool:
-        try:
-            work.wait(_WAIT_SLICE)
-            return True
-        except RuntimeError:
-            if work.is_completed():
-                raise
-            return False

@@ -3,7 +3,7 @@
 States, all moved by the training thread (or whoever touches a parameter) under the engine's lock::
 
     REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
-    REDUCED   the gradient was read before optimizer.step: it is final, the parameters are plain, the step is taken at once
+    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
     DUE       after optimizer.step: any touch waits and applies the update
     DONE      parameters are plain again
 """
@@ -67,6 +67,10 @@ class BucketUpdate:
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
+        if not gradient.numel():  # has no address to go by
+            return True
+        if not gradient.numel():  # has no address to go by
+            return True
         first = self.buffer.data_ptr()
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 

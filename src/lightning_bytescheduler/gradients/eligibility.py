@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.gradients.gate import can_be_gated
-from lightning_bytescheduler.gradients.partial_step import is_per_parameter
+from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter
 
 __all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
 
@@ -17,7 +17,9 @@ __all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     if len(optimizers) != 1:
-        return [f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"]
+        return [
+            f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
+        ]
     optimizer = optimizers[0]
     reasons = []
     name = type(optimizer).__name__
@@ -25,7 +27,7 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         reasons.append(f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)")
     return reasons
 
@@ -61,10 +63,11 @@ def _sharing_storage(model: nn.Module) -> tuple[str, str] | None:
 
 
 def unseen_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that may be read without a touch: they are gated at the start of the forward pass.
+    """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted and compiled modules, whose code holds the memory itself, and those of which a module keeps an
-    alias (a tensor attribute or buffer over the same memory).
+    Those of scripted and compiled modules, whose code holds the memory itself, those of which a module keeps an alias
+    (a tensor attribute or buffer over the same memory), and those of a class of their own. What shows only when it runs
+    is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
     """
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}

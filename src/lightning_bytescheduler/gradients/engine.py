@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport, ReadyMark
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
-from lightning_bytescheduler.gradients.partial_step import snapshot_hyperparameters, step_partially
+from lightning_bytescheduler.gradients.gate import close_state, open_state
+from lightning_bytescheduler.gradients.partial_step import has_step_hooks, snapshot_hyperparameters, step_partially
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -75,6 +76,8 @@ class GradientEngine:
         self.statistics = statistics
         self.cross_barrier = cross_barrier
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
+        self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
+        self.steps_handed_over = 0  # backward passes that have ended
         self._core = core
         self._transport = transport
         self._device = device
@@ -108,9 +111,9 @@ class GradientEngine:
         if buffer.is_sparse:
             return self._reduce_sparse(buffer)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[self._device] if self._device.type == "cuda" else None  # type: ignore[arg-type]
+            devices=[self._device] if self._device.type == "cuda" else None
         )
-        parameters = bucket.parameters()
+        parameters = cast("list[nn.Parameter]", bucket.parameters())
         task = CommTask(
             f"bucket {index}",
             buffer.numel(),
@@ -162,16 +165,13 @@ class GradientEngine:
     # ------------------------------------------------------------------ the strategy's side
 
     def begin_forward(self) -> None:
-        """Before ``training_step``: gate what touches cannot gate, observe the first use of parameters."""
+        """Before ``training_step``: observe the first use of parameters."""
         self._in_forward = True
+        self.phase = f"in training_step, step {self._step_number + 1}"
         self._forward_start = self._clock()
         self._touched_buckets = []
         if self.cross_barrier:
-            self._first_use.begin()
-        with self._lock:
-            for update in self._updates:
-                if update.state is UpdateState.DUE and self._unseen(update):
-                    self._apply(update)
+            self._first_use.begin(self.gated_at_forward_start)
 
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
@@ -180,12 +180,14 @@ class GradientEngine:
         if self._touched_buckets:
             self._bucket_order = {index: position for position, index in enumerate(self._touched_buckets)}
         self._in_forward = False
+        self.phase = f"after training_step, step {self._step_number + 1}"
         self._record("forward", COMPUTE, self._forward_start, step=self._step_number + 1)
 
     def before_backward(self) -> None:
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
         self.flush()
         self._updates = []
+        self.phase = f"in the backward pass, step {self._step_number + 1}"
         self._last_index = sys.maxsize
         self._backward_start = self._clock()
         self._last_hook = 0.0
@@ -193,6 +195,9 @@ class GradientEngine:
     def after_backward(self) -> None:
         """After a backward pass: account for its time."""
         now = self._clock()
+        self.gated_at_forward_start |= self._first_use.read_unseen()
+        self.phase = f"after the backward pass, step {self._step_number}"
+        self.steps_handed_over = self._step_number
         if not self._deferring and self._last_hook > self._backward_start:
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
@@ -208,9 +213,12 @@ class GradientEngine:
             What ``step`` returned, or ``None``.
         """
         with self._lock:
+            for unseen in filter(self._unseen, self._updates):
+                if unseen.state is UpdateState.REDUCING:
+                    self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            if not deferrable or not self._gates_closed:
+            if not deferrable or not self._gates_closed or has_step_hooks(optimizer):
                 self.flush()
                 self.count_synchronised_step(optimizer)
                 return step()
@@ -235,6 +243,7 @@ class GradientEngine:
                 self.statistics.deferred_updates += len(update.chosen)
                 self.statistics.updates += len(update.chosen)
             self._optimizer = optimizer
+            close_state(optimizer, self.flush)
             self.statistics.overlapped_steps += 1
             if now:
                 self.statistics.updates += len(now)
@@ -254,6 +263,28 @@ class GradientEngine:
                     self._await_gradient(update)
             self._apply_all()
 
+    def due_tasks(self) -> list[CommTask]:
+        """Communication of updates whose step has been taken; for any thread."""
+        return [update.task for update in list(self._updates) if update.state is UpdateState.DUE]
+
+    def settle(self) -> tuple[int, int]:
+        """After a failure: apply what has arrived, forget the rest, and make every parameter plain again.
+
+        Returns:
+            How many parameters have the update of the last step, and how many should have it and never will.
+        """
+        applied = lost = 0
+        with self._lock:
+            for update in self._updates:
+                if update.state is UpdateState.DUE and not (update.task.done() and update.task.error is None):
+                    lost += len(update.chosen)
+                    continue
+                applied += len(update.chosen)
+                if update.state is UpdateState.DUE:
+                    self._apply(update)
+            self.close()
+        return applied, lost
+
     def close(self) -> None:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
         with self._lock:
@@ -262,6 +293,8 @@ class GradientEngine:
                 update.open_gate()
                 update.state = UpdateState.DONE
             self._updates = []
+            if self._optimizer is not None:
+                open_state(self._optimizer)
 
     # ------------------------------------------------------------------ gates
 
@@ -283,6 +316,8 @@ class GradientEngine:
             for update in self._updates:
                 if update.state is UpdateState.DUE:
                     self._apply(update)
+            if self._optimizer is not None:
+                open_state(self._optimizer)
 
     def _await_gradient(self, update: BucketUpdate) -> None:
         self._wait(update)

@@ -2,25 +2,38 @@
 
 While a parameter's gradient is on its way its class is :class:`GatedParameter`, which sees every PyTorch function that
 is handed the parameter (``__torch_function__``) and lets its gate act first. Class assignment is what
-``torch.nn.UninitializedParameter`` uses to become a plain parameter; it costs some fifty nanoseconds and keeps identity,
-hooks and optimizer state.
+``torch.nn.UninitializedParameter`` uses to become a plain parameter; it costs some fifty nanoseconds and keeps
+identity, hooks and optimizer state.
 
 Why touches and not modules: a gate on a module's forward misses what is read elsewhere (tied weights,
 ``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
-is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see is
-code that holds the memory without the Python object: scripted and compiled modules, or an alias made earlier with
-``.data``. Those parameters are gated at the start of the forward pass instead (see ``eligibility.py``).
+is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see
+is code that holds the memory without the Python object: scripted and compiled modules, extensions, or an alias made
+earlier with ``.data``. Those parameters are found beforehand (``eligibility.py``) or in the first iteration
+(``first_use.py``), and their steps are not deferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-__all__ = ["Gate", "GatedParameter", "arm", "can_be_gated", "disarm", "is_armed"]
+__all__ = [
+    "Gate",
+    "GatedParameter",
+    "GatedState",
+    "arm",
+    "can_be_gated",
+    "close_state",
+    "disarm",
+    "is_armed",
+    "open_state",
+]
 
 
 class Gate(Protocol):
@@ -32,25 +45,19 @@ class Gate(Protocol):
 
 _gates: dict[int, Gate] = {}  # by id of the parameter; the gate keeps the parameter alive
 
-_GRADIENT_ACCESS = frozenset(
-    {
-        torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
-    }
-)
-# Answered without opening the gate: nothing here depends on the weights or leads to their memory.
+_TENSOR: Any = torch.Tensor  # its getters have no types
+_GRADIENT_ACCESS = frozenset({_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__})
+# Answered without opening the gate: nothing here depends on the weights or leads to their memory. ``size`` and ``dim``
+# are missing on purpose: they are all that ``torch.vmap`` asks of a parameter before it takes its memory.
 _METADATA = frozenset(
     {
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
+        _TENSOR.shape.__get__,
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.numel,
     }
 )
 
@@ -124,9 +131,62 @@ def disarm(parameters: Iterable[nn.Parameter]) -> None:
     """Make ``parameters`` plain again."""
     for parameter in parameters:
         if _gates.pop(id(parameter), None) is not None and type(parameter) is GatedParameter:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def is_armed(parameter: nn.Parameter) -> bool:
     """Whether a gate is closed on ``parameter``."""
     return id(parameter) in _gates
+
+
+class GatedState(MutableMapping[Any, Any]):
+    """Stands in for an optimizer's state while updates are due: ``optimizer.state[parameter]`` touches no parameter.
+
+    Args:
+        state: The optimizer's own.
+        flush: Called before the state is used; opens the gate.
+    """
+
+    def __init__(self, state: Any, flush: Callable[[], None]) -> None:
+        self.state = state
+        self._flush = flush
+
+    def _opened(self) -> Any:
+        self._flush()
+        return self.state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._opened()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._opened()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._opened()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._opened())
+
+    def __len__(self) -> int:
+        return len(self._opened())
+
+    def __repr__(self) -> str:
+        return repr(self._opened())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._opened(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._opened().__reduce_ex__(protocol)
+
+
+def close_state(optimizer: Optimizer, flush: Callable[[], None]) -> None:
+    """Call ``flush`` before anybody uses ``optimizer``'s state; ``flush`` has to call :func:`open_state`."""
+    if not isinstance(optimizer.state, GatedState):
+        optimizer.state = GatedState(optimizer.state, flush)  # type: ignore[assignment]
+
+
+def open_state(optimizer: Optimizer) -> None:
+    """Give ``optimizer`` its own state back."""
+    if isinstance(optimizer.state, GatedState):
+        optimizer.state = optimizer.state.state

@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_bytescheduler.gradients.gate import GatedState
 
 __all__ = [
     "HyperparameterSnapshot",
     "ParameterGradient",
+    "has_step_hooks",
     "is_per_parameter",
     "snapshot_hyperparameters",
     "step_partially",
@@ -60,6 +64,18 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     return False
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is called before or after each ``step``, and would be called for each part of one."""
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+    )
+
+
 def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
     """Copy every group's hyperparameters, without its parameters."""
     return [
@@ -92,12 +108,14 @@ def step_partially(
         if parameter.grad is not gradient:
             replaced.append((parameter, parameter.grad))
             parameter.grad = gradient
-    groups = optimizer.param_groups
+    groups, state = optimizer.param_groups, optimizer.state
+    if isinstance(state, GatedState):
+        optimizer.state = state.state
     optimizer.param_groups = [{**hyperparameters[group], "params": params} for group, params in by_group.items()]
     try:
         # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps.
-        type(optimizer).step(optimizer)  # type: ignore[call-arg]
+        type(optimizer).step(optimizer)
     finally:
-        optimizer.param_groups = groups
+        optimizer.param_groups, optimizer.state = groups, state
         for parameter, gradient_before in replaced:
             parameter.grad = gradient_before

@@ -1,85 +1,44 @@
 """Everything one ``fit`` needs on one rank, put together and taken apart in one place.
 
-Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.close` within a bound: the core's
-dispatcher, the transport's completion thread, the fault board's watcher and, on ranks above 0, the follower of rank 0's
-launch order.
+Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
+dispatcher, the transport's completion thread and, on ranks above 0, the follower of rank 0's launch order. The fault
+board, with its watcher, is there before a runtime and after it.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport
+from lightning_bytescheduler.collectives.fault_notice import is_communication_error
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.link_probe import probe_link
-from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError
+from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.gradients.sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, QUEUE, Timeline
-from lightning_bytescheduler.tuning.link import LinkEstimate, SchedulerSizes, default_sizes
 
 __all__ = ["AgreedSizes", "SchedulerRuntime", "agree_on_sizes"]
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
+_LANDING_S = 1.5
+_MOMENT_S = 0.5
 _DEFAULT_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedSizes:
-    """Sizes that hold on every rank, and a number that names this fit on the rendezvous store."""
-
-    sizes: SchedulerSizes
-    link: LinkEstimate | None
-    instance: int
-
-
-def agree_on_sizes(
-    groups: SchedulerGroups, options: SchedulerOptions, parameters: Iterable[nn.Parameter], device: torch.device
-) -> AgreedSizes:
-    """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
-
-    Probes the link unless rank 0 has both sizes fixed.
-    """
-    groups.warm_up(device)
-    message = torch.tensor([options.partition_size or 0, options.credit or 0, time.time_ns() // 1000])
-    dist.broadcast(message, src=0, group=groups.control)
-    partition, credit, instance = message.tolist()
-    link = None
-    trainable = [p for p in parameters if p.requires_grad]
-    count = sum(p.numel() for p in trainable)
-    width = max((p.element_size() for p in trainable), default=4)
-    if partition and credit:
-        bucket = max(partition * width, min(count * width // 64, 25 * 1024 * 1024))
-        sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
-    else:
-        link = probe_link(groups.data, device)
-        sizes = default_sizes(parameters=count, bytes_per_parameter=width, link=link)
-        if credit:
-            sizes = SchedulerSizes(
-                partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
-            )
-        elif partition:
-            sizes = SchedulerSizes(
-                partition_size=partition,
-                credit=max(sizes.credit, 2 * partition),
-                bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
-            )
-    return AgreedSizes(sizes=sizes, link=link, instance=instance)
 
 
 class SchedulerRuntime:
@@ -87,6 +46,7 @@ class SchedulerRuntime:
 
     Args:
         groups: The scheduler's process groups.
+        board: Where failures are published; not closed with the runtime.
         agreed: From :func:`agree_on_sizes`.
         options: This rank's options.
         parameters: What DDP reduces.
@@ -98,6 +58,7 @@ class SchedulerRuntime:
         self,
         *,
         groups: SchedulerGroups,
+        board: FaultBoard,
         agreed: AgreedSizes,
         options: SchedulerOptions,
         parameters: Iterable[nn.Parameter],
@@ -106,18 +67,22 @@ class SchedulerRuntime:
     ) -> None:
         self.statistics = SchedulerStatistics()
         self._groups = groups
-        self._closed = False
+        self._board = board
+        self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        self._stopped = False
+        self._closed_in_order = False  # the control group: nobody waits for a decision any more
+        self._collectives_failed = False
+        self._lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
         self._wire_bytes_per_element = (
             2 * (groups.world_size - 1) / groups.world_size * max(p.element_size() for p in parameters)
         )
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=groups.rank)
-        self._board = FaultBoard.open(
-            instance=agreed.instance, rank=groups.rank, world_size=groups.world_size, on_fault=self._abort
-        )
         self._order = (
-            DecidingOrder(groups.control) if groups.rank == 0 else FollowingOrder(groups.control, self._on_error)
+            DecidingOrder(groups.control, self._on_error)
+            if groups.rank == 0
+            else FollowingOrder(groups.control, self._on_error)
         )
         self._core = ByteCore(
             partition_size=agreed.sizes.partition_size,
@@ -135,73 +100,146 @@ class SchedulerRuntime:
             parameters=parameters,
             device=device,
             cross_barrier=options.cross_barrier,
-            timeout=_DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds(),
+            timeout=self._timeout,
             statistics=self.statistics,
             timeline=self._timeline,
         )
+        board.watch(self)
+        # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
+        # would abort the process.
+        atexit.register(self.stop, failed=True)
 
     @property
     def core(self) -> ByteCore:
         """The scheduler core; its credit and partition size may be changed on rank 0 at any time."""
         return self._core
 
+    # What the fault board asks and tells (Watched), on its own thread.
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
+        self._await_landing(step)
+        self._core.abort(fault)
+
+    def own_failure(self) -> BaseException | None:
+        """What has stopped the scheduler, on whichever thread."""
+        return self._core.abort_cause
+
+    def phase(self) -> str:
+        """What this rank is doing, in words."""
+        return self.engine.phase
+
+    def steps_handed_over(self) -> int:
+        """How many backward passes have ended."""
+        return self.engine.steps_handed_over
+
+    # What the strategy calls.
+
     def explain(self, error: BaseException) -> BaseException:
         """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
-        if isinstance(error, RankFailedError):
-            return error
         cause = self._core.abort_cause
-        if cause is not None:
-            return cause
-        return self._board.diagnose(error) if _is_communication_error(error) else error
+        # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
+        if cause is not None and isinstance(error, (RuntimeError, ByteSchedulerError)):
+            error = cause
+        return self._board.explain(error)
 
-    def publish(self, error: BaseException) -> None:
-        """Tell the other ranks that this one fails with ``error``, and stop sending."""
-        if not isinstance(error, RankFailedError):
-            self._board.publish(error)
+    def fail(self, error: BaseException) -> None:
+        """Stop for good, because of this rank's failure or another's.
+
+        Updates whose gradients have arrived are applied first.
+
+        Args:
+            error: What this rank fails with, as explained by :meth:`explain`.
+        """
+        self._await_landing(self.engine.steps_handed_over)
         self._core.abort(error)
+        self.stop(failed=True)
+        try:
+            applied, lost = self.engine.settle()
+        except Exception as not_settled:
+            self._lost_weights = SchedulerClosedError(f"The last updates could not be applied: {not_settled}.")
+            return
+        if lost:
+            self._lost_weights = SchedulerClosedError(
+                f"{lost} of {applied + lost} parameters lack the update of the last step, as gradients did not arrive."
+            )
+            self._lost_weights.__cause__ = error
 
-    def close(self, *, failed: bool) -> None:
+    def check_weights(self) -> None:
+        """Make sure that the weights are those of a whole number of steps, after a failure.
+
+        Raises:
+            SchedulerClosedError: If they are not.
+        """
+        if self._lost_weights is not None:
+            raise self._lost_weights
+
+    def stop(self, *, failed: bool) -> None:
         """Stop every thread and leave the groups; bounded, never raises, idempotent.
 
         Args:
             failed: Whether training ended with an error: then nothing is waited for.
         """
-        if self._closed:
+        if self._stopped:
             return
-        self._closed = True
-        steps = [
-            self.engine.close,
+        self._stopped = True
+        self._board.unwatch()
+        steps: list[Callable[[], object]] = [
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
+            # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
+            self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
-            self._board.close,
         ]
         if self._timeline is not None:
             steps.append(self._timeline.close)
-        steps.append(self._groups.destroy)
         for step in steps:
             try:
                 step()
             except Exception as error:
                 if not failed:
                     log.warning("While the scheduler was shut down: %s", error)
+        atexit.unregister(self.stop)
+
+    def close(self, *, failed: bool) -> None:
+        """Stop, and make every parameter plain again; see :meth:`stop`."""
+        self.stop(failed=failed)
+        self.engine.close()
 
     def _close_order(self, failed: bool) -> None:
-        if isinstance(self._order, DecidingOrder):
-            if not failed:
-                self._order.close()
-                self._order.wait_sent(_STOP_S)
-        elif failed or not self._order.wait_closed(_STOP_S):
-            self._order.stop(_STOP_S)
+        order = self._order
+        if isinstance(order, DecidingOrder):
+            order.close()
+            self._closed_in_order = order.wait_sent(_MOMENT_S if failed else _STOP_S)
+            return
+        # Rank 0 may come here much later. Its closing message is waited for as long as there is hope, as the receive
+        # that is under way on the control group cannot be called off.
+        deadline = time.monotonic() + (_MOMENT_S if failed else self._timeout)
+        while not order.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline:
+            if self._board.hopeless and not failed:
+                break
+        self._closed_in_order = order.closed
+        order.stop(_STOP_S)
 
-    def _abort(self, error: BaseException) -> None:
-        self._core.abort(error)
+    def _leave_groups(self) -> None:
+        idle = not self._collectives_failed and not self._core.in_flight
+        self._groups.destroy(data_idle=idle, control_idle=self._closed_in_order)
+
+    def _await_landing(self, step: int | None) -> None:
+        """Give updates of the first ``step`` steps a moment to arrive."""
+        deadline = time.monotonic() + _LANDING_S
+        with suppress(Exception):
+            for task in self.engine.due_tasks():
+                if step is not None and task.key[0] <= step:
+                    task.wait(max(0.0, deadline - time.monotonic()))
 
     def _on_error(self, error: BaseException) -> BaseException:
         """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
-        cause = self._core.abort_cause or self._board.diagnose(error)
-        if isinstance(cause, RankFailedError):
-            log.error("[rank %d] %s", self._groups.rank, cause)
+        self._collectives_failed = True
+        cause = self._core.abort_cause or self._board.explain(error)
+        if is_communication_error(cause):
+            cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
+            cause.__cause__ = error
         self._core.abort(cause)
         return cause
 
@@ -226,12 +264,3 @@ class SchedulerRuntime:
             self._timeline.overlapping(
                 sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args
             )
-
-
-def _is_communication_error(error: BaseException) -> bool:
-    if isinstance(error, ByteSchedulerError):
-        return False
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection closed"))

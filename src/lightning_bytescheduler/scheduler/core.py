@@ -1,12 +1,12 @@
 """The core: a queue of ready sub-tasks and a window of credit in front of the network.
 
-Seed 000, "Scheduling Algorithm": a sub-task starts while credit remains, taking its size from the credit; finishing
-returns it. As in the published loop, the check is "credit left > 0", so what is in flight may exceed the credit by
-less than one sub-task, and a sub-task larger than the whole credit can still be sent.
+Seed 000, "Scheduling Algorithm": a sub-task starts while credit remains, taking its size from the credit;
+finishing returns it. As in the published loop, the check is "credit left > 0", so what is in flight may
+exceed the credit by less than one sub-task, and a sub-task larger than the whole credit can still be sent.
 
 Threads: one dispatcher, named ``<name>-dispatcher``, owned by the core; ``shutdown`` ends it within a bound.
-Lock order: the core's condition, then a task's lock (see ``task.py``). ``launch``, ``decided`` and observers are
-called with no lock held.
+Lock order: the core's condition, then a task's lock (see ``task.py``). ``launch``, ``decided``, ``on_end``
+and observers are called with no lock held; if one of them raises, the core aborts: nobody is left waiting.
 """
 
 from __future__ import annotations
@@ -17,25 +17,16 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from lightning_bytescheduler.exceptions import (
-    OptionError,
-    SchedulerClosedError,
-    SchedulerTimeoutError,
-)
+from lightning_bytescheduler.exceptions import SchedulerClosedError, SchedulerTimeoutError
+from lightning_bytescheduler.scheduler.options import require_size
 from lightning_bytescheduler.scheduler.order import LaunchOrder, PriorityOrder
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskState
 
 __all__ = ["ByteCore"]
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0  # only bounds how long a lost wake-up could stay unnoticed; work arrives by notification
-
-
-def _positive(option: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(option, value, "a positive whole number of parameters")
-    return value
 
 
 class ByteCore:
@@ -66,17 +57,16 @@ class ByteCore:
         clock: Callable[[], float] = time.perf_counter,
         debug: bool = False,
     ) -> None:
-        self._partition_size = _positive("partition_size", partition_size)
-        self._credit = _positive("credit", credit)
+        self._partition_size = require_size("partition_size", partition_size)
+        self._credit = require_size("credit", credit)
         self._order: LaunchOrder = PriorityOrder() if order is None else order
         self._observer = observer
         self._clock = clock
         self._debug = debug
         self._changed = threading.Condition()
-        self._open_tasks: dict[int, CommTask] = {}  # enqueued, not ended; in order of arrival
-        self._in_flight: set[SubCommTask] = set()
+        self._open_tasks: dict[int, CommTask] = {}  # enqueued, not concluded; in order of arrival
+        self._in_flight: set[SubCommTask] = set()  # immediate ones too, which take no credit
         self._in_flight_size = 0
-        self._immediate_in_flight: set[SubCommTask] = set()
         self._closed = False
         self._abort_cause: BaseException | None = None
         self._dispatcher = threading.Thread(target=self._dispatch, name=f"{name}-dispatcher", daemon=True)
@@ -89,9 +79,7 @@ class ByteCore:
 
     @partition_size.setter
     def partition_size(self, value: int) -> None:
-        value = _positive("partition_size", value)
-        with self._changed:
-            self._partition_size = value
+        self._partition_size = require_size("partition_size", value)
 
     @property
     def credit(self) -> int:
@@ -100,9 +88,8 @@ class ByteCore:
 
     @credit.setter
     def credit(self, value: int) -> None:
-        value = _positive("credit", value)
         with self._changed:
-            self._credit = value
+            self._credit = require_size("credit", value)
             self._changed.notify_all()
 
     @property
@@ -122,23 +109,36 @@ class ByteCore:
 
         Raises:
             SchedulerClosedError: If the core was shut down.
-            TaskStateError: If the task was enqueued before.
-            BaseException: The cause of an abort, if the core was aborted.
+            TaskStateError: If the task was enqueued or partitioned before, or has ended.
+            LaunchOrderError: If the order cannot take it.
+            BaseException: The cause of an abort, if the core was aborted; what an immediate task's ``launch``
+                raised.
         """
         with self._changed:
-            self._check_open()
+            if self._abort_cause is not None:
+                raise self._abort_cause
+            if self._closed:
+                raise SchedulerClosedError("Cannot enqueue a task, as the scheduler has been shut down.")
             task._attach(self)
+            try:
+                if task.immediate:
+                    task.partition(self.partition_size)
+                else:
+                    self._order.admit(task, self.partition_size)
+            except BaseException:
+                task._listener = None
+                raise
             self._open_tasks[id(task)] = task
-            if task.immediate:
-                task.partition(self.partition_size)
-                self._immediate_in_flight.update(task.sub_tasks)
-            else:
-                self._order.admit(task, self.partition_size)
-        if task.immediate:
-            task.notify_ready()
-            for sub in task.sub_tasks:
-                sub.started_at = self._clock()
-                sub.start()
+        if not task.immediate:
+            return
+        task.notify_ready()
+        for sub in task.sub_tasks:
+            with self._changed:
+                if self._stopped or not sub.claim():
+                    return  # failed or aborted meanwhile: the owner learns it from wait()
+                self._in_flight.add(sub)
+            sub.started_at = self._clock()
+            sub.start()
 
     def update_order(self, update: Callable[[], None]) -> None:
         """Run ``update``, which changes the order, under the core's lock; then look for work again."""
@@ -147,7 +147,9 @@ class ByteCore:
             self._changed.notify_all()
 
     def drain(self, timeout: float) -> None:
-        """Wait until everything that was made ready has ended. What never became ready is not waited for.
+        """Wait until everything that was made ready has ended, with its callbacks.
+
+        What never became ready is not waited for. A callback must not call this: it would wait for itself.
 
         Args:
             timeout: Longest wait in seconds.
@@ -162,25 +164,22 @@ class ByteCore:
                 if self._abort_cause is not None:
                     raise self._abort_cause
                 waiting_for = [t for t in self._open_tasks.values() if t.any_ready()]
-                waiting_for += [s.parent for s in self._in_flight if s.parent not in waiting_for]
-                if not waiting_for:
+                if not waiting_for and not self._in_flight:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    waiting_for += {s.parent for s in self._in_flight}.difference(waiting_for)
                     names = "; ".join(t.describe_outstanding() for t in waiting_for[:4])
                     raise SchedulerTimeoutError(f"Communication did not drain within {timeout:g} s: {names}.")
                 self._changed.wait(min(left, _IDLE_WAIT_S))
 
     def abort(self, cause: BaseException) -> None:
-        """Fail every open task with ``cause`` now; later calls raise it too. What is in flight is left to end."""
+        """Fail every open task with ``cause``; later calls raise it too. What is in flight may still end."""
         with self._changed:
-            if self._abort_cause is not None or self._closed:
+            if self._stopped:
                 return
             self._abort_cause = cause
-            self._order.clear()
-            open_tasks = list(self._open_tasks.values())
-            self._open_tasks.clear()
-            self._changed.notify_all()
+            open_tasks = self._take_open_tasks()
         for task in open_tasks:
             task.fail(cause)
 
@@ -193,27 +192,25 @@ class ByteCore:
                 ``SchedulerClosedError``.
 
         Raises:
-            SchedulerTimeoutError: If draining, or the dispatcher, did not end in time. The core is closed all the same.
+            SchedulerTimeoutError: If draining, or the dispatcher, did not end in time.
+            BaseException: The cause of an abort while it drained. The core is closed in each case.
         """
         deadline = time.monotonic() + timeout
         late: BaseException | None = None
-        if drain and self._abort_cause is None and not self._closed:
-            try:
+        try:
+            if drain and not self._stopped:
                 self.drain(timeout)
-            except BaseException as error:
-                late = error
+        except BaseException as error:
+            late = error
         with self._changed:
             self._closed = True
-            self._order.clear()
-            open_tasks = list(self._open_tasks.values())
-            self._open_tasks.clear()
-            self._changed.notify_all()
+            open_tasks = self._take_open_tasks()
         for task in open_tasks:
-            task.fail(SchedulerClosedError(f"Task {task.name!r} was not sent: the scheduler has been shut down."))
+            task.fail(_unfinished(task))
         if threading.current_thread() is not self._dispatcher:
             self._dispatcher.join(max(0.1, deadline - time.monotonic()))
             if self._dispatcher.is_alive() and late is None:
-                late = SchedulerTimeoutError(f"Thread {self._dispatcher.name!r} did not stop within {timeout:g} s.")
+                late = SchedulerTimeoutError(f"{self._dispatcher.name!r} did not stop within {timeout:g} s.")
         if late is not None:
             raise late
 
@@ -225,71 +222,103 @@ class ByteCore:
     ) -> None:
         self.shutdown(timeout=10.0, drain=error is None)
 
+    # What tasks call (TaskListener); not for users.
+
+    def now(self) -> float:
+        """Seconds of the core's clock."""
+        return self._clock()
+
     def sub_tasks_ready(self, task: CommTask, sub_tasks: list[SubCommTask]) -> None:
-        """Called by tasks; not for users."""
-        now = self._clock()
-        for sub in sub_tasks:
-            sub.ready_at = now
-        if task.immediate:
-            return
+        """Queue what has become ready."""
         with self._changed:
-            self._order.ready(sub_tasks)
+            if not task.immediate and not self._stopped:
+                self._order.ready(sub_tasks)
             self._changed.notify_all()
 
     def sub_task_ended(self, sub_task: SubCommTask) -> None:
-        """Called by tasks; not for users."""
+        """Return the credit of what has finished or failed."""
         sub_task.finished_at = self._clock()
         with self._changed:
-            started = sub_task in self._in_flight
-            if started:
-                self._in_flight.discard(sub_task)
-                self._in_flight_size -= sub_task.size
-            self._immediate_in_flight.discard(sub_task)
-            if sub_task.parent.all_ended():
-                self._open_tasks.pop(id(sub_task.parent), None)
+            if sub_task in self._in_flight:
+                self._in_flight.remove(sub_task)
+                if not sub_task.parent.immediate:
+                    self._in_flight_size -= sub_task.size
             self._changed.notify_all()
-        if self._observer is not None:
-            self._observer(sub_task)
+        try:
+            if self._observer is not None and sub_task.state is TaskState.FINISHED:
+                self._observer(sub_task)
+        except Exception as error:
+            self._callback_failed(f"observer of {sub_task.name}", error)
 
-    def _check_open(self) -> None:
-        if self._abort_cause is not None:
-            raise self._abort_cause
-        if self._closed:
-            raise SchedulerClosedError("Cannot enqueue a task, as the scheduler has been shut down.")
+    def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
+        """Let go of a task whose callback and waiters have been told."""
+        with self._changed:
+            self._open_tasks.pop(id(task), None)
+            self._changed.notify_all()
+        if callback_error is not None:
+            self._callback_failed(f"callback of {task.name}", callback_error)
 
-    def _select(self) -> list[SubCommTask]:
-        """Pop what credit allows; called with the lock held."""
-        batch: list[SubCommTask] = []
-        while self._in_flight_size < self._credit:
-            sub = self._order.pop()
-            if sub is None:
-                break
-            self._in_flight.add(sub)
-            self._in_flight_size += sub.size
-            batch.append(sub)
-        return batch
+    def _callback_failed(self, what: str, error: BaseException) -> None:
+        log.error("The %s failed; the scheduler stops.", what, exc_info=error)
+        self.abort(error)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._abort_cause is not None
+
+    def _take_open_tasks(self) -> list[CommTask]:
+        """Forget everything queued and return whom to tell; called with the lock held."""
+        self._order.clear()
+        open_tasks = list(self._open_tasks.values())
+        self._open_tasks.clear()
+        self._changed.notify_all()
+        return open_tasks
+
+    def _select(self, batch: list[SubCommTask]) -> bool:
+        """Wait for work, and append what credit allows to ``batch``; ``False`` once the core is closed."""
+        with self._changed:
+            while not self._closed:
+                while not self._stopped and self._in_flight_size < self._credit:
+                    sub = self._order.pop()
+                    if sub is None:
+                        break
+                    self._in_flight.add(sub)
+                    self._in_flight_size += sub.size
+                    batch.append(sub)
+                if batch:
+                    return True
+                self._changed.wait(_IDLE_WAIT_S)
+            return False
 
     def _dispatch(self) -> None:
         while True:
+            batch: list[SubCommTask] = []
             try:
-                with self._changed:
-                    batch = [] if self._closed or self._abort_cause else self._select()
-                    while not batch:
-                        if self._closed:
-                            return
-                        self._changed.wait(_IDLE_WAIT_S)
-                        if self._abort_cause is None and not self._closed:
-                            batch = self._select()
-                self._order.decided(batch)
-                for sub in batch:
-                    if self._debug:
-                        log.debug(
-                            "start %s size=%d priority=%d in_flight=%d credit=%d",
-                            sub.name, sub.size, sub.priority, self._in_flight_size, self._credit,
-                        )  # fmt: skip
-                    sub.started_at = self._clock()
-                    sub.start()
+                if not self._select(batch):
+                    return
+                self._start(batch)
             except BaseException as error:
                 # Whatever went wrong while launching, nobody may be left waiting for it.
                 log.debug("dispatcher failed", exc_info=True)
                 self.abort(error)
+            if self._stopped:
+                self._withdraw(batch)
+
+    def _start(self, batch: list[SubCommTask]) -> None:
+        self._order.decided(batch)
+        for sub in batch:
+            if self._stopped:
+                return
+            if self._debug:
+                log.debug("start %r in_flight=%d credit=%d", sub, self._in_flight_size, self._credit)
+            sub.started_at = self._clock()
+            sub.start()
+
+    def _withdraw(self, batch: list[SubCommTask]) -> None:
+        """Return the credit of what was chosen and will not be launched any more."""
+        for sub in batch:
+            sub.parent._withdraw(sub, self._abort_cause or _unfinished(sub.parent))
+
+
+def _unfinished(task: CommTask) -> SchedulerClosedError:
+    return SchedulerClosedError(f"Task {task.name!r} did not finish: the scheduler has been shut down.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["SchedulerOptions"]
+__all__ = ["SchedulerOptions", "require_size"]
 
 _SIZE = "a positive whole number of parameters"
 _SWITCH = "0 or 1"
@@ -42,10 +42,15 @@ class SchedulerOptions:
             value = getattr(self, option)
             if value is not None:
                 object.__setattr__(self, option, _size(option, value))
-        if not isinstance(self.cross_barrier, bool):
-            raise OptionError("cross_barrier", self.cross_barrier, "True or False")
-        if self.timeline is not None and (not isinstance(self.timeline, (str, os.PathLike)) or not str(self.timeline)):
-            raise OptionError("timeline", self.timeline, "a file path")
+        for option in ("cross_barrier", "debug"):
+            value = getattr(self, option)
+            if not isinstance(value, bool):
+                raise OptionError(option, value, "True or False")
+        if self.timeline is not None:
+            path = os.fspath(self.timeline) if isinstance(self.timeline, (str, os.PathLike)) else None
+            if not isinstance(path, str) or not path:
+                raise OptionError("timeline", self.timeline, "a file path")
+            object.__setattr__(self, "timeline", path)
 
     @classmethod
     def resolve(
@@ -96,15 +101,36 @@ class SchedulerOptions:
         )
 
 
+def require_size(option: str, value: object) -> int:
+    """Return ``value`` if it is a size, in parameters.
+
+    Raises:
+        OptionError: If it is not a positive whole number; names ``option``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(option, value, _SIZE)
+    return value
+
+
 def _size(option: str, value: object) -> int:
-    """Parse a size; the published variables were read with ``int()`` and ``float()``, so ``16e6`` is allowed."""
+    """Parse a size; the published variables were read by ``int()`` and ``float()``, so ``16e6`` is fine."""
     try:
-        number = float(value) if isinstance(value, str) else value
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 1 or number != int(number):
-            raise OptionError(option, value, _SIZE)
+        number = _number(value) if isinstance(value, str) else value
+        # Compared as numbers: int() of infinity or of "not a number" raises.
+        if isinstance(number, float) and number == int(number):
+            number = int(number)
     except (ValueError, OverflowError):
         raise OptionError(option, value, _SIZE) from None
-    return int(number)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise OptionError(option, value, _SIZE)
+    return number
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)  # exact, where a float would round above 2**53
+    except ValueError:
+        return float(text)
 
 
 def _switch(option: str, value: str) -> bool:

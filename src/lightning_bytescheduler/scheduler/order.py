@@ -1,6 +1,8 @@
 """Which sub-task is sent next: by priority, or as another rank has decided.
 
-Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their own.
+Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their
+own. What an order pops is *claimed*: it will be launched even if its task fails meanwhile, as other ranks may
+have been told.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_bytescheduler.exceptions import LaunchOrderError
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "PriorityOrder"]
 
@@ -25,11 +27,13 @@ class Decision:
         key: The task's key, the same on every rank.
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
+        task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
     """
 
     key: TaskKey
     partition_size: int
     index: int
+    task_size: int | None = None
 
 
 class LaunchOrder(Protocol):
@@ -42,7 +46,7 @@ class LaunchOrder(Protocol):
         """Take in sub-tasks whose data exists now."""
 
     def pop(self) -> SubCommTask | None:
-        """Return the ready sub-task to start next, or ``None`` when there is none."""
+        """Claim and return the ready sub-task to start next, or return ``None`` when there is none."""
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """Called without the core's lock, before ``batch`` is started in this order."""
@@ -58,24 +62,25 @@ class PriorityOrder:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, TaskKey, int, int, SubCommTask]] = []
-        self._pushed = 0
+        self._heap: list[tuple[int, int, int, SubCommTask]] = []
+        self._admitted = 0
 
     def admit(self, task: CommTask, partition_size: int) -> None:
         """Partition ``task`` at once."""
+        self._admitted += 1
+        task._sequence = self._admitted
         task.partition(partition_size)
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
         """Queue sub-tasks by priority."""
         for sub in sub_tasks:
-            self._pushed += 1
-            heapq.heappush(self._heap, (sub.priority, sub.parent.key, sub.index, self._pushed, sub))
+            heapq.heappush(self._heap, (sub.priority, sub.parent._sequence, sub.index, sub))
 
     def pop(self) -> SubCommTask | None:
-        """Return the most urgent ready sub-task, skipping those that failed while they waited."""
+        """Claim and return the most urgent ready sub-task, skipping those that failed while they waited."""
         while self._heap:
             sub = heapq.heappop(self._heap)[-1]
-            if sub.state is TaskState.READY:
+            if sub.claim():
                 return sub
         return None
 
@@ -90,8 +95,8 @@ class PriorityOrder:
 class AnnouncedOrder:
     """Exactly the order another rank decided on; each sub-task waits only for its own data here.
 
-    A task is partitioned when the first decision about it arrives, with the size that decision carries, so the
-    deciding rank may change its partition size at any time without an agreement.
+    A task is partitioned when the first decision about it arrives, with the size that decision carries, so
+    the deciding rank may change its partition size at any time without an agreement.
     """
 
     def __init__(self) -> None:
@@ -117,34 +122,49 @@ class AnnouncedOrder:
         self._decisions.extend(decisions)
 
     def pop(self) -> SubCommTask | None:
-        """Return the next announced sub-task if its data exists here.
+        """Claim and return the next announced sub-task if its data exists here.
 
         Raises:
             LaunchOrderError: If the decision does not fit the task that carries its key on this rank.
+            BaseException: What that task has failed with here: it can no longer be sent, and sending what
+                comes after it instead would pair it with another tensor on the other ranks.
         """
         if not self._decisions:
             return None
         decision = self._decisions[0]
         task = self._tasks.get(decision.key)
-        if task is None or not task.ready:
+        if task is None:
             return None
-        if not task.sub_tasks:
-            task.partition(decision.partition_size)
-        if decision.index >= len(task.sub_tasks) or task.sub_tasks[0].size != min(decision.partition_size, task.size):
-            raise LaunchOrderError(
-                f"Rank 0 launches part {decision.index} of task {decision.key} cut at {decision.partition_size} "
-                f"parameters, but here it is {task.name!r} with {task.size} parameters in {len(task.sub_tasks)} "
-                "parts. Every rank must build the same model and use the same bucket sizes."
+        if task.error is not None:
+            raise task.error
+        if not task.ready:
+            return None
+        sub = self._part(task, decision)
+        if sub is None or not sub.claim():
+            raise task.error or LaunchOrderError(
+                f"Rank 0 launches part {decision.index} of task {decision.key} cut at "
+                f"{decision.partition_size} parameters, but here it is {task.name!r} with {task.size} "
+                f"parameters in {len(task.sub_tasks)} parts, {self._popped.get(decision.key, 0)} of them "
+                "launched. Every rank must build the same model and use the same bucket sizes."
             )
         self._decisions.popleft()
-        sub = task.sub_tasks[decision.index]
-        popped = self._popped.get(decision.key, 0) + 1
+        popped = self._popped.pop(decision.key, 0) + 1
         if popped == len(task.sub_tasks):
             del self._tasks[decision.key]
-            self._popped.pop(decision.key, None)
         else:
             self._popped[decision.key] = popped
         return sub
+
+    @staticmethod
+    def _part(task: CommTask, decision: Decision) -> SubCommTask | None:
+        """What ``decision`` names here, or ``None`` if ``task`` is not what the deciding rank has."""
+        size = decision.partition_size
+        if size < 1 or decision.task_size not in (None, task.size):
+            return None
+        sub_tasks = task.sub_tasks or task.partition(size)
+        if sub_tasks[0].size != min(size, task.size) or not 0 <= decision.index < len(sub_tasks):
+            return None
+        return sub_tasks[decision.index]
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """The decision came from elsewhere; nobody has to be told."""

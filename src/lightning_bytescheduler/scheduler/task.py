@@ -1,114 +1,29 @@
 """Communication tasks: one operation on one tensor, cut into sub-tasks that are sent on their own.
 
 The vocabulary is ByteScheduler's (seed 001, "Unified abstraction for communication tasks"): a task is
-*partitioned*, becomes *ready* when its data exists, is *started* by the core, and has *finished* when its last
-sub-task has arrived. Tasks know neither the transport nor the framework: ``launch`` is called with a sub-task that
-names an offset and a size (in parameters) of the task's flat buffer, so partitioning copies nothing.
+*partitioned*, becomes *ready* when its data exists, is *started* by the core, and has *finished* when its
+last sub-task has arrived. Tasks know neither the transport nor the framework: ``launch`` is called with a
+sub-task that names an offset and a size (in parameters) of the task's flat buffer; nothing is copied.
 
-Life of a sub-task (a task follows its sub-tasks)::
-
-    CREATED --notify_ready--> READY --start--> STARTED --notify_finish--> FINISHED
-       \\_________________________\\______________\\________fail__________> FAILED
-
-Lock order: ``ByteCore``'s lock may be held when a task's lock is taken, never the other way round; no callback is
-called with a task's lock held.
+Lock order: ``ByteCore``'s lock may be held when a task's lock is taken, never the other way round; nothing
+outside this module is called with a task's lock held.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.scheduler.options import require_size
+from lightning_bytescheduler.scheduler.sub_task import SubCommTask, TaskListener, TaskState
 
 __all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskState"]
 
 TaskKey = tuple[int, int]
 """What names a task on every rank alike: (step, index within the step)."""
 
-
-class TaskState(enum.Enum):
-    """Where a task or sub-task stands."""
-
-    CREATED = "created"
-    READY = "ready"
-    STARTED = "started"
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class TaskListener(Protocol):
-    """What a task tells the core that holds it."""
-
-    def sub_tasks_ready(self, task: CommTask, sub_tasks: list[SubCommTask]) -> None: ...
-
-    def sub_task_ended(self, sub_task: SubCommTask) -> None: ...
-
-
-class SubCommTask:
-    """A contiguous part of a task's flat buffer; made by :meth:`CommTask.partition`, never by hand.
-
-    Attributes:
-        parent: The task this is a part of.
-        index: Position among the parent's sub-tasks, from 0.
-        offset: First parameter of the part within the parent's flat buffer.
-        size: Length in parameters.
-    """
-
-    __slots__ = ("finished_at", "index", "offset", "parent", "ready_at", "size", "started_at", "state")
-
-    def __init__(self, parent: CommTask, index: int, offset: int, size: int) -> None:
-        self.parent = parent
-        self.index = index
-        self.offset = offset
-        self.size = size
-        self.state = TaskState.CREATED
-        self.ready_at = 0.0
-        self.started_at = 0.0
-        self.finished_at = 0.0
-
-    @property
-    def name(self) -> str:
-        """The parent's name with the position in brackets, for example ``bucket 3[1]``."""
-        return f"{self.parent.name}[{self.index}]"
-
-    @property
-    def priority(self) -> int:
-        """The parent's priority; a lower number starts first."""
-        return self.parent.priority
-
-    def notify_ready(self) -> None:
-        """Say that this part's data exists.
-
-        Raises:
-            TaskStateError: If it is not in state CREATED, or the task was never enqueued.
-        """
-        self.parent._mark_ready(self)
-
-    def start(self) -> None:
-        """Send this part; called by the core once credit allows.
-
-        Raises:
-            TaskStateError: If the sub-task is not ready, or was started before.
-        """
-        self.parent._start(self)
-
-    def notify_finish(self) -> None:
-        """Say that this part has arrived.
-
-        Raises:
-            TaskStateError: If it was not started, or finished before.
-        """
-        self.parent._end(self, None)
-
-    def fail(self, error: BaseException) -> None:
-        """Say that this part will never arrive; the task fails with ``error``. Does nothing if it has ended."""
-        self.parent._end(self, error)
-
-    def __repr__(self) -> str:
-        return f"<SubCommTask {self.name} size={self.size} priority={self.priority} {self.state.value}>"
+_ENDED = (TaskState.FINISHED, TaskState.FAILED)
 
 
 class CommTask:
@@ -122,29 +37,12 @@ class CommTask:
         priority: A lower number starts first; ByteScheduler uses the position in the forward pass.
         key: What names this task on every rank alike; needed when ranks must agree on one order.
         immediate: Bypass queue and credit.
-        on_end: Called once, on the thread that ended the task, after it has finished or failed (``task.error``).
+        on_end: Called once, on the thread that ended the task, after it has finished or failed
+            (``task.error``). What it raises fails the task and aborts the core.
 
     Raises:
         OptionError: If ``size`` is not a positive whole number.
     """
-
-    __slots__ = (
-        "_done",
-        "_ended",
-        "_error",
-        "_launch",
-        "_listener",
-        "_lock",
-        "_on_end",
-        "_outstanding",
-        "_ready",
-        "_sub_tasks",
-        "immediate",
-        "key",
-        "name",
-        "priority",
-        "size",
-    )
 
     def __init__(
         self,
@@ -157,10 +55,8 @@ class CommTask:
         immediate: bool = False,
         on_end: Callable[[CommTask], None] | None = None,
     ) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError("size", size, "a positive whole number of parameters")
         self.name = name
-        self.size = size
+        self.size = require_size("size", size)
         self.priority = priority
         self.key = key
         self.immediate = immediate
@@ -172,6 +68,8 @@ class CommTask:
         self._error: BaseException | None = None
         self._listener: TaskListener | None = None
         self._ready = False
+        self._ready_at = 0.0
+        self._sequence = 0  # position among the tasks of its order; breaks ties
         self._sub_tasks: tuple[SubCommTask, ...] = ()
         self._outstanding = 0
 
@@ -194,7 +92,7 @@ class CommTask:
             states = {sub.state for sub in self._sub_tasks}
             if TaskState.STARTED in states or TaskState.FINISHED in states:
                 return TaskState.STARTED
-            return TaskState.READY if self._ready else TaskState.CREATED
+            return TaskState.READY if self._ready or TaskState.READY in states else TaskState.CREATED
 
     @property
     def error(self) -> BaseException | None:
@@ -214,10 +112,9 @@ class CommTask:
 
         Raises:
             OptionError: If ``size`` is not a positive whole number.
-            TaskStateError: If the task is partitioned already.
+            TaskStateError: If the task is partitioned already, or has ended.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError("partition size", size, "a positive whole number of parameters")
+        require_size("partition_size", size)
         with self._lock:
             if self._sub_tasks:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it is partitioned already.")
@@ -231,10 +128,11 @@ class CommTask:
             if self._ready:
                 for sub in self._sub_tasks:
                     sub.state = TaskState.READY
+                    sub.ready_at = self._ready_at
             return self._sub_tasks
 
     def notify_ready(self) -> None:
-        """Say that the whole task's data exists.
+        """Say that the whole task's data exists. Does nothing if it has ended: its owner learns that.
 
         Raises:
             TaskStateError: If the task was never enqueued, or any of it was ready before.
@@ -252,8 +150,9 @@ class CommTask:
             BaseException: Whatever the task failed with.
         """
         if not self._done.wait(timeout):
+            outstanding = self.describe_outstanding()
             raise SchedulerTimeoutError(
-                f"Task {self.name!r} did not finish within {timeout:g} s; outstanding: {self.describe_outstanding()}."
+                f"Task {self.name!r} did not finish within {timeout:g} s; outstanding: {outstanding}."
             )
         if self._error is not None:
             raise self._error
@@ -263,8 +162,10 @@ class CommTask:
         return self._done.is_set()
 
     def any_ready(self) -> bool:
-        """Whether any of the task's data exists."""
-        return self._ready or any(s.state is not TaskState.CREATED for s in self._sub_tasks)
+        """Whether any of the task's data exists that has not arrived, or its end is not known to all yet."""
+        if self._ended or self._ready:
+            return not self.done()
+        return any(sub.state in (TaskState.READY, TaskState.STARTED) for sub in self._sub_tasks)
 
     def all_ended(self) -> bool:
         """Whether the outcome is decided, even if callbacks and waiters have not run yet."""
@@ -275,21 +176,20 @@ class CommTask:
         with self._lock:
             if not self._sub_tasks:
                 return f"{self.name} (not partitioned, {'ready' if self._ready else 'not ready'})"
-            open_subs = [s for s in self._sub_tasks if s.state not in (TaskState.FINISHED, TaskState.FAILED)]
+            open_subs = [s for s in self._sub_tasks if s.state not in _ENDED]
             shown = ", ".join(f"{s.name} {s.state.value}" for s in open_subs[:4])
-            return shown + (f" and {len(open_subs) - 4} more" if len(open_subs) > 4 else "")
+            shown += f" and {len(open_subs) - 4} more" if len(open_subs) > 4 else ""
+            return shown or f"the callback of {self.name}"
 
     def fail(self, error: BaseException) -> None:
-        """End the task with ``error``; sub-tasks that were not sent fail with it. Does nothing if it has ended."""
+        """End the task with ``error``; sub-tasks that were not sent fail with it. Nothing if it has ended.
+
+        What the core has chosen already is sent all the same: other ranks may have been told to expect it.
+        """
         with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            for sub in self._sub_tasks:
-                if sub.state in (TaskState.CREATED, TaskState.READY):
-                    sub.state = TaskState.FAILED
-            self._error = error
-        self._conclude()
+            decided = self._decide(error)
+        if decided:
+            self._conclude()
 
     def _attach(self, listener: TaskListener) -> None:
         with self._lock:
@@ -300,27 +200,45 @@ class CommTask:
             self._listener = listener
 
     def _mark_ready(self, sub: SubCommTask | None) -> None:
+        listener = self._listener
+        if listener is None:
+            raise TaskStateError(f"Cannot mark {self.name!r} ready: enqueue it first.")
+        now = listener.now()
         with self._lock:
-            listener = self._listener
-            if listener is None:
-                raise TaskStateError(f"Cannot mark {self.name!r} ready: enqueue it first.")
             if self._ended:
                 return  # aborted meanwhile: the owner learns it from wait()
             became = list(self._sub_tasks) if sub is None else [sub]
             wrong = next((s for s in became if s.state is not TaskState.CREATED), None)
             if wrong is not None or (sub is None and self._ready):
-                what = self.name if wrong is None else f"{wrong.name} ({wrong.state.value})"
+                what = repr(self.name) if wrong is None else f"{wrong.name} ({wrong.state.value})"
                 raise TaskStateError(f"Cannot mark {what} ready: it was ready before.")
             for each in became:
                 each.state = TaskState.READY
+                each.ready_at = now
+            self._ready_at = now
             self._ready = all(s.state is not TaskState.CREATED for s in self._sub_tasks)
         listener.sub_tasks_ready(self, became)
 
-    def _start(self, sub: SubCommTask) -> None:
+    def _claim(self, sub: SubCommTask) -> bool:
         with self._lock:
             if sub.state is not TaskState.READY:
+                return False
+            sub._claimed, sub.state = True, TaskState.STARTED
+            return True
+
+    def _withdraw(self, sub: SubCommTask, error: BaseException) -> None:
+        """Give up on ``sub`` if it was chosen but never launched."""
+        with self._lock:
+            if not sub._claimed:
+                return
+            sub._claimed = False
+        self._end(sub, error)
+
+    def _start(self, sub: SubCommTask) -> None:
+        with self._lock:
+            if not sub._claimed and sub.state is not TaskState.READY:
                 raise TaskStateError(f"Cannot start {sub.name}: it is {sub.state.value}, not ready.")
-            sub.state = TaskState.STARTED
+            sub._claimed, sub.state = False, TaskState.STARTED
         try:
             self._launch(sub)
         except BaseException as error:
@@ -328,39 +246,55 @@ class CommTask:
             raise
 
     def _end(self, sub: SubCommTask, error: BaseException | None) -> None:
-        finished = failed = False
+        listener = self._listener  # read once: an enqueueing that does not succeed takes it away again
         with self._lock:
-            if sub.state is not TaskState.STARTED:
-                if error is not None and sub.state in (TaskState.FINISHED, TaskState.FAILED):
-                    return
-                if error is None:
-                    raise TaskStateError(f"Cannot finish {sub.name}: it is {sub.state.value}, not started.")
-            sub.state = TaskState.FINISHED if error is None else TaskState.FAILED
-            self._outstanding -= 1
-            if not self._ended:
-                failed = error is not None
-                finished = not failed and self._outstanding == 0
-                self._ended = failed or finished
-                if failed:
-                    self._error = error
-                    for other in self._sub_tasks:
-                        if other.state in (TaskState.CREATED, TaskState.READY):
-                            other.state = TaskState.FAILED
-        # The listener learns of the credit before waiters wake, so that a drained core has all its credit back.
-        if self._listener is not None:
-            self._listener.sub_task_ended(sub)
-        if finished or failed:
-            self._conclude()
+            launched = not sub._claimed
+            if error is None and (sub.state is not TaskState.STARTED or not launched):
+                state = sub.state.value if launched else "ready"
+                raise TaskStateError(f"Cannot finish {sub.name}: it is {state}, not started.")
+            if sub.state in _ENDED:
+                return
+            if launched:  # else it is launched all the same, see fail(), and ends then
+                sub.state = TaskState.FINISHED if error is None else TaskState.FAILED
+            decided = error is not None and self._decide(error)
+        # Parts may end on several threads at once; the task finishes when the listener knows of all of them, so
+        # that whoever waited finds all credit returned.
+        try:
+            if launched and listener is not None:
+                listener.sub_task_ended(sub)
+        finally:
+            with self._lock:
+                self._outstanding -= launched
+                decided = decided or (self._outstanding == 0 and self._decide(None))
+            if decided:
+                self._conclude()
+
+    def _decide(self, error: BaseException | None) -> bool:
+        """Settle the outcome; called with the lock held. Returns whether it was open."""
+        if self._ended:
+            return False
+        self._error = error
+        self._ended = True
+        for sub in self._sub_tasks:
+            if sub.state not in _ENDED and sub.state is not TaskState.STARTED:
+                sub.state = TaskState.FAILED
+        return True
 
     def _conclude(self) -> None:
+        listener = self._listener
+        failure: BaseException | None = None
         try:
             if self._on_end is not None:
                 self._on_end(self)
         except BaseException as error:
+            failure = error
             self._error = self._error or error
-            raise
-        finally:
-            self._done.set()
+        self._done.set()
+        if listener is not None:
+            listener.task_ended(self, failure)
+        # The core has dealt with an ordinary exception; the thread that ended the task is not at fault.
+        if failure is not None and (listener is None or not isinstance(failure, Exception)):
+            raise failure
 
     def __repr__(self) -> str:
         return f"<CommTask {self.name!r} size={self.size} priority={self.priority} {self.state.value}>"

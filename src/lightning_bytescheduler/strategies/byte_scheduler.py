@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -15,12 +14,15 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
+from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
@@ -30,9 +32,13 @@ from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.strategies.announcement import announce
 from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
+from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.step_deferral import deferring, steps_plainly, then
 
 __all__ = ["ByteSchedulerStrategy"]
+
+_T = TypeVar("_T")
+_SIGTERM_PATIENCE_S = 3.0
 
 
 class ByteSchedulerStrategy(DDPStrategy):
@@ -123,6 +129,7 @@ class ByteSchedulerStrategy(DDPStrategy):
         self._reasons: tuple[str, ...] = ()
         self._hooks: SchedulerHooks | None = None
         self._optimizer_handles: list[Any] = []
+        self._board: FaultBoard | None = None
         self._failed = False
         super().__init__(
             accelerator=accelerator,
@@ -154,20 +161,33 @@ class ByteSchedulerStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ life cycle
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
+        super().setup_environment()
+        self._release()  # a failed fit whose teardown was skipped
+        self._failed = False
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and self.world_size > 1:
+            self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
+            self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
+            _callbacks(trainer).insert(0, self._hooks)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
-        self._failed = False
         super().setup(trainer)
-        if self._runtime is None:
-            return
-        self._decide_overlap(self._runtime)
-        self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
-        _callbacks(trainer).insert(0, self._hooks)
+        if self._runtime is not None:
+            self._decide_overlap(self._runtime)
 
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
         module = self.lightning_module
-        if module is None or self.world_size == 1:
+        board = self._board
+        if module is None or board is None:
             super().configure_ddp()
             return
         check_module(module)
@@ -181,6 +201,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             self._ddp_kwargs["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
         self._runtime = SchedulerRuntime(
             groups=groups,
+            board=board,
             agreed=agreed,
             options=self._options,
             parameters=parameters,
@@ -197,24 +218,30 @@ class ByteSchedulerStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""
-        runtime, self._runtime = self._runtime, None
         try:
-            if runtime is not None and not self._failed:
-                runtime.engine.flush()
-        except BaseException:
-            self._failed = True
+            if not self._failed:
+                self.flush()
+        except BaseException as error:
+            self.publish_failure(error)
             raise
         finally:
-            for handle in self._optimizer_handles:
-                handle.remove()
-            self._optimizer_handles = []
-            if runtime is not None:
-                runtime.close(failed=self._failed)
-            trainer = None if self.lightning_module is None else self.lightning_module._trainer
-            if trainer is not None and self._hooks in _callbacks(trainer):
-                _callbacks(trainer).remove(self._hooks)
-            self._hooks = None
+            self._release()
             super().teardown()
+
+    def _release(self) -> None:
+        for handle in self._optimizer_handles:
+            handle.remove()
+        self._optimizer_handles = []
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.close(failed=self._failed)
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and self._hooks in _callbacks(trainer):
+            _callbacks(trainer).remove(self._hooks)
+        self._hooks = None
 
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
@@ -270,16 +297,19 @@ class ByteSchedulerStrategy(DDPStrategy):
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails, or say here which other rank is at fault."""
         self._failed = True
-        runtime = self._runtime
-        if runtime is None or type(exception).__name__ == "SIGTERMException":  # all ranks stop together
+        board = self._board
+        if board is None:
             return
-        cause = runtime.explain(exception)
-        if cause is exception:
-            runtime.publish(exception)
-        elif isinstance(cause, RankFailedError):
-            logging.getLogger(__name__).error("[rank %d] %s", self.global_rank, cause)
-            if hasattr(exception, "add_note"):
-                exception.add_note(str(cause))
+        board.take_over()
+        cause = self._explain(exception)
+        if not isinstance(cause, RankFailedError):
+            # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
+            board.publish(cause, patience=_SIGTERM_PATIENCE_S if isinstance(cause, SIGTERMException) else 0.0)
+        if cause is not exception and hasattr(exception, "add_note"):
+            exception.add_note(str(cause))
+        if self._runtime is not None:
+            self._runtime.fail(cause)
+        board.close()  # here, as teardown is skipped when another callback's on_exception raises
 
     def on_exception(self, exception: BaseException) -> None:
         """See DDPStrategy."""
@@ -293,10 +323,35 @@ class ByteSchedulerStrategy(DDPStrategy):
         try:
             yield
         except Exception as error:
-            cause = error if self._runtime is None else self._runtime.explain(error)
+            cause = self._explain(error)
             if cause is error:
                 raise
             raise cause from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        if self._runtime is not None:
+            return self._runtime.explain(error)
+        return error if self._board is None else self._board.explain(error)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
+        if not self._failed:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
+        return obj if self._failed else super().broadcast(obj, src)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
+        if self._runtime is not None:
+            self._runtime.check_weights()
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        with nullcontext() if self._board is None else self._board.patient():
+            super().save_checkpoint(*args, **kwargs)
 
     # ------------------------------------------------------------------ what overlaps
 

@@ -1,10 +1,11 @@
 """What a link can do, and the sizes that make a first run good on it.
 
-An all-reduce of ``s`` bytes is taken to cost ``alpha + beta * s`` seconds (the factor ``2(n-1)/n`` is part of beta).
+An all-reduce of ``s`` bytes is taken to cost ``alpha + beta * s`` seconds (beta holds the factor ``2(n-1)/n``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ __all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes"]
 _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
-_ALPHAS_PER_PARTITION = 8  # start-up cost at most 1/9 of a lone partition's time, and hidden by the next in flight
+_ALPHAS_PER_PARTITION = 8  # start-up is a ninth of a lone partition's time, and hidden by the next in flight
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
 _PARTITIONS_IN_CREDIT = 4
@@ -28,22 +29,36 @@ class LinkEstimate:
     Attributes:
         alpha: Start-up time in seconds.
         beta: Seconds per byte of the reduced tensor.
+
+    Raises:
+        OptionError: If ``alpha`` is not a finite number from 0 on, or ``beta`` not a finite number above 0.
     """
 
     alpha: float
     beta: float
 
+    def __post_init__(self) -> None:
+        if not (_is_finite(self.alpha) and self.alpha >= 0):
+            raise OptionError("alpha", self.alpha, "a finite number of seconds, 0 or more")
+        if not (_is_finite(self.beta) and self.beta > 0):
+            raise OptionError("beta", self.beta, "a finite number of seconds per byte, more than 0")
+
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> LinkEstimate:
         """Fit the line through the smallest and the largest of the measured sizes.
+
+        Where one of them was measured several times, its least time counts: noise only ever adds.
 
         Args:
             samples: Pairs of bytes and seconds, at least two different sizes.
 
         Raises:
-            OptionError: If there are fewer than two different sizes.
+            OptionError: If there are fewer than two different sizes, or a pair is negative or not finite.
         """
-        small, large = min(samples, default=(0, 0.0)), max(samples, default=(0, 0.0))
+        if not all(_is_finite(value) and value >= 0 for sample in samples for value in sample):
+            raise OptionError("samples", list(samples), "pairs of bytes and seconds, finite and not negative")
+        small = min(samples, default=(0, 0.0))
+        large = min(samples, key=lambda sample: (-sample[0], sample[1]), default=(0, 0.0))
         if small[0] == large[0]:
             raise OptionError("samples", list(samples), "measured at two different sizes at least")
         beta = max((large[1] - small[1]) / (large[0] - small[0]), 1e-12)
@@ -72,23 +87,34 @@ class SchedulerSizes:
 def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstimate) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
-    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no larger
-    than a sixteenth of the model. Buckets are the units that gate a layer's forward: about 64 per model, never smaller
-    than a partition. The credit keeps a few partitions in flight, so that launch decisions travel behind data.
+    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no
+    larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units that gate a
+    layer's forward: about 64 per model, never smaller than a partition. The credit keeps a few partitions in
+    flight, so that launch decisions travel behind data.
 
     Args:
         parameters: Trainable parameters of the model.
         bytes_per_parameter: Size of one gradient element.
         link: The measured link.
+
+    Raises:
+        OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, or either not whole.
     """
+    for option, value, least in (("parameters", parameters, 0), ("bytes_per_parameter", bytes_per_parameter, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(option, value, f"a whole number, {least} or more")
     model_bytes = max(parameters * bytes_per_parameter, 1)
     partition = _ALPHAS_PER_PARTITION * link.alpha / link.beta
     partition = min(partition, model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
     partition = max(partition, _MIN_PARTITION_BYTES)
-    bucket = min(max(model_bytes / _BUCKETS_PER_MODEL, partition), _MAX_BUCKET_BYTES)
+    bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
     return SchedulerSizes(
         partition_size=partition_size,
         credit=_PARTITIONS_IN_CREDIT * partition_size,
         bucket_bytes=int(bucket),
     )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,89 @@
+"""What travels when a rank has failed, and which errors are merely the consequence of another rank's."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError
+
+__all__ = ["FaultNotice", "brief", "is_communication_error", "is_timeout", "phrase"]
+
+_CAUSE_LIMIT = 2000  # characters of an error message that travel
+_COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_WHERE_IN_TORCH = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*")
+_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultNotice:
+    """One rank's failure.
+
+    Attributes:
+        rank: Which rank failed; ``None`` if unknown.
+        cause: What it failed with, in words.
+        by: Which rank says so.
+        patience: How long the others may go on, in seconds.
+        step: How many steps' gradients the failed rank has handed over completely; ``None`` if unknown. These still
+            arrive everywhere if everybody waits a moment; later ones never will.
+    """
+
+    rank: int | None
+    cause: str
+    by: int
+    patience: float = 0.0
+    step: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, *, by: int, patience: float = 0.0, step: int | None = None) -> FaultNotice:
+        """What rank ``by`` says of ``error``: its own failure, or another rank's that it found out about."""
+        if isinstance(error, RankFailedError):
+            return cls(rank=error.rank, cause=error.cause, by=by, patience=patience)
+        return cls(rank=by, cause=phrase(error), by=by, patience=patience, step=step)
+
+    @classmethod
+    def decode(cls, text: bytes) -> FaultNotice:
+        """Read what :meth:`encode` wrote."""
+        return cls(**json.loads(text))
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def self_reported(self) -> bool:
+        """Whether the failed rank says so itself: then it is still there, until the others know."""
+        return self.rank == self.by
+
+    def as_error(self) -> RankFailedError:
+        """As what the other ranks raise."""
+        return RankFailedError(self.rank, self.cause)
+
+
+def phrase(error: BaseException) -> str:
+    """``ValueError: boom``, cut to what is worth sending."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}"[:_CAUSE_LIMIT] if text else type(error).__name__
+
+
+def brief(error: BaseException) -> str:
+    """A collective's error without the place in torch's sources and the advice that this package follows itself."""
+    return _ADVICE.sub("", _WHERE_IN_TORCH.sub("", str(error)))
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether torch raised ``error`` because a collective or the store failed."""
+    if isinstance(error, ByteSchedulerError):
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+    )
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether ``error``, which a collective raised, says that its time was up."""
+    return isinstance(error, TimeoutError) or _TIMEOUT.search(str(error)) is not None

@@ -1,0 +1,218 @@
+"""The thread that exchanges notices of failures with the other ranks, over the rendezvous store.
+
+One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a connection of its own: a request blocks in
+native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
+It holds no lock while it talks, and none while it calls back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.fault_notice import FaultNotice, is_communication_error
+from lightning_bytescheduler.collectives.last_resort import LastResort
+from lightning_bytescheduler.collectives.store_connection import StorePresence
+from lightning_bytescheduler.collectives.vital_signs import VitalSigns
+from lightning_bytescheduler.exceptions import RankFailedError
+
+__all__ = ["FaultWatcher", "Watched"]
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 0.25
+_HURRY_S = 0.05  # between two looks while somebody waits for the others
+
+
+class Watched(Protocol):
+    """What a watcher looks after: one rank's scheduler. All of it is called on the watcher thread."""
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank has failed, after handing over the gradients of ``step`` steps, if that is known."""
+
+    def own_failure(self) -> BaseException | None:
+        """What has stopped the scheduler; the others are told at once, not when the training thread gets to know it."""
+
+    def phase(self) -> str:
+        """What this rank is doing, in words; shown by others that wait for it in vain."""
+
+    def steps_handed_over(self) -> int:
+        """How many steps' gradients this rank has handed over completely."""
+
+
+class FaultWatcher:
+    """Tells this rank's failure to the others, and theirs to what it watches.
+
+    Args:
+        store: A store connection that nothing else uses.
+        rank: This rank.
+        world_size: Number of ranks.
+        presence: Tells whether the store is still there.
+        last_resort: Ends the process if its training thread does not come back after a failure.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        presence: StorePresence | None = None,
+        last_resort: LastResort | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._presence = StorePresence() if presence is None else presence
+        self._last_resort = LastResort() if last_resort is None else last_resort
+        others = [r for r in range(world_size) if r != rank]
+        self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
+        self._vital_signs = VitalSigns(store, rank, others, self._period)
+        self._changed = threading.Condition()
+        # What follows changes under the condition.
+        self._watched: Watched | None = None
+        self._notice: FaultNotice | None = None  # another rank's failure
+        self._fault: RankFailedError | None = None  # as an exception
+        self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
+        self._outgoing: FaultNotice | None = None
+        self._answered = False  # whether the store has said whose notice counts
+        self._published = False  # this rank's does
+        self._store_lost = False
+        self._ready_to_leave = False  # knows of the failure, or leaves in order
+        self._left = False  # and has said so
+        self._present: set[int] = set(others)  # ranks that have not
+        self._awaiting_others = False
+        self._urgent = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, watched: Watched) -> None:
+        """Look after ``watched`` too, from now on."""
+        with self._changed:
+            self._watched = watched
+            self._vital_signs.doing = watched.phase
+            if self._fault is not None and self._act_at is None:
+                self._act_at = 0.0
+            self._wake()
+
+    def unwatch(self) -> None:
+        """Leave what was watched alone."""
+        with self._changed:
+            self._watched = None
+
+    # ------------------------------------------------------------------ under the condition
+
+    def _wake(self) -> None:
+        self._urgent = True
+        self._changed.notify_all()
+
+    def _within(self, deadline: float, *, awaiting_others: bool = False) -> bool:
+        """Wait for the thread's next round; ``False`` if that is too late, or nothing will come of it."""
+        left = deadline - time.monotonic()
+        if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
+            return False
+        if awaiting_others and not self._awaiting_others:
+            self._awaiting_others = True
+            self._wake()
+        self._changed.wait(min(left, self._period))
+        return True
+
+    def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
+        """Have ``error`` published, unless something has been before."""
+        if self._outgoing is None:
+            step = None if self._watched is None else self._watched.steps_handed_over()
+            self._outgoing = FaultNotice.of(error, by=self._rank, patience=patience, step=step)
+            self._wake()
+
+    def _learn(self, notice: FaultNotice) -> None:
+        if self._notice is None:
+            self._notice, self._fault = notice, notice.as_error()
+            self._act_at = time.monotonic() + notice.patience
+            level = logging.INFO if notice.patience else logging.ERROR
+            log.log(level, "[rank %d] %s", self._rank, self._fault)
+            self._wake()
+
+    def _lose_store(self) -> None:
+        # At an orderly end rank 0 may leave first and take the store with it, so this alone is no failure.
+        self._store_lost = True
+        log.debug("the rendezvous store cannot be reached", exc_info=True)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._urgent:
+                    self._changed.wait(_HURRY_S if self._awaiting_others else self._period)
+                self._urgent = False
+                closing = self._closing
+            self._talk()
+            self._react()
+            with self._changed:
+                self._changed.notify_all()
+            if closing:
+                self._presence.close()
+                return
+
+    def _talk(self) -> None:
+        if self._store_lost or (self._left and not self._awaiting_others):
+            return
+        if self._presence.gone():
+            self._lose_store()
+            return
+        try:
+            self._vital_signs.beat()
+            notice = self._exchange_notices()
+            if self._ready_to_leave and not self._left:
+                self._store.set(f"left/{self._rank}", "")
+                self._left = True
+            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._awaiting_others else set()
+        except RuntimeError:
+            self._lose_store()
+            return
+        with self._changed:
+            self._present -= left
+            if notice is not None:
+                self._learn(notice)
+
+    def _exchange_notices(self) -> FaultNotice | None:
+        """Publish what is to be published; return another rank's notice."""
+        if self._outgoing is not None and not self._answered:
+            own = self._outgoing.encode()
+            answer = self._store.compare_set("fault", "", own)
+            self._published = answer.decode() == own
+            self._answered = True
+            return None if self._published else FaultNotice.decode(answer)
+        if self._notice is None and not self._published and self._store.check(["fault"]):
+            return FaultNotice.decode(self._store.get("fault"))
+        return None
+
+    def _react(self) -> None:
+        """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
+        with self._changed:
+            watched, notice, fault = self._watched, self._notice, self._fault
+            if watched is not None and notice is None and self._outgoing is None:
+                error = watched.own_failure()
+                if error is not None and not is_communication_error(error):  # those are being diagnosed
+                    self._post(error)
+                    self._last_resort.doom(f"Rank {self._rank} failed: {error}")
+            due = self._act_at is not None and time.monotonic() >= self._act_at
+            if due:
+                self._act_at = None
+        if due and notice is not None and fault is not None:
+            self._last_resort.doom(str(fault))
+            if notice.patience:
+                log.error("[rank %d] %s", self._rank, fault)
+            try:
+                if watched is not None:
+                    watched.rank_failed(fault, notice.step)
+            except Exception:
+                log.exception("The scheduler could not be stopped.")
+            with self._changed:
+                self._ready_to_leave = True
+                self._wake()
+        self._last_resort.check()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import gc
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from tests.support.rank_pool import RankPool
+
+
+def own_groups(rank: int) -> tuple[list[float], int]:
+    """Both groups work, and leave nothing behind."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+        groups.warm_up(torch.device("cpu"))
+        data = torch.tensor([float(rank + 1)])
+        dist.all_reduce(data, group=groups.data)
+        control = torch.tensor([float(rank + 5)])
+        dist.broadcast(control, src=0, group=groups.control)
+        assert (groups.rank, groups.world_size) == (rank, 2)
+        groups.destroy()
+        return [data.item(), control.item()], len(dist.distributed_c10d._world.pg_map)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_work_and_leave_nothing_behind(two_ranks: RankPool) -> None:
+    assert two_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
+
+
+def leave_early(rank: int) -> float:
+    """Leave while something is under way that nobody will join; returns how long that took, in seconds."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups.warm_up(torch.device("cpu"))
+    if rank == 0:
+        time.sleep(2.5)  # alive, and does not come
+    else:
+        groups.data.allreduce([torch.zeros(4)])
+        groups.control.broadcast([torch.zeros(4)], dist.BroadcastOptions())
+    gc.freeze()  # only the groups are to be collected
+    start = time.monotonic()
+    groups.destroy(data_idle=rank == 0, control_idle=rank == 0)
+    del groups
+    gc.collect()
+    took = time.monotonic() - start
+    dist.destroy_process_group()
+    return took
+
+
+def test_leaving_does_not_wait_for_what_nobody_will_join() -> None:
+    # In processes of its own: what was abandoned stays for as long as they live.
+    with RankPool(2) as pool:
+        assert max(pool.run(leave_early)) < 1.5
+
+
+def test_leaving_after_the_default_group_is_quiet(two_ranks: RankPool) -> None:
+    two_ranks.run(leave_late)
+
+
+def leave_late(rank: int) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    groups = SchedulerGroups.create(timeout=None)
+    dist.destroy_process_group()
+    groups.destroy()
+    assert os.environ["LOCAL_RANK"] == str(rank)

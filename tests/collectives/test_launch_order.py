@@ -1,0 +1,165 @@
+"""Rank 0's decisions over real gloo groups, one thread per rank, each with a store connection of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.exceptions import LaunchOrderError
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+
+
+def make_groups(world_size: int, timeout: float = 30.0) -> list[dist.ProcessGroup]:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(rank: int) -> dist.ProcessGroup:
+        store = dist.TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
+        group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+        return group
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(make, range(world_size)))
+
+
+class Rank:
+    """A core whose sub-tasks finish as soon as they are launched."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup, *, credit: int = 10_000) -> None:
+        self.launched: list[str] = []
+        self.errors: list[BaseException] = []
+        self.order: DecidingOrder | FollowingOrder = (
+            DecidingOrder(group, self.failed) if rank == 0 else FollowingOrder(group, self.failed)
+        )
+        self.core = ByteCore(partition_size=100, credit=credit, order=self.order, name=f"rank {rank}")
+        if isinstance(self.order, FollowingOrder):
+            self.order.start(self.core.update_order)
+
+    def failed(self, error: BaseException) -> BaseException:
+        self.errors.append(error)
+        self.core.abort(error)
+        return error
+
+    def task(self, index: int, size: int, *, priority: int = 0, step: int = 1) -> CommTask:
+        task = CommTask(f"{step}.{index}", size, launch=self._launch, priority=priority, key=(step, index))
+        self.core.enqueue(task)
+        return task
+
+    def _launch(self, sub_task: SubCommTask) -> None:
+        self.launched.append(sub_task.name)
+        sub_task.notify_finish()
+
+
+@contextmanager
+def ranks(world_size: int, *, credit: int = 10_000) -> Iterator[list[Rank]]:
+    made = [Rank(n, group, credit=credit) for n, group in enumerate(make_groups(world_size))]
+    try:
+        yield made
+    finally:
+        for rank in made:
+            rank.core.shutdown(timeout=5.0, drain=False)
+        leader, *followers = made
+        assert isinstance(leader.order, DecidingOrder)
+        leader.order.close()
+        for follower in followers:
+            assert isinstance(follower.order, FollowingOrder)
+            assert follower.order.wait_closed(5.0)
+            assert follower.order.closed
+        assert leader.order.wait_sent(5.0)
+
+
+def test_followers_launch_what_rank_zero_launches_in_its_order() -> None:
+    with ranks(3, credit=100) as made:
+        tasks: list[list[CommTask]] = []
+        for number, rank in enumerate(made):
+            mine = [rank.task(index, 250, priority=-index) for index in range(20)]
+            tasks.append(mine)
+            # Each rank's data comes in another order.
+            for position in range(20):
+                mine[position * (7 + 4 * number) % 20].notify_ready()
+        for mine in tasks:
+            for task in mine:
+                task.wait(10.0)
+        assert made[0].launched == made[1].launched == made[2].launched
+        assert len(made[0].launched) == 60
+
+
+def test_more_decisions_than_one_message_holds() -> None:
+    with ranks(2) as made:
+        tasks = [rank.task(0, 9_900) for rank in made]
+        for task in tasks:
+            task.notify_ready()
+        for task in tasks:
+            task.wait(10.0)
+        assert made[1].launched == [f"1.0[{index}]" for index in range(99)]
+
+
+def test_a_follower_waits_for_its_own_data() -> None:
+    with ranks(2) as made:
+        leading, following = made[0].task(0, 100), made[1].task(0, 100)
+        leading.notify_ready()
+        leading.wait(5.0)
+        time.sleep(0.2)
+        assert not made[1].launched
+        following.notify_ready()
+        following.wait(5.0)
+
+
+def test_the_leader_may_change_its_partition_size_at_any_time() -> None:
+    with ranks(2) as made:
+        for step, size in enumerate((100, 30, 70), start=1):
+            made[0].core.partition_size = size
+            tasks = [rank.task(0, 210, step=step) for rank in made]
+            for task in tasks:
+                task.notify_ready()
+            for task in tasks:
+                task.wait(5.0)
+        assert made[0].launched == made[1].launched
+        assert [name.split("[")[0] for name in made[1].launched] == ["1.0"] * 3 + ["2.0"] * 7 + ["3.0"] * 3
+
+
+def test_another_model_is_an_error_that_says_so() -> None:
+    with ranks(2) as made:
+        leading, following = made[0].task(0, 300), made[1].task(0, 290)  # the same number of parts
+        leading.notify_ready()
+        following.notify_ready()
+        with pytest.raises(LaunchOrderError, match="Every rank must build the same model"):
+            following.wait(5.0)
+
+
+def test_a_follower_can_leave_before_rank_zero_does() -> None:
+    leader, follower = make_groups(2, timeout=3.0)
+    order = FollowingOrder(follower, pytest.fail)
+    order.start(lambda update: update())
+    time.sleep(0.2)
+    start = time.monotonic()
+    assert order.stop(2.0)
+    assert time.monotonic() - start < 1.5
+    assert not order.closed
+    del leader
+
+
+def test_a_follower_that_was_never_started_stops() -> None:
+    leader, follower = make_groups(2, timeout=3.0)
+    assert FollowingOrder(follower, pytest.fail).stop(1.0)
+    del leader
+
+
+def test_the_followers_learn_that_rank_zero_is_gone() -> None:
+    groups = make_groups(2)
+    follower = Rank(1, groups[1])
+    threading.Timer(0.3, groups.clear).start()  # closes rank 0's connections, as the end of its process does
+    deadline = time.monotonic() + 5.0
+    while not follower.errors and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "Connection closed" in str(follower.errors[0]) or "reset by peer" in str(follower.errors[0])
+    follower.core.shutdown(timeout=2.0, drain=False)

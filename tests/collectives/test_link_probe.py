@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives import link_probe
+from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.tuning.link import LinkEstimate
+from tests.support.rank_pool import RankPool
+
+
+class Link:
+    """A link that takes as long as it says, on a clock that only it moves."""
+
+    def __init__(self, alpha: float, beta: float) -> None:
+        self.alpha = alpha
+        self.beta = beta
+        self.now = 0.0
+        self.sizes: list[int] = []
+
+    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.dtype is not torch.float64:  # those are the ranks agreeing on a figure
+            self.sizes.append(size)
+        self.now += self.alpha + self.beta * size
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("alpha", "megabytes_per_second", "largest"),
+    [(1e-4, 10_000.0, 8 * 2**20), (2e-3, 60.0, 2 * 2**20), (20e-3, 5.0, 128 * 2**10), (5e-5, 1.0, 128 * 2**10)],
+)
+def test_the_link_is_found_with_no_more_bytes_than_it_takes(
+    alpha: float, megabytes_per_second: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(alpha, 1e-6 / megabytes_per_second)
+    monkeypatch.setattr(link_probe.dist, "all_reduce", link.all_reduce)
+    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    group: Any = None
+    estimate = probe_link(group, torch.device("cpu"))
+    assert estimate.alpha == pytest.approx(alpha, rel=1e-6)
+    assert estimate.beta == pytest.approx(link.beta, rel=1e-6)
+    assert max(link.sizes) == largest
+    assert link.now < 2.0
+
+
+def probe_on(rank: int) -> LinkEstimate:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        group = dist.new_group(backend="gloo")
+        return probe_link(group, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_ranks_find_the_same_link(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(probe_on)
+    assert first == second
+    assert 0.0 < first.alpha < 1.0
+    assert 0.0 < first.beta < 1e-5

@@ -1,0 +1,93 @@
+"""Runs ``train.py`` with one failure in it, and checks what every scenario has to show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.ranks import Ended, Nursery
+
+__all__ = ["BOUND_S", "Scenario", "check_end", "run", "run_together"]
+
+BOUND_S = 10.0
+_SCRIPT = Path(__file__).with_name("train.py")
+_CLEAN = "threads=[] gated=0 groups=1"
+# What a process says that was not brought down in order, and what torch says of a store that went away.
+_UGLY = ("terminate called", "Fatal Python error", "Segmentation fault", "[c10d]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One run of the script.
+
+    Attributes:
+        world_size: Number of ranks.
+        options: For the script.
+        own_options: Changes for single ranks.
+    """
+
+    world_size: int
+    options: Mapping[str, Any]
+    own_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def run(
+    nursery: Nursery, scenario: Scenario, folder: Path, *, timeout: float = 60.0, await_only: int | None = None
+) -> list[Ended]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return nursery.run(
+        _SCRIPT,
+        dict(scenario.options),
+        world_size=scenario.world_size,
+        folder=folder,
+        timeout=timeout,
+        await_only=await_only,
+        own_arguments={rank: dict(options) for rank, options in scenario.own_options.items()},
+    )
+
+
+def run_together(nursery: Nursery, scenarios: Sequence[Scenario], folder: Path) -> list[list[Ended]]:
+    """Two at a time: much of a scenario is waiting."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, nursery, s, folder / f"scenario{n}") for n, s in enumerate(scenarios)]
+        return [each.result() for each in runs]
+
+
+def check_end(
+    ranks: Sequence[Ended],
+    *,
+    failed: int,
+    says: str,
+    code: int = 1,
+    survivors_code: int = 1,
+    bound: float = BOUND_S,
+    clean: bool = True,
+) -> None:
+    """Every rank has ended in time and in order, and every survivor's log names the rank and the cause.
+
+    Args:
+        ranks: From :func:`run`.
+        failed: Which rank failed.
+        says: What the others' logs contain.
+        code: Exit code of that rank.
+        survivors_code: Exit code of the others.
+        bound: From the failure to the end of the last process, in seconds.
+        clean: Whether the survivors' training threads come back, so that nothing is left.
+    """
+    start = ranks[failed].stamp("FAILED_AT")
+    assert start is not None, ranks[failed].log
+    took = [round(rank.ended - start, 2) for rank in ranks]
+    print(f"ended after {took} s")
+    for number, rank in enumerate(ranks):
+        where = f"rank {number} of {len(ranks)}, ended {took[number]} s after the failure:\n{rank.log}"
+        assert rank.code == (code if number == failed else survivors_code), where
+        assert took[number] < bound, where
+        assert not any(ugly in rank.log for ugly in _UGLY), where
+        if number == failed:
+            continue
+        assert says in rank.log, where
+        if clean:
+            assert f" {_CLEAN}" in rank.log, where

@@ -1,0 +1,29 @@
+"""A rank that dies without a word is named by the others, whose processes end within ten seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.ranks import Nursery
+from tests.faults.scenario import Scenario, check_end, run_together
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "code"),
+    [("training_step", "exit", 1), ("sending", "SIGKILL", -9), ("validation_step", "SIGKILL", -9)],
+)
+def test_a_rank_that_is_gone_is_named(place: str, kind: str, code: int, nursery: Nursery, tmp_path: Path) -> None:
+    scenarios = [Scenario(world_size=n, options={"where": place, "kind": kind, "ranks": [1]}) for n in (2, 3)]
+    for ranks in run_together(nursery, scenarios, tmp_path):
+        check_end(ranks, failed=1, code=code, says="Rank 1 failed: it shows no sign of life")
+
+
+@pytest.mark.parametrize(("place", "kind", "code"), [("training_step", "exit", 1), ("sending", "SIGKILL", -9)])
+def test_rank_zero_takes_the_store_with_it_and_is_named(
+    place: str, kind: str, code: int, nursery: Nursery, tmp_path: Path
+) -> None:
+    scenarios = [Scenario(world_size=n, options={"where": place, "kind": kind, "ranks": [0]}) for n in (2, 3)]
+    for ranks in run_together(nursery, scenarios, tmp_path):
+        check_end(ranks, failed=0, code=code, says="Rank 0 failed: its process is gone")

@@ -1,0 +1,35 @@
+"""Ctrl-C and SIGTERM, to one rank or to all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults.ranks import Nursery
+from tests.faults.scenario import BOUND_S, Scenario, check_end, run_together
+
+
+def test_an_interrupt_of_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> None:
+    options = {"where": "training_step", "kind": "SIGINT"}
+    scenarios = [Scenario(world_size=n, options={**options, "ranks": [rank]}) for n, rank in ((2, 0), (3, 1))]
+    for rank, ranks in zip((0, 1), run_together(nursery, scenarios, tmp_path), strict=True):
+        check_end(ranks, failed=rank, says=f"Rank {rank} failed: KeyboardInterrupt")
+
+
+def test_signals_to_all_ranks_end_all(nursery: Nursery, tmp_path: Path) -> None:
+    scenarios = [
+        Scenario(world_size=2, options={"where": "training_step", "kind": kind, "ranks": [0, 1]})
+        for kind in ("SIGINT", "SIGTERM")
+    ]
+    for code, ranks in zip((1, 0), run_together(nursery, scenarios, tmp_path), strict=True):
+        check_end(ranks, failed=0, code=code, survivors_code=code, says="AFTER_FAILURE")
+    # Lightning stops all ranks at a SIGTERM; none of them is to blame.
+    assert all("failed" not in rank.log for rank in ranks)
+
+
+def test_sigterm_to_rank_zero_stops_all_as_lightning_does(nursery: Nursery, tmp_path: Path) -> None:
+    options = {"where": "training_step", "kind": "SIGTERM"}
+    scenarios = [Scenario(world_size=n, options={**options, "ranks": [rank]}) for n, rank in ((3, 0), (2, 1))]
+    from_zero, from_one = run_together(nursery, scenarios, tmp_path)
+    check_end(from_zero, failed=0, code=0, survivors_code=0, says="AFTER_FAILURE")
+    # To another rank it is that rank's alone, in Lightning too.
+    check_end(from_one, failed=1, code=0, says="Rank 1 failed: SIGTERMException", bound=BOUND_S)

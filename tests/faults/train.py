@@ -1,0 +1,249 @@
+"""A training script in which one rank fails, or all end in order. What happens is said in JSON in ``sys.argv[1]``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bytescheduler import ByteSchedulerStrategy, LaunchOrderError
+from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport
+from lightning_bytescheduler.gradients.gate import GatedParameter
+
+__all__: list[str] = []
+
+Options = dict[str, Any]
+
+
+class Boom:
+    """Happens once, at one place, on one rank, in one step."""
+
+    def __init__(self, options: Options) -> None:
+        self.place: str = options.get("where", "")
+        self.step: int = options.get("step", 3)
+        self.kind: str = options.get("kind", "raise")
+        self.ranks: list[int] = options.get("ranks", [])
+        self.happened = False
+        self.current_step = 0
+
+    def __call__(self, place: str) -> None:
+        if self.happened or place != self.place or self.current_step < self.step or own_rank() not in self.ranks:
+            return
+        self.happened = True
+        say(f"FAILED_AT {time.time()}")
+        if self.kind == "raise":
+            raise ValueError("boom")
+        if self.kind == "exit":
+            os._exit(1)
+        if self.kind == "sleep":
+            while True:
+                time.sleep(1.0)
+        if self.kind == "pause":
+            time.sleep(7.0)
+            return
+        if self.kind == "order":
+            raise LaunchOrderError("the ranks run different programs")
+        os.kill(os.getpid(), getattr(signal, self.kind))
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, boom: Boom) -> Tensor:
+        ctx.boom = boom
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.boom("backward")
+        return gradients[0], None
+
+
+class Middle(nn.Module):
+    def __init__(self, width: int, boom: Boom) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.boom = boom
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.boom("forward")
+        hidden: Tensor = FailingBackward.apply(torch.tanh(self.linear(value)), self.boom)
+        return hidden
+
+
+class Model(LightningModule):
+    def __init__(self, boom: Boom, options: Options) -> None:
+        super().__init__()
+        self.boom = boom
+        self.pause: float = options.get("pause", 0.0)
+        width: int = options.get("width", 32)
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Tanh(), Middle(width, boom), nn.Linear(width, 1))
+        if options.get("frozen"):
+            self.layers[0].requires_grad_(False)
+
+    def setup(self, stage: str) -> None:
+        self.boom("setup")
+
+    def configure_model(self) -> None:
+        self.boom("configure_model")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.boom("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.boom.current_step = batch_idx + 1
+        self.boom("training_step")
+        time.sleep(self.pause)
+        return self.layers(batch[0]).square().mean()
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.boom("on_save_checkpoint")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.boom("on_before_optimizer_step")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.boom("validation_step")
+        self.log("loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=2)
+
+
+class BatchEnd(Callback):
+    def __init__(self, boom: Boom) -> None:
+        self.boom = boom
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.boom("on_train_batch_end")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.boom("on_train_end")
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def report(name: str) -> None:
+    """What must be gone once the Trainer is done."""
+    gc.collect()
+    gated = sum(type(thing) is GatedParameter for thing in gc.get_objects())
+    threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("bytescheduler"))
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    say(f"{name} {time.time()} threads={threads} gated={gated} groups={groups}")
+
+
+def kill_in_mid_communication(boom: Boom) -> None:
+    """Let ``boom`` happen on the dispatcher thread, when part of a step's gradients has been sent."""
+    send = AllReduceTransport.send
+    sent = 0
+
+    def counted(transport: Any, buffer: Any, sub_task: Any, ready: Any) -> None:
+        nonlocal sent
+        send(transport, buffer, sub_task, ready)
+        sent += sub_task.parent.key[0] >= boom.step
+        if sent > 2:
+            boom("sending")
+
+    AllReduceTransport.send = counted  # type: ignore[method-assign, assignment]
+
+
+def slow_down_checkpoints(seconds: float) -> None:
+    save = TorchCheckpointIO.save_checkpoint
+
+    def slowly(*arguments: Any, **keywords: Any) -> None:
+        time.sleep(seconds)
+        save(*arguments, **keywords)
+        say("CHECKPOINT_WRITTEN")
+
+    TorchCheckpointIO.save_checkpoint = slowly  # type: ignore[method-assign]
+
+
+def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Trainer:
+    strategy: Any = options.get("strategy")
+    if strategy is None:
+        strategy = ByteSchedulerStrategy(
+            partition_size=options.get("partition_size", 200),
+            credit=400,
+            bucket_cap_mb=options.get("bucket_cap_mb", 0.001),
+            cross_barrier=options.get("cross_barrier", True),
+            **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),
+        )
+    return Trainer(
+        accelerator="cpu",
+        devices=options.get("devices") or int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=options.get("steps", 8),
+        val_check_interval=options.get("val_check_interval", 4),
+        limit_val_batches=options.get("val_batches", 2),
+        num_sanity_val_steps=0,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        callbacks=callbacks,
+    )
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    boom = Boom(options)
+    kill_in_mid_communication(boom)
+    callbacks: list[Callback] = [BatchEnd(boom)]
+    if "checkpoint" in options:
+        folder = options["checkpoint"]
+        callbacks += [ModelCheckpoint(folder, filename="saved", save_on_exception=True)]
+        callbacks += [OnExceptionCheckpoint(folder)]
+    if "regular_checkpoint" in options:
+        callbacks += [ModelCheckpoint(options["regular_checkpoint"], filename="regular", every_n_train_steps=3)]
+        slow_down_checkpoints(options["slow"])
+    model = Model(boom, options)
+    trainer = make_trainer(options, boom, callbacks)
+    try:
+        for _ in range(options.get("fits", 1)):
+            trainer.fit(model)
+            report("AFTER_FIT")
+            if "save" in options:
+                trainer.save_checkpoint(options["save"])
+            trainer.fit_loop.epoch_loop.max_steps += options.get("steps", 8)
+        if options.get("validate"):
+            trainer.validate(model, verbose=False)
+            report("AFTER_VALIDATE")
+    except BaseException:
+        report("AFTER_FAILURE")
+        if options.get("again") == "sleep":
+            time.sleep(8.0)  # longer than the others should take
+            return
+        if not options.get("again"):
+            raise
+        sys.excepthook(*sys.exc_info())
+        again = make_trainer({**options, "timeout": 3.0}, boom, [])
+        again.fit(Model(boom, options))
+        report("AGAIN")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

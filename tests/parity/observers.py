@@ -1,0 +1,158 @@
+"""Callbacks that look at weights, gradients and optimizer state at the moments users do, and note what they see."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = [
+    "AccumulatesHooks",
+    "CopiesModule",
+    "HooksAllSteps",
+    "HooksSteps",
+    "ReadsGradients",
+    "ReadsOneGradient",
+    "ReadsOptimizerState",
+    "ReadsStateDict",
+    "ReadsWeightsAfterBatch",
+    "ReadsWeightsBeforeBatch",
+    "ReadsWeightsInZeroGrad",
+    "ReplacesGradients",
+    "RunsModule",
+    "ScalesGradients",
+    "WeightNorm",
+    "WritesWeights",
+]
+
+
+def sums(tensors: Iterable[Tensor]) -> list[float]:
+    return [tensor.detach().double().sum().item() for tensor in tensors]
+
+
+class ReadsWeightsAfterBatch(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        module.notes.append(sums(module.parameters()))
+
+
+class ReadsWeightsBeforeBatch(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        module.notes.append(sums(module.parameters()))
+
+
+class ReadsWeightsInZeroGrad(Callback):
+    """Called between the forward pass and the backward pass."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+        module.notes.append(sums(p for group in optimizer.param_groups for p in group["params"]))
+
+
+class ReadsStateDict(Callback):
+    """In mid-epoch, every fourth batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 2:
+            module.notes.append(sums(module.state_dict().values()))
+
+
+class WeightNorm(Callback):
+    """One number for the whole model, every step, by the functions people use for that."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        weights = list(module.parameters())
+        with torch.no_grad():
+            norms = torch._foreach_norm(weights)
+            vector = nn.utils.parameters_to_vector(weights)
+        module.notes.append([torch.stack(norms).norm().item(), vector.norm().item()])
+
+
+class WritesWeights(Callback):
+    """Clips weights, as a Wasserstein critic does."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class CopiesModule(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            module.notes.append(sums(copy.deepcopy(module.layers).parameters()))
+
+
+class RunsModule(Callback):
+    """Looks at what the module makes of an input, in evaluation mode, as a callback that draws samples does."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        module.eval()
+        with torch.no_grad():
+            module.notes.append(sums([module(torch.ones(2, 12))]))
+        module.train()
+
+
+class ReadsOptimizerState(Callback):
+    """Reads the state by parameter, which is no use of the parameter that PyTorch would tell anybody about."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        module.notes.append([sums(optimizer.state[p].values()) for p in module.parameters()])
+
+
+class HooksSteps(Callback):
+    """Registers a hook of the optimizer when training has been set up."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: module.notes.append("stepped"))
+
+
+class HooksAllSteps(Callback):
+    """Registers a hook of all optimizers there are."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.handle = register_optimizer_step_post_hook(lambda *_: module.notes.append("stepped"))
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self.handle.remove()
+
+
+class ReadsGradients(Callback):
+    """Notes the norm of each gradient, where Lightning's documentation says to do it."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+        module.notes.append(sums(p.grad for p in module.parameters() if p.grad is not None))
+
+
+class ReadsOneGradient(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+        module.notes.append(module.layers[0].weight.grad.norm().item())
+
+
+class ScalesGradients(Callback):
+    """By a factor that depends on the gradient: scaling by a constant could as well come before the reduction."""
+
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(1.0 + parameter.grad.norm())
+
+
+class ReplacesGradients(Callback):
+    """Puts tensors of its own in place of the gradients, and takes one away."""
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        for parameter in module.layers.parameters():
+            parameter.grad = parameter.grad.sign() * 0.01
+        module.last.bias.grad = None
+
+
+class AccumulatesHooks(Callback):
+    """Hooks on the parameters themselves: they see gradients of this rank only, as with DDP."""
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        for parameter in module.layers.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)

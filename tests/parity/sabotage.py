@@ -1,0 +1,126 @@
+"""Takes away one thing the weights depend on, to prove that a test would notice.
+
+Each is a factory of context managers over the module that is about to be trained, see ``Run.sabotage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.gradients import engine as engine_module
+from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
+from lightning_bytescheduler.gradients.engine import GradientEngine
+
+__all__ = [
+    "blind_between_steps",
+    "blind_to_gradients",
+    "every_read_is_seen",
+    "no_gate_on",
+    "no_gate_on_state",
+    "nobody_sits_out",
+    "only_buckets_step",
+]
+
+
+@contextmanager
+def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[None]:
+    """Leave the named parameters, and whatever shares a bucket with them, without a gate."""
+    parameters = dict(module.named_parameters())
+    bare = {id(parameters[name]) for name in names}
+    close_gate = BucketUpdate.close_gate
+
+    def close_most(update: BucketUpdate) -> None:
+        if not any(id(p) in bare for p in update.parameters):
+            close_gate(update)
+
+    with patch.object(BucketUpdate, "close_gate", close_most):
+        yield
+
+
+@contextmanager
+def blind_between_steps(module: LightningModule) -> Iterator[None]:
+    """See touches in training steps only: all that is read elsewhere is what was there before the update."""
+    touched, begin_forward = GradientEngine.touched, GradientEngine.begin_forward
+
+    def touched_in_forward(engine: GradientEngine, update: BucketUpdate, gradient_only: bool) -> None:
+        if engine._in_forward or update.state is not UpdateState.DUE:
+            touched(engine, update, gradient_only)
+        else:
+            update.open_gate()
+
+    def rearming_begin_forward(engine: GradientEngine) -> None:
+        begin_forward(engine)
+        for update in engine._updates:
+            if update.state is UpdateState.DUE:
+                update.close_gate()
+
+    with (
+        patch.object(GradientEngine, "touched", touched_in_forward),
+        patch.object(GradientEngine, "begin_forward", rearming_begin_forward),
+    ):
+        yield
+
+
+@contextmanager
+def no_gate_on_state(module: LightningModule) -> Iterator[None]:
+    """Let the optimizer's state be read while updates are due."""
+    with patch.object(engine_module, "close_state", lambda *_: None):
+        yield
+
+
+@contextmanager
+def blind_to_gradients(module: LightningModule) -> Iterator[None]:
+    """Let gradients be read and written while they are on their way."""
+    touched = GradientEngine.touched
+
+    def touched_weights(engine: GradientEngine, update: BucketUpdate, gradient_only: bool) -> None:
+        if not gradient_only:
+            touched(engine, update, gradient_only)
+
+    with patch.object(GradientEngine, "touched", touched_weights):
+        yield
+
+
+@contextmanager
+def every_read_is_seen(module: LightningModule) -> Iterator[None]:
+    """Believe that every read of a parameter is seen."""
+    with patch.object(GradientEngine, "_unseen", lambda *_: False):
+        yield
+
+
+@contextmanager
+def nobody_sits_out(module: LightningModule) -> Iterator[None]:
+    """Step every parameter of the optimizer, with zeros where no rank had a gradient."""
+    step = GradientEngine.step
+
+    def step_all(engine: GradientEngine, optimizer: Optimizer, own_step: Any) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return step(engine, optimizer, own_step)
+
+    with patch.object(GradientEngine, "step", step_all):
+        yield
+
+
+@contextmanager
+def only_buckets_step(module: LightningModule) -> Iterator[None]:
+    """Forget the optimizer's parameters that are in no bucket."""
+    step, step_partially = GradientEngine.step, engine_module.step_partially
+
+    def step_buckets(engine: GradientEngine, *args: Any) -> Any:
+        with patch.object(engine_module, "step_partially", lambda *_: None):
+            result = step(engine, *args)
+        assert engine_module.step_partially is step_partially
+        return result
+
+    with patch.object(GradientEngine, "step", step_buckets):
+        yield

@@ -1,0 +1,108 @@
+"""Who takes part in a step: what DDP has a gradient for, whether or not it is in a bucket."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.optim import AdamW
+
+from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
+from tests.parity.gate_models import Conditional, PartlyFrozen, WithUnused
+from tests.parity.sabotage import nobody_sits_out, only_buckets_step
+from tests.support.fit import Recipe, Run
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+adamw = partial(AdamW, lr=0.005, weight_decay=0.1)  # decays whatever takes part, with or without a gradient
+UNUSED = {"find_unused_parameters": True}
+STEPS = 24
+
+
+class Unfreezes(Callback):
+    """Lets the first layers learn from the seventh batch on. DDP has not seen them: each rank steps its own."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6:
+            module.first.requires_grad_(True)
+
+
+class AddsGroup(Callback):
+    """Hands the optimizer a group of parameters in mid-training, as Lightning's finetuning callback does."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.optimizers[0].add_param_group({"params": list(module.last.parameters()), "lr": 0.001})
+
+
+def all_but_last(parameters: Any) -> AdamW:
+    return adamw(list(parameters)[:-2])
+
+
+class TurnsUnused(Tower):
+    """Stops using its last hidden layer without having said that it would."""
+
+    expected_error = True
+
+    def __init__(self, *, after: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.after = after
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.skips = batch_idx >= self.after
+        return super().training_step(batch, batch_idx)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.layers[: 3 if self.skips else 4]:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.last(hidden)
+
+
+def test_unused_layer_is_neither_decayed_nor_given_state(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(WithUnused, optimizer=adamw), steps=STEPS, ddp=UNUSED)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+    names = list(dict(ours[0].weights))
+    assert names.index("unused.weight") not in ours[0].optimizers[0]["state"]
+
+
+def test_layer_used_now_and_then_is_stepped_only_then(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Conditional, optimizer=adamw), steps=STEPS, ddp=UNUSED)
+    assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+
+
+def test_layer_used_now_and_then_with_accumulated_gradients(two_ranks: RankPool) -> None:
+    trainer = {"accumulate_grad_batches": 2}
+    recipe = Recipe(model=partial(Conditional, optimizer=adamw), steps=STEPS, ddp=UNUSED, trainer=trainer)
+    assert_same_as_ddp(two_ranks, recipe)
+
+
+def test_frozen_layers_stay_as_they_are(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(PartlyFrozen, optimizer=adamw), steps=STEPS)
+    assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+
+
+def test_layers_unfrozen_later_are_stepped_though_in_no_bucket(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(PartlyFrozen, optimizer=adamw), steps=STEPS, callbacks=(Unfreezes,))
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=only_buckets_step)
+    assert not torch.equal(ddp[0].weights["first.weight"], ddp[1].weights["first.weight"])
+
+
+def test_group_added_later(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=all_but_last), steps=STEPS, callbacks=(AddsGroup,))
+    assert_same_as_ddp(two_ranks, recipe)
+
+
+@pytest.mark.parametrize("after", [0, 5], ids=["from-the-start", "later"])
+def test_an_unused_layer_that_was_not_announced_is_ddps_error(two_ranks: RankPool, after: int) -> None:
+    recipe = Recipe(model=partial(TurnsUnused, after=after, optimizer=adamw), steps=STEPS)
+    ddp, ours = train_on(two_ranks, recipe, DDP, Run(network="late"))
+    assert_same(ddp, ours)
+    for outcome in ours:
+        assert outcome.error is not None
+        # Lightning's wording of DDP's "Expected to have finished reduction in the prior iteration".
+        assert "has parameters that were not used in producing the loss" in outcome.error

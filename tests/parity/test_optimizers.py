@@ -1,0 +1,128 @@
+"""At two ranks the weights are DDP's, bit for bit, whatever the optimizer: addition of two numbers commutes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from tests.parity.checks import assert_same_as_ddp
+from tests.support.fit import Recipe
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+OTHERS = {
+    "ASGD": {"lr": 0.05, "t0": 5},
+    "Adadelta": {"lr": 0.5},
+    "Adafactor": {"lr": 0.05},
+    "Adagrad": {"lr": 0.02, "lr_decay": 0.01},
+    "Adamax": {"lr": 0.01},
+    "Muon": {"lr": 0.02},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.02},
+    "RMSprop": {"lr": 0.005, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 0.01},
+}
+
+
+def three_groups(parameters: Any) -> Optimizer:
+    """Biases without weight decay and a slow last matrix: the classic reasons for groups."""
+    parameters = list(parameters)
+    biases = [p for p in parameters if p.ndim == 1]
+    matrices = [p for p in parameters if p.ndim == 2]
+    return AdamW(
+        [
+            {"params": biases, "weight_decay": 0.0},
+            {"params": matrices[:-1], "lr": 0.01, "betas": (0.8, 0.95)},
+            {"params": matrices[-1:], "lr": 0.001, "amsgrad": True},
+        ],
+        lr=0.003,
+    )
+
+
+class KeepsStep(SGD):
+    """A subclass that changes defaults only is stepped as its parent is."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05, nesterov=True, momentum=0.8)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(partial(SGD, lr=0.05, momentum=0.9), id="SGD-momentum"),
+        pytest.param(partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), id="SGD-momentum-decay"),
+        pytest.param(partial(Adam, lr=0.005), id="Adam"),
+        pytest.param(partial(AdamW, lr=0.005, weight_decay=0.1), id="AdamW"),
+        pytest.param(partial(AdamW, lr=0.005, foreach=True), id="AdamW-foreach"),
+    ],
+)
+def test_two_hundred_steps(two_ranks: RankPool, optimizer: Any) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer), steps=200)
+    assert_same_as_ddp(two_ranks, recipe)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_per_parameter_optimizer(two_ranks: RankPool, name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this version of torch has no {name}")
+    optimizer = partial(getattr(torch.optim, name), **OTHERS[name])
+    model = partial(Tower, optimizer=optimizer, bias=name != "Muon")  # Muon is for matrices only
+    assert_same_as_ddp(two_ranks, Recipe(model=model))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(partial(Adam, lr=0.005, fused=True), id="fused"),
+        pytest.param(partial(Adam, lr=torch.tensor(0.005)), id="tensor-lr"),
+        pytest.param(KeepsStep, id="subclass"),
+        pytest.param(three_groups, id="three-groups"),
+    ],
+)
+def test_variants(two_ranks: RankPool, optimizer: Any) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=optimizer)))
+
+
+def wavy(step: int) -> float:
+    return 1.0 + 0.5 * (-1) ** step
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [
+        pytest.param(
+            partial(SGD, lr=0.05, momentum=0.9),
+            partial(OneCycleLR, max_lr=0.02, total_steps=80),
+            id="SGD-one-cycle-with-momentum",
+        ),
+        pytest.param(
+            partial(AdamW, lr=0.005), partial(OneCycleLR, max_lr=0.02, total_steps=80), id="AdamW-one-cycle-with-betas"
+        ),
+        pytest.param(partial(Adam, lr=torch.tensor(0.005)), partial(LambdaLR, lr_lambda=wavy), id="tensor-lr-in-place"),
+        pytest.param(three_groups, partial(LambdaLR, lr_lambda=wavy), id="three-groups"),
+    ],
+)
+def test_schedule_that_steps_with_every_step(two_ranks: RankPool, optimizer: Any, schedule: Any) -> None:
+    """The schedule has moved on when a deferred update happens: hyperparameters are those of the step."""
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, schedule=schedule), steps=60)
+    _, ours = assert_same_as_ddp(two_ranks, recipe)
+    assert not [w for outcome in ours for w in outcome.warnings if "lr_scheduler" in w]
+
+
+def test_sizes_that_follow_the_link(two_ranks: RankPool) -> None:
+    """`Trainer(strategy="bytescheduler")` and nothing else: link probe, default sizes, one bucket of everything."""
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, width=96)), options={})
+
+
+def test_optimizer_of_some_parameters_only(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=first_half)))
+
+
+def first_half(parameters: Any) -> Optimizer:
+    chosen = list(parameters)
+    return SGD(chosen[: len(chosen) // 2], lr=0.05, momentum=0.9)

@@ -1,0 +1,116 @@
+"""The overlap is real: what a layer does not need yet may still be on its way while the layer runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+from lightning.pytorch import LightningModule
+
+from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.scheduler.task import SubCommTask
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.support.fit import Recipe, Run
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+STEPS = 30
+# Every parameter is a bucket of its own, and the window is wide enough for all that is withheld.
+SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 100_000}
+
+
+class ReportsTheMiddle(Tower):
+    """Says when its forward pass gets to the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.layers[2].register_forward_pre_hook(lambda *_: self.in_the_middle())
+
+    def in_the_middle(self) -> None:
+        """Replaced by what withholds gradients."""
+
+
+@contextmanager
+def withheld_until_the_middle(
+    module: LightningModule, *, steps: int = STEPS, patience: float = 5.0, barrier: bool = False
+) -> Iterator[None]:
+    """Gradients of the second half of the layers arrive when the next forward pass has passed the first half.
+
+    A barrier at the start of the forward pass, or a gate that waits for more than its own bucket, would wait for ever;
+    after ``patience`` seconds they arrive all the same, and that is noted. ``barrier`` puts up such a barrier.
+    """
+    assert isinstance(module, ReportsTheMiddle)
+    notify_finish = SubCommTask.notify_finish
+    second_half = 6  # position in the forward pass: first, layers 0 and 1 have two parameters each
+    lock = threading.Lock()
+    withheld: list[SubCommTask] = []
+    passes = 0
+    released_step = 1  # the first is synchronised
+
+    def release(step: int) -> None:
+        nonlocal released_step
+        with lock:
+            released_step = max(released_step, step)
+            arrived = [sub for sub in withheld if sub.parent.key[0] <= step]
+            for sub in arrived:
+                withheld.remove(sub)
+        for sub in arrived:
+            notify_finish(sub)
+
+    def in_the_middle() -> None:
+        nonlocal passes
+        release(passes)  # this pass comes before the step of the same number
+        passes += 1
+
+    def give_up(step: int) -> None:
+        with lock:
+            in_time = released_step >= step
+        if not in_time:
+            module.notes.append(f"step {step} was waited for before the middle of the next forward pass")
+            release(step)
+
+    def notify_or_withhold(sub: SubCommTask) -> None:
+        step = sub.parent.key[0]
+        with lock:
+            hold = sub.priority >= second_half and step > released_step and step < steps
+            if hold:
+                withheld.append(sub)
+        if not hold:
+            notify_finish(sub)
+        elif sub.index == 0:
+            timer = threading.Timer(patience, give_up, [step])
+            timer.daemon = True
+            timer.start()
+
+    module.in_the_middle = in_the_middle  # type: ignore[method-assign]
+    begin_forward = GradientEngine.begin_forward
+
+    def wait_for_all(engine: GradientEngine) -> None:
+        engine.flush()
+        begin_forward(engine)
+
+    with (
+        patch.object(SubCommTask, "notify_finish", notify_or_withhold),
+        patch.object(GradientEngine, "begin_forward", wait_for_all if barrier else begin_forward),
+    ):
+        yield
+    assert passes == steps
+
+
+def test_each_layer_waits_for_its_own_gradients_only(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=ReportsTheMiddle, steps=STEPS)
+    run = Run(options=SIZES, network="plain", sabotage=withheld_until_the_middle)
+    ddp, ours = train_on(two_ranks, recipe, DDP, run)
+    assert_same(ddp, ours)
+    assert_overlapped(ours)
+
+
+def test_a_barrier_before_the_forward_pass_would_be_noticed(two_ranks: RankPool) -> None:
+    barrier = partial(withheld_until_the_middle, steps=4, patience=0.3, barrier=True)
+    recipe = Recipe(model=ReportsTheMiddle, steps=4)
+    (ours,) = train_on(two_ranks, recipe, Run(options=SIZES, network="plain", sabotage=barrier))
+    waited = [f"step {step} was waited for before the middle of the next forward pass" for step in (2, 3)]
+    assert ours[0].notes == ours[1].notes == waited

@@ -1,0 +1,191 @@
+"""What a Lightning training may consist of besides forward, backward and step: the weights stay DDP's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adam
+
+from tests.parity.checks import assert_same_as_ddp
+from tests.support.fit import SIZES, Recipe
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+adam = partial(Adam, lr=0.005)
+
+
+class KeepsGradients(Tower):
+    """Zeroes gradients instead of dropping them: they stay views of DDP's buckets."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class LosesALoss(Tower):
+    """Has no loss in the sixth batch, which Lightning does not allow in distributed training."""
+
+    expected_error = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 5 else loss
+
+
+class LeavesEpochsEarly(Tower):
+    """Skips what is left of an epoch, before a forward pass has seen the last update."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 7 else None
+
+
+class WarmsUp(Tower):
+    """Overrides the step: a rate of its own, and every third batch does not step at all."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 20)
+        if batch_idx % 3 == 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class MixedTypes(Tower):
+    """Parameters of two types, which DDP never puts in one bucket, and an empty one."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.layers[1].double()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden.to(layer.weight.dtype))).to(hidden.dtype)
+        return self.last(hidden) + self.empty.sum()
+
+
+class TwoOptimizers(Tower):
+    """Manual optimization, as of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return Adam(self.layers.parameters(), lr=0.01), Adam([*self.first.parameters(), *self.last.parameters()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = F.mse_loss(self(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+def fp16_on_cpu() -> Any:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_gradient_accumulation(two_ranks: RankPool, batches: int) -> None:
+    model = partial(Tower, optimizer=adam, samples=104)  # 13 batches an epoch: the last window is a short one
+    assert_same_as_ddp(two_ranks, Recipe(model=model, trainer={"accumulate_grad_batches": batches}))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precision(two_ranks: RankPool, precision: str) -> None:
+    assert_same_as_ddp(
+        two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer={"precision": precision})
+    )
+
+
+def test_parameters_of_several_types(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(MixedTypes, optimizer=adam)))
+
+
+def test_validation_in_mid_epoch(two_ranks: RankPool) -> None:
+    """Validation runs in inference mode and drops gradients; what it measures has to be the updated weights."""
+    trainer = {"val_check_interval": 3, "limit_val_batches": 1.0, "num_sanity_val_steps": 2}
+    ddp, _ = assert_same_as_ddp(
+        two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer=trainer), network="late"
+    )
+    assert len(ddp[0].notes) > 20
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradient_clipping_sees_reduced_gradients(two_ranks: RankPool, algorithm: str) -> None:
+    trainer = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    _, ours = assert_same_as_ddp(two_ranks, Recipe(model=Tower, trainer=trainer), network="late", overlap=False)
+    assert ours[0].statistics is not None
+    assert ours[0].statistics.updates > 0
+    assert ours[0].statistics.deferred_updates == 0
+
+
+def test_gradients_that_are_zeroed_but_kept(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(KeepsGradients, optimizer=adam)))
+
+
+def test_uneven_last_batch(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam, samples=42)))
+
+
+def test_a_step_without_a_loss_is_lightnings_error(two_ranks: RankPool) -> None:
+    ddp, ours = assert_same_as_ddp(two_ranks, Recipe(model=LosesALoss), network="late", overlap=False)
+    assert ours[0].error is not None
+    assert "by returning None in distributed training is not supported" in ours[0].error
+    assert ours[1].error == ddp[0].error
+
+
+def test_epochs_that_are_left_early(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(LeavesEpochsEarly, optimizer=adam)))
+
+
+def test_overridden_optimizer_step(two_ranks: RankPool) -> None:
+    # A step that is left out leaves its gradients to the next zero_grad, which waits for them.
+    assert_same_as_ddp(two_ranks, Recipe(model=WarmsUp), network="late")
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"broadcast_buffers": False},
+    ],
+    ids=lambda ddp: next(iter(ddp)),
+)
+def test_options_of_ddp_that_keep_the_overlap(two_ranks: RankPool, ddp: dict[str, bool]) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam), ddp=ddp))
+
+
+def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
+    _, ours = assert_same_as_ddp(
+        two_ranks, Recipe(model=Tower), network="late", overlap=False, options={**SIZES, "cross_barrier": False}
+    )
+    assert ours[0].reasons == ("cross_barrier=False",)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        pytest.param(Recipe(model=TwoOptimizers), "manual", id="manual-optimization"),
+        pytest.param(Recipe(model=partial(Tower, optimizer=LBFGS), steps=8), "LBFGS", id="LBFGS"),
+        pytest.param(Recipe(model=Tower, plugins=(fp16_on_cpu,)), "MixedPrecision", id="fp16-scaler"),
+        pytest.param(
+            Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}), "gradient_as_bucket_view", id="no-bucket-views"
+        ),
+    ],
+)
+def test_what_cannot_be_deferred_is_synchronised(two_ranks: RankPool, recipe: Recipe, reason: str) -> None:
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert any(reason in given for given in ours[0].reasons)
+    assert ours[0].statistics is not None
+    assert ours[0].statistics.deferred_updates == 0

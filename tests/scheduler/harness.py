@@ -1,0 +1,173 @@
+"""In-memory transports, whose completions the tests decide on, and tasks that send on them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskState
+
+WAIT = 20.0  # longest wait for anything, in seconds: only a test that fails waits this long
+
+
+@contextmanager
+def restless_threads(seed: int) -> Iterator[None]:
+    """Let threads that start in here pause at random instructions of the scheduler, so that races show.
+
+    Left alone, Python switches too seldom to ever leave a thread inside a window of a few instructions.
+    """
+    chance = random.Random(seed)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.endswith(("scheduler/core.py", "scheduler/task.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if chance.random() < 0.02:
+            time.sleep(chance.choice((0, 0, 0, 0.0002)))  # gives up the interpreter lock
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        yield
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("What was waited for did not happen.")
+        time.sleep(0.0005)
+
+
+class ManualTransport:
+    """Holds what was launched until the test lets it arrive."""
+
+    def __init__(self) -> None:
+        self.launched: list[SubCommTask] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, sub: SubCommTask) -> None:
+        with self._changed:
+            self.launched.append(sub)
+            self._changed.notify_all()
+
+    @property
+    def names(self) -> list[str]:
+        return [sub.name for sub in self.launched]
+
+    @property
+    def in_flight(self) -> list[SubCommTask]:
+        """What was launched and has not ended, oldest first."""
+        return [sub for sub in self.launched if sub.state is TaskState.STARTED]
+
+    def wait_for(self, count: int) -> list[SubCommTask]:
+        """Wait until ``count`` sub-tasks were launched, and return all that were."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: len(self.launched) >= count, WAIT)
+            assert arrived, f"Waited for {count} launches, saw {self.names}."
+            return list(self.launched)
+
+
+def settle(core: ByteCore, transport: ManualTransport) -> None:
+    """Let everything that is ready be launched and arrive."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        for sub in transport.in_flight:
+            sub.notify_finish()
+        try:
+            core.drain(0.002)
+        except SchedulerTimeoutError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+
+class LinkTransport:
+    """Completes what was launched on threads of its own, one at a time per thread, in random order."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        threads: int = 1,
+        on_launch: Callable[[SubCommTask], None],
+        on_arrival: Callable[[SubCommTask], None],
+    ) -> None:
+        self._on_launch = on_launch
+        self._on_arrival = on_arrival
+        self._random = random.Random(seed)
+        self._pending: list[SubCommTask] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def __call__(self, sub: SubCommTask) -> None:
+        self._on_launch(sub)
+        with self._changed:
+            self._pending.append(sub)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closed, WAIT)
+                if not self._pending:
+                    return
+                sub = self._pending.pop(self._random.randrange(len(self._pending)))
+            self._on_arrival(sub)
+            sub.notify_finish()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+    def __enter__(self) -> LinkTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def running_core(**options: Any) -> Iterator[ByteCore]:
+    """A core that is stopped without draining, whose thread must be gone afterwards."""
+    core = ByteCore(**{"partition_size": 10, "credit": 10, **options})
+    try:
+        yield core
+    finally:
+        core.shutdown(timeout=WAIT, drain=False)
+        assert not core._dispatcher.is_alive()
+
+
+def enqueue(
+    core: ByteCore,
+    launch: Callable[[SubCommTask], None],
+    name: str,
+    size: int = 10,
+    *,
+    ready: bool = True,
+    **options: Any,
+) -> CommTask:
+    """Make a task, hand it to the core and say that its data exists."""
+    task = CommTask(name, size, launch=launch, **options)
+    core.enqueue(task)
+    if ready and not task.immediate:
+        task.notify_ready()
+    return task

@@ -1,0 +1,190 @@
+"""Trains one recipe under several strategies in one process per rank, and says where the results differ."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
+from tests.support.network import LateNetwork
+
+__all__ = ["SIZES", "Outcome", "Recipe", "Run", "differences", "train", "train_all"]
+
+SIZES: Mapping[str, Any] = {"bucket_cap_mb": 0.002, "partition_size": 400, "credit": 800}
+"""Several buckets in a small model, several partitions in a bucket, two of them in flight."""
+
+Sabotage = Callable[[LightningModule], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, whatever the strategy.
+
+    Attributes:
+        model: Makes a :class:`tests.support.models.Trained`.
+        steps: Of the optimizer.
+        trainer: Arguments of the Trainer.
+        callbacks: Make them; each rank and run has its own.
+        plugins: Make them.
+        ddp: Options of DistributedDataParallel, for every strategy.
+        resume: A checkpoint to start from.
+        after: What is done with trainer and model after the fit.
+    """
+
+    model: Callable[[], Any]
+    steps: int = 40
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    plugins: tuple[Callable[[], Any], ...] = ()
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    resume: str | None = None
+    after: Callable[[Trainer, Any], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a recipe is trained: with which strategy, over what network, and what is broken on purpose.
+
+    Attributes:
+        strategy: A name, or a factory of a strategy; ``"bytescheduler"`` gets ``options``.
+        options: Of ByteSchedulerStrategy.
+        network: ``"late"``, ``"held"`` (see :class:`LateNetwork`) or ``"plain"``.
+        sabotage: Removes something the result depends on.
+    """
+
+    strategy: str | Callable[[], Strategy] = "bytescheduler"
+    options: Mapping[str, Any] = field(default_factory=lambda: SIZES)
+    network: str = "late"
+    sabotage: Sabotage | None = None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run ended with on one rank."""
+
+    weights: dict[str, Tensor]
+    optimizers: list[dict[str, Any]]
+    losses: list[float]
+    notes: list[Any]
+    metrics: dict[str, float]
+    warnings: list[str]
+    error: str | None
+    statistics: SchedulerStatistics | None
+    reasons: tuple[str, ...]
+    forced: int
+
+
+def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
+    """Fit ``recipe`` once, on this rank of the pool."""
+    torch.set_num_threads(1)
+    rank_zero_only.rank = rank
+    # Another seed on each rank: equal weights come from the strategy, or not at all.
+    torch.manual_seed(100 + rank)
+    model = recipe.model()
+    error = None
+    with ExitStack() as stack:
+        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        network = LateNetwork(rank, held=run.network == "held")
+        if run.strategy != "ddp" and run.network != "plain":
+            stack.enter_context(network)
+        if run.sabotage is not None:
+            stack.enter_context(run.sabotage(model))
+        trainer = Trainer(
+            strategy=_strategy(recipe, run),
+            callbacks=[make() for make in recipe.callbacks],
+            plugins=[make() for make in recipe.plugins],
+            **{**_QUIET, "max_steps": recipe.steps, "devices": int(os.environ["LOCAL_WORLD_SIZE"]), **recipe.trainer},
+        )
+        try:
+            trainer.fit(model, ckpt_path=recipe.resume)
+            if recipe.after is not None:
+                recipe.after(trainer, model)
+        except Exception as raised:
+            if run.sabotage is None and not hasattr(model, "expected_error"):
+                raise
+            error = f"{type(raised).__name__}: {raised}"
+    strategy = trainer.strategy
+    ours = strategy if isinstance(strategy, ByteSchedulerStrategy) else None
+    return Outcome(
+        weights={name: value.detach().clone() for name, value in model.state_dict().items()},
+        optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        losses=model.losses,
+        notes=model.notes,
+        metrics={k: v.item() for k, v in trainer.callback_metrics.items() if not k.startswith("bytescheduler/")},
+        warnings=[str(warning.message) for warning in seen],
+        error=error,
+        statistics=None if ours is None else ours.statistics,
+        reasons=() if ours is None else ours.synchronised_reasons,
+        forced=network.forced,
+    )
+
+
+def train_all(rank: int, recipe: Recipe, runs: list[Run]) -> list[Outcome]:
+    """Fit ``recipe`` once per run, one after the other."""
+    return [train(rank, recipe, run) for run in runs]
+
+
+def differences(expected: Outcome, actual: Outcome) -> list[str]:
+    """What is not the same to the last bit, in words."""
+    found: list[str] = []
+    for part in ("losses", "weights", "optimizers", "notes", "metrics", "error"):
+        _differ(part, getattr(expected, part), getattr(actual, part), found)
+    return found
+
+
+def _differ(path: str, expected: Any, actual: Any, found: list[str]) -> None:
+    if type(expected) is not type(actual):
+        found.append(f"{path}: {expected!r} became {actual!r}")
+    elif isinstance(expected, Tensor):
+        if expected.dtype != actual.dtype or expected.shape != actual.shape:
+            found.append(f"{path}: {expected.dtype} {tuple(expected.shape)} became {actual.dtype} {actual.shape}")
+        elif _bits(expected) != _bits(actual):
+            found.append(f"{path}: differs by up to {(expected - actual).abs().max().item():g}")
+    elif isinstance(expected, Mapping):
+        if expected.keys() != actual.keys():
+            found.append(f"{path}: keys {list(expected)} became {list(actual)}")
+            return
+        for key in expected:
+            _differ(f"{path}[{key!r}]", expected[key], actual[key], found)
+    elif isinstance(expected, (list, tuple)):
+        if len(expected) != len(actual):
+            found.append(f"{path}: {len(expected)} entries became {len(actual)}")
+        for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
+            _differ(f"{path}[{index}]", one, other, found)
+    elif expected != actual:
+        found.append(f"{path}: {expected!r} became {actual!r}")
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+
+
+_QUIET: Mapping[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": -1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+}
+
+
+def _strategy(recipe: Recipe, run: Run) -> str | Strategy:
+    if callable(run.strategy):
+        return run.strategy()
+    if run.strategy == "ddp":
+        return DDPStrategy(**recipe.ddp) if recipe.ddp else "ddp"
+    return ByteSchedulerStrategy(**run.options, **recipe.ddp)

@@ -1,0 +1,216 @@
+"""Processes that stay up for a whole test session and run functions on all ranks at once.
+
+Importing costs seconds, so it is done once, in the fork server all ranks of all pools come from; it has no threads. A
+case costs only its training. Lightning sees processes that somebody else launched: the environment variables are those
+that a launcher would set.
+
+The parent talks to each rank over a pipe of its own. A rank that raises, dies or does not answer fails the call with
+everything that is known about it, and the next call gets new processes, as the others may be stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+__all__ = ["RankPool", "RanksFailed"]
+
+_PRELOADED = ["lightning.pytorch", "torch.distributed"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
+_GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
+_STOP_S = 5.0
+
+
+class RanksFailed(AssertionError):
+    """One or more ranks raised, died or did not answer; the message has their tracebacks."""
+
+
+class _Rank(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path
+
+
+class RankPool:
+    """``world_size`` processes, started when first needed.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], /, *, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+        """Call ``function(rank, **arguments)`` on every rank at once.
+
+        Args:
+            function: Importable by name; what it takes and returns is pickled.
+            timeout: Longest wait for all answers, in seconds.
+            arguments: The same for every rank.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RanksFailed: With the traceback, exit code or stack of every rank that gave no result.
+        """
+        if not self._ranks:
+            self._start()
+        message = pickle.dumps((function, arguments, 0.9 * timeout))
+        answers: dict[int, tuple[bool, Any]] = {}
+        for number, rank in enumerate(self._ranks):
+            try:
+                rank.pipe.send_bytes(message)
+            except OSError:
+                answers[number] = (False, self._epitaph(rank))
+        self._collect(answers, time.monotonic() + timeout)
+        if len(answers) == self.world_size and all(good for good, _ in answers.values()):
+            return [answers[number][1] for number in range(self.world_size)]
+        report = self._report(answers, timeout)
+        self.stop(grace=0.0)  # whoever did not fail may wait for whoever did
+        raise RanksFailed(report)
+
+    def stop(self, grace: float = _STOP_S) -> None:
+        """End the processes: politely, then by force; each by its own id."""
+        for rank in self._ranks:
+            rank.pipe.close()  # an idle rank ends at the end of its pipe
+        deadline = time.monotonic() + grace
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+            rank.process.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        port = _free_port()
+        for number in range(self.world_size):
+            ours, theirs = context.Pipe()
+            stacks = Path(self._folder.name, f"stacks-{number}.txt")
+            process = context.Process(
+                target=_serve,
+                args=(number, self.world_size, port, theirs, str(stacks)),
+                name=f"rank-{number}-of-{self.world_size}",
+                daemon=True,
+            )
+            with patch.dict(os.environ, _ONE_THREAD):  # reaches the fork server, if this starts it
+                process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stacks))
+
+    def _collect(self, answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
+        """Fill in the answers that come before ``deadline``, or soon after the first failure."""
+        while len(answers) < self.world_size:
+            if any(not good for good, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            waiting = {rank.pipe: n for n, rank in enumerate(self._ranks) if n not in answers}
+            answered = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not answered:
+                return
+            for pipe in answered:
+                number = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[number] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    answers[number] = (False, self._epitaph(self._ranks[number]))
+
+    def _report(self, answers: dict[int, tuple[bool, Any]], timeout: float) -> str:
+        silent = [number for number in range(self.world_size) if number not in answers]
+        failed = [number for number in sorted(answers) if not answers[number][0]]
+        parts = [f"Rank {number} of {self.world_size} failed:\n{answers[number][1]}" for number in failed]
+        if silent:
+            names = ", ".join(map(str, silent))
+            after = f"within {timeout:g} s" if not failed else f"{_GRACE_S:g} s after the failure"
+            parts.append(f"No answer {after} from rank {names} of {self.world_size}.")
+            parts += [f"Rank {number} was at:\n{_read(self._ranks[number].stacks)}" for number in silent]
+        return "\n\n".join(parts)
+
+    def _epitaph(self, rank: _Rank) -> str:
+        rank.process.join(_STOP_S)
+        return f"The process ended with exit code {rank.process.exitcode}.\n{_read(rank.stacks)}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
+    """A rank's main loop."""
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        **_ONE_THREAD,
+    )
+    for name in list(os.environ):
+        if name.startswith("BYTESCHEDULER_"):
+            del os.environ[name]
+    stack_file = open(stacks, "w")  # noqa: SIM115  # open for as long as the process lives
+    faulthandler.enable(stack_file, all_threads=True)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments, patience = pickle.loads(message)
+            # Not on a signal: Lightning puts back the handlers that Python knows of, which are not faulthandler's.
+            faulthandler.dump_traceback_later(patience, file=stack_file)
+            answer = (True, function(rank, **arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            packed = pickle.dumps(answer)
+        except BaseException:
+            packed = pickle.dumps((False, f"The result cannot be pickled.\n{traceback.format_exc()}"))
+        try:
+            pipe.send_bytes(packed)
+        except OSError:
+            return

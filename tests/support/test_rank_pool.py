@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.rank_pool import RankPool, RanksFailed
+
+
+def environment(rank: int, name: str) -> tuple[int, str | None, int]:
+    return rank, os.environ.get(name), os.getpid()
+
+
+def raise_on(rank: int, bad: int) -> int:
+    if rank == bad:
+        raise ValueError(f"rank {rank} is bad")
+    return rank
+
+
+def hang_on(rank: int, bad: int) -> int:
+    if rank == bad:
+        time.sleep(600)
+    return rank
+
+
+def die_on(rank: int, bad: int) -> int:
+    if rank == bad:
+        os._exit(7)
+    return rank
+
+
+def return_a_lambda(rank: int) -> Any:
+    return lambda: rank
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+def test_runs_on_all_ranks_in_processes_that_stay(pool: RankPool) -> None:
+    first = pool.run(environment, name="LOCAL_RANK")
+    second = pool.run(environment, name="WORLD_SIZE")
+    assert [result[:2] for result in first] == [(0, "0"), (1, "1")]
+    assert [result[1] for result in second] == ["2", "2"]
+    assert [result[2] for result in first] == [result[2] for result in second]
+
+
+def test_a_raising_rank_is_reported_with_its_traceback(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"Rank 1 of 2 failed:\n(.|\n)*ValueError: rank 1 is bad"):
+        pool.run(raise_on, bad=1)
+    assert pool.run(raise_on, bad=2) == [0, 1]
+
+
+def test_a_hanging_rank_is_named_with_its_stack_and_ended(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"No answer within 2 s from rank 0 of 2(.|\n)*in hang_on"):
+        pool.run(hang_on, bad=0, timeout=2.0)
+    assert pool.run(hang_on, bad=2) == [0, 1]
+
+
+def test_a_dead_rank_is_reported_with_its_exit_code(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"Rank 0 of 2 failed:\nThe process ended with exit code 7"):
+        pool.run(die_on, bad=0)
+    assert pool.run(die_on, bad=2) == [0, 1]
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="The result cannot be pickled"):
+        pool.run(return_a_lambda)
