@@ -18,9 +18,7 @@ def file(tmp_path: Path) -> Path:
         for step in range(3):
             start = step * 0.1
             timeline.span("forward", COMPUTE, start, start + 0.04, lane="training", args={"step": step})
-            timeline.span(
-                "backward", COMPUTE, start + 0.04, start + 0.1, lane="training", args={"step": step}
-            )
+            timeline.span("backward", COMPUTE, start + 0.04, start + 0.1, lane="training", args={"step": step})
             timeline.overlapping(
                 "bucket 0",
                 COMMUNICATION,

@@ -85,7 +85,7 @@ def test_followers_launch_what_rank_zero_launches_in_its_order() -> None:
             tasks.append(mine)
             # Each rank's data comes in another order.
             for position in range(20):
-                mine[position * (7 + 4 * number) % 20].notify_ready()
+                mine[position * (7, 11, 13)[number] % 20].notify_ready()
         for mine in tasks:
             for task in mine:
                 task.wait(10.0)

@@ -30,9 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, dict[str, Any]
     seconds = communication / (3 * LAYERS)  # a layer's forward; its backward takes twice that
     with ShapedLink(hosts=2, mbit=_MBIT) as link:
         command = [sys.executable, str(_SCRIPT), str(folder), str(seconds)]
-        ranks = [
-            link.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for host in range(2)
-        ]
+        ranks = [link.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for host in range(2)]
         outputs = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     return read_timeline(folder / "trace.json"), json.loads((folder / "rank0.json").read_text())

@@ -70,7 +70,7 @@ def assert_same_as_ddp(
     if overlap:
         assert_overlapped(outcomes[1])
     if broken is not None:
-        assert any(
-            differences(one, other) for one, other in zip(outcomes[0], outcomes[2], strict=True)
-        ), "without what this test is about the result is the same: the test cannot fail"
+        assert any(differences(one, other) for one, other in zip(outcomes[0], outcomes[2], strict=True)), (
+            "without what this test is about the result is the same: the test cannot fail"
+        )
     return outcomes[0], outcomes[1]

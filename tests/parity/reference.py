@@ -1,7 +1,7 @@
 """What the weights have to be when more than two ranks add up: plain DDP that reduces the same partitions, at once.
 
-With three or more addends the order of summation depends on where a tensor is cut, so DDP itself, which does not cut, is
-no reference to the last bit. Everything else is DDP's: its buckets, its step, nothing deferred, no scheduler.
+With three or more addends the order of summation depends on where a tensor is cut, so DDP itself, which does not cut,
+is no reference to the last bit. Everything else is DDP's: its buckets, its step, nothing deferred, no scheduler.
 
 No postponed annotations here: DDP looks at those of a comm hook as objects.
 """

@@ -33,9 +33,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.folder / f"{name}.ckpt")
 
 
-model = partial(
-    Tower, optimizer=partial(AdamW, lr=0.005), schedule=partial(OneCycleLR, max_lr=0.02, total_steps=60)
-)
+model = partial(Tower, optimizer=partial(AdamW, lr=0.005), schedule=partial(OneCycleLR, max_lr=0.02, total_steps=60))
 
 
 def saved(tmp_path: Path, name: str) -> dict[str, Any]:

@@ -38,22 +38,16 @@ UNUSED = {"find_unused_parameters": True}
         pytest.param(models.Attention, ["attention.in_proj_weight"], {}, id="attention"),
         pytest.param(models.Attention, ["block.linear1.weight"], {}, id="transformer-layer"),
         pytest.param(models.Normalised, ["norm.weight"], {}, id="batch-norm"),
-        pytest.param(
-            partial(models.Checkpointed, reentrant=True), ["layers.1.weight"], {}, id="checkpoint-reentrant"
-        ),
+        pytest.param(partial(models.Checkpointed, reentrant=True), ["layers.1.weight"], {}, id="checkpoint-reentrant"),
         pytest.param(
             partial(models.Checkpointed, reentrant=False), ["layers.1.weight"], {}, id="checkpoint-not-reentrant"
         ),
         pytest.param(models.Reversed, ["layers.0.weight"], {}, id="reverse-order"),
-        pytest.param(
-            models.WeightNormed, ["layers.1.parametrizations.weight.original1"], {}, id="parametrisation"
-        ),
+        pytest.param(models.WeightNormed, ["layers.1.parametrizations.weight.original1"], {}, id="parametrisation"),
         pytest.param(models.FunctionalCall, ["layers.1.weight"], UNUSED, id="functional-call"),
         pytest.param(models.CustomFunction, ["layers.1.weight"], UNUSED, id="autograd-function"),
     ],
 )
-def test_read_in_the_forward_pass(
-    two_ranks: RankPool, model: Any, read: list[str], ddp: dict[str, bool]
-) -> None:
+def test_read_in_the_forward_pass(two_ranks: RankPool, model: Any, read: list[str], ddp: dict[str, bool]) -> None:
     recipe = Recipe(model=partial(model, optimizer=partial(AdamW, lr=0.005)), steps=STEPS, ddp=ddp)
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=partial(no_gate_on, names=tuple(read)))

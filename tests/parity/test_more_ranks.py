@@ -32,7 +32,7 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     ],
 )
 def test_same_partitions_give_the_same_bits(ranks: RankPool, optimizer: Any) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=192), steps=60)
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=192), steps=50)
     expected, ours = train_on(ranks, recipe, Run(strategy=same_sizes(SIZES)), Run(network="held"))
     assert_same(expected, ours)
     assert_overlapped(ours)
@@ -40,7 +40,7 @@ def test_same_partitions_give_the_same_bits(ranks: RankPool, optimizer: Any) -> 
 
 def test_other_partitions_give_other_bits(four_ranks: RankPool) -> None:
     """The comparison above is sharp enough to see where a gradient was cut."""
-    recipe = Recipe(model=Tower)
+    recipe = Recipe(model=Tower, steps=4)
     expected, ours = train_on(four_ranks, recipe, Run(strategy=same_sizes(OTHER_SIZES)), Run(network="held"))
     assert differences(expected[0], ours[0])
 
@@ -53,9 +53,9 @@ def test_one_step_from_the_same_weights_is_ddps_within_rounding(ranks: RankPool)
     """The first step has no effect, as its rate is zero; the second is deferred, and starts from the same weights."""
     schedule = partial(LambdaLR, lr_lambda=only_second_step)
     model = partial(Tower, optimizer=partial(SGD, lr=0.1, weight_decay=0.01), schedule=schedule, dropout=0.0)
-    before, ddp, ours = train_on(
-        ranks, Recipe(model=model, steps=1), DDP
-    ) + train_on(ranks, Recipe(model=model, steps=2), DDP, Run(network="held"))
+    before, ddp, ours = train_on(ranks, Recipe(model=model, steps=1), DDP) + train_on(
+        ranks, Recipe(model=model, steps=2), DDP, Run(network="held")
+    )
     for start, one, other in zip(before, ddp, ours, strict=True):
         assert one.losses == other.losses
         assert other.statistics is not None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from lightning.pytorch import LightningModule
@@ -114,3 +115,27 @@ def test_a_barrier_before_the_forward_pass_would_be_noticed(two_ranks: RankPool)
     (ours,) = train_on(two_ranks, recipe, Run(options=SIZES, network="plain", sabotage=barrier))
     waited = [f"step {step} was waited for before the middle of the next forward pass" for step in (2, 3)]
     assert ours[0].notes == ours[1].notes == waited
+
+
+@contextmanager
+def synchronous_steps(module: LightningModule) -> Iterator[None]:
+    """Claim to defer a step, and wait for it all the same."""
+    step = GradientEngine.step
+
+    def step_and_wait(engine: GradientEngine, *args: Any) -> Any:
+        result = step(engine, *args)
+        engine.flush()
+        return result
+
+    with patch.object(GradientEngine, "step", step_and_wait):
+        yield
+
+
+def test_a_synchronous_step_would_be_noticed(two_ranks: RankPool) -> None:
+    (ours,) = train_on(
+        two_ranks, Recipe(model=Tower, steps=24), Run(network="held", patience=0.2, sabotage=synchronous_steps)
+    )
+    for outcome in ours:
+        assert outcome.statistics is not None
+        assert outcome.statistics.deferred_share > 0.95, "this is what it claims"
+        assert outcome.forced > 0, "and this is what the other tests would fail on"

@@ -41,9 +41,7 @@ def test_weights_between_steps(two_ranks: RankPool, callback: Any) -> None:
 
 
 def test_weights_after_the_forward_pass(two_ranks: RankPool) -> None:
-    assert_same_as_ddp(
-        two_ranks, Recipe(model=model, steps=STEPS, callbacks=(observers.ReadsWeightsInZeroGrad,))
-    )
+    assert_same_as_ddp(two_ranks, Recipe(model=model, steps=STEPS, callbacks=(observers.ReadsWeightsInZeroGrad,)))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +54,9 @@ def test_weights_after_the_forward_pass(two_ranks: RankPool) -> None:
         pytest.param(observers.ReplacesGradients, (0.1, 0.3), id="replaces"),
     ],
 )
-def test_gradients_before_the_step(
-    two_ranks: RankPool, callback: Any, deferred: tuple[float, float]
-) -> None:
+def test_gradients_before_the_step(two_ranks: RankPool, callback: Any, deferred: tuple[float, float]) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
-    _, ours = assert_same_as_ddp(
-        two_ranks, recipe, network="late", overlap=False, broken=blind_to_gradients
-    )
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_gradients)
     assert ours[0].statistics is not None
     assert deferred[0] <= ours[0].statistics.deferred_share <= deferred[1]
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.parity.checks import assert_same_as_ddp
-from tests.support.fit import SIZES, Recipe
+from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
+from tests.parity.gate_models import Attention
+from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -47,13 +52,27 @@ class LeavesEpochsEarly(Tower):
 class WarmsUp(Tower):
     """Overrides the step: a rate of its own, and every third batch does not step at all."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 20)
         if batch_idx % 3 == 2:
             optimizer_closure()
         else:
             optimizer.step(closure=optimizer_closure)
+
+
+class Plateau(Tower):
+    """Lowers its learning rate when a validation was no better than the one before."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "validation_loss"}}
+
+
+class NotesBest(Callback):
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        module.notes.append(("best", trainer.checkpoint_callback.best_model_score.item()))
 
 
 class MixedTypes(Tower):
@@ -102,21 +121,19 @@ def test_gradient_accumulation(two_ranks: RankPool, batches: int) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precision(two_ranks: RankPool, precision: str) -> None:
-    assert_same_as_ddp(
-        two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer={"precision": precision})
-    )
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer={"precision": precision}))
 
 
 def test_parameters_of_several_types(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(MixedTypes, optimizer=adam)))
 
 
-def test_validation_in_mid_epoch(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("model", [Tower, Attention])
+def test_validation_in_mid_epoch(two_ranks: RankPool, model: Any) -> None:
     """Validation runs in inference mode and drops gradients; what it measures has to be the updated weights."""
     trainer = {"val_check_interval": 3, "limit_val_batches": 1.0, "num_sanity_val_steps": 2}
-    ddp, _ = assert_same_as_ddp(
-        two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer=trainer), network="late"
-    )
+    recipe = Recipe(model=partial(model, optimizer=adam), trainer=trainer)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late")
     assert len(ddp[0].notes) > 20
 
 
@@ -164,6 +181,29 @@ def test_overridden_optimizer_step(two_ranks: RankPool) -> None:
 )
 def test_options_of_ddp_that_keep_the_overlap(two_ranks: RankPool, ddp: dict[str, bool]) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam), ddp=ddp))
+
+
+def test_strategy_by_the_name_of_a_variant(two_ranks: RankPool) -> None:
+    named = Run(strategy="bytescheduler_find_unused_parameters_true", options={}, network="held")
+    ddp, ours = train_on(two_ranks, Recipe(model=partial(Tower, optimizer=adam)), DDP, named)
+    assert_same(ddp, ours)
+    assert_overlapped(ours)
+
+
+def test_epochs_with_what_metrics_drive(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Validation, checkpoints of the best weights, early stopping, and a schedule that looks at a metric."""
+    recipe = Recipe(
+        model=partial(Plateau, optimizer=adam),
+        steps=-1,
+        trainer={"max_epochs": 6, "limit_train_batches": 6, "limit_val_batches": 1.0, "enable_checkpointing": True},
+        callbacks=(
+            partial(EarlyStopping, "validation_loss", patience=1),
+            partial(ModelCheckpoint, tmp_path, monitor="validation_loss", save_top_k=2, every_n_train_steps=4),
+            NotesBest,
+        ),
+    )
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert ddp[0].notes[-1][0] == "best"
 
 
 def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:

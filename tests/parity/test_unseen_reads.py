@@ -41,12 +41,12 @@ class Compiled(Tower):
     """A layer is compiled by Dynamo; its backend does not matter here and takes long."""
 
     def __init__(self, *, in_place: bool, **arguments: Any) -> None:
-        torch._dynamo.config.optimize_ddp = False  # does not work with buckets below 1 MB, DDP's own neither
         super().__init__(**arguments)
         if in_place:
             self.layers[1].compile(backend="eager")
         else:
-            self.layers[1] = torch.compile(self.layers[1], backend="eager")
+            compiled: Any = torch.compile(self.layers[1], backend="eager")
+            self.layers[1] = compiled
 
 
 class KeepsAlias(Tower):
@@ -66,6 +66,17 @@ class KeepsAlias(Tower):
         return (self.first(inputs) @ view).mean() + super().predict(inputs)
 
 
+class FrozenTwin(Tower):
+    """Reads the first weights through a frozen parameter over the same memory, so that they get no gradient there."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.twin = nn.Parameter(self.layers[1].weight.data, requires_grad=False)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return (self.first(inputs) @ self.twin).mean() + super().predict(inputs)
+
+
 class Labelled(nn.Parameter):
     """A parameter class of somebody else's, as libraries for quantisation have them."""
 
@@ -73,11 +84,14 @@ class Labelled(nn.Parameter):
 class OtherParameterClass(Tower):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.layers[1].weight = Labelled(self.layers[1].weight.detach().clone())
+        layer: Any = self.layers[1]
+        layer.weight = Labelled(layer.weight.detach().clone())
 
 
 class ScriptedFunction(Tower):
     """Hands a weight to a function that is compiled to TorchScript."""
+
+    product: Any
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -95,7 +109,6 @@ class CompiledFunction(Tower):
     """Hands a weight to a function that Dynamo compiles, and that belongs to no module."""
 
     def __init__(self, **arguments: Any) -> None:
-        torch._dynamo.config.optimize_ddp = False
         super().__init__(**arguments)
         self.product = [torch.compile(product, backend="eager")]
 
@@ -163,6 +176,7 @@ KNOWN_BEFOREHAND = [
     pytest.param(partial(Compiled, in_place=True), id="compiled-in-place"),
     pytest.param(partial(KeepsAlias, as_buffer=True), id="alias-in-a-buffer"),
     pytest.param(partial(KeepsAlias, as_buffer=False), id="alias-in-a-list"),
+    pytest.param(FrozenTwin, id="frozen-twin"),
     pytest.param(OtherParameterClass, id="parameter-class"),
 ]
 FOUND_IN_THE_FIRST_STEP = [
@@ -207,17 +221,13 @@ def test_in_callbacks(two_ranks: RankPool, model: Any, callback: Any) -> None:
 def test_they_would_be_stale(two_ranks: RankPool, model: Any) -> None:
     """Proof that the tests above can fail."""
     recipe = Recipe(model=partial(model, optimizer=adamw), steps=STEPS)
-    assert_same_as_ddp(
-        two_ranks, recipe, options=SIZES, network="late", overlap=False, broken=every_read_is_seen
-    )
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False, broken=every_read_is_seen)
 
 
 def test_vmap_over_a_weight_touches_it(two_ranks: RankPool) -> None:
     unused = {"find_unused_parameters": True}
     recipe = Recipe(model=partial(VectorisedOverWeights, optimizer=adamw), steps=STEPS, ddp=unused)
-    assert_same_as_ddp(
-        two_ranks, recipe, options=SIZES, broken=partial(no_gate_on, names=("layers.1.weight",))
-    )
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=partial(no_gate_on, names=("layers.1.weight",)))
 
 
 def test_weights_taken_by_torch_func_before_their_first_touch_are_an_error(two_ranks: RankPool) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskState
+from lightning_bytescheduler.scheduler import core as core_module
 
 WAIT = 20.0  # longest wait for anything, in seconds: only a test that fails waits this long
 
@@ -147,13 +149,17 @@ class LinkTransport:
 
 @contextmanager
 def running_core(**options: Any) -> Iterator[ByteCore]:
-    """A core that is stopped without draining, whose thread must be gone afterwards."""
-    core = ByteCore(**{"partition_size": 10, "credit": 10, **options})
-    try:
-        yield core
-    finally:
-        core.shutdown(timeout=WAIT, drain=False)
-        assert not core._dispatcher.is_alive()
+    """A core that is stopped without draining, whose thread must be gone afterwards.
+
+    It does not look for work on its own every second as it does outside of tests, so that a lost wake-up shows.
+    """
+    with patch.object(core_module, "_IDLE_WAIT_S", 10 * WAIT):
+        core = ByteCore(**{"partition_size": 10, "credit": 10, **options})
+        try:
+            yield core
+        finally:
+            core.shutdown(timeout=WAIT, drain=False)
+            assert not core._dispatcher.is_alive()
 
 
 def enqueue(

@@ -482,6 +482,39 @@ def test_a_callback_that_raises_aborts_and_hides_no_other_end(caplog: pytest.Log
     assert [record.getMessage().split()[3] for record in caplog.records] == ["t0", "t1", "t2"]
 
 
+class Watched(threading.Condition):
+    """Calls ``on_release`` when a block that took the lock has just let it go."""
+
+    on_release: Callable[[], None] | None = None
+
+    def __exit__(self, *arguments: Any) -> None:
+        super().__exit__(*arguments)
+        on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release()
+
+
+@pytest.mark.parametrize("ending", ["abort", "shutdown"])
+def test_nothing_slips_in_while_the_core_ends(ending: str) -> None:
+    refused: list[BaseException] = []
+    with running_core() as core:
+
+        def slip_in() -> None:
+            with pytest.raises((ConnectionError, SchedulerClosedError)) as caught:
+                core.enqueue(CommTask("late", 10, launch=ManualTransport()))
+            refused.append(caught.value)
+
+        held = enqueue(core, ManualTransport(), "held", ready=False)
+        core._changed.__class__ = Watched
+        core._changed.on_release = slip_in  # type: ignore[attr-defined]
+        if ending == "abort":
+            core.abort(LOST)
+        else:
+            core.shutdown(timeout=WAIT, drain=False)
+        assert len(refused) == 1
+        assert held.done()
+
+
 # ---------------------------------------------------------------------- shutting down
 
 

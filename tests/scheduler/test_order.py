@@ -296,8 +296,8 @@ def test_a_follower_launches_exactly_the_leaders_sequence(
     collectives = Collectives()
     orders: tuple[Telling, AnnouncedOrder] = (Telling(), AnnouncedOrder())
     with (
-        ByteCore(partition_size=partitions[0], credit=credits_[0], order=orders[0]) as leader,
-        ByteCore(partition_size=7, credit=credits_[1], order=orders[1]) as follower,
+        running_core(partition_size=partitions[0], credit=credits_[0], order=orders[0]) as leader,
+        running_core(partition_size=7, credit=credits_[1], order=orders[1]) as follower,
     ):
         orders[0].follower = (follower, orders[1])
         tasks: list[list[CommTask]] = [[], []]

@@ -278,8 +278,11 @@ def test_whatever_ends_the_work_every_waiter_wakes_and_all_credit_returns(ending
         chance = random.Random(seed)
         accounts = Accounts(chance.randrange(1, 60))
         outcomes: dict[str, BaseException | None] = {}
-        with restless_threads(seed), accounts.transport(seed, 2) as transport:
-            core = ByteCore(partition_size=chance.randrange(1, 20), credit=accounts.credit)
+        with (
+            restless_threads(seed),
+            accounts.transport(seed, 2) as transport,
+            running_core(partition_size=chance.randrange(1, 20), credit=accounts.credit) as core,
+        ):
             tasks = [accounts.task(f"t{n}", 40, transport, n % 3) for n in range(12)]
             workers = [threading.Thread(target=_produce, args=(core, tasks[n::3], outcomes)) for n in range(3)]
             workers.append(threading.Thread(target=_finish_off, args=(ending, core, tasks, chance)))

@@ -347,9 +347,7 @@ def test_arguments_that_json_does_not_know(tmp_path: Path) -> None:
     assert odd["args"]["quote"] == '"\\\n'
 
 
-def test_a_time_that_is_no_number_costs_only_its_event(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_time_that_is_no_number_costs_only_its_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), fixed(tmp_path / "t.json") as timeline:
         timeline.span("bad", COMPUTE, math.nan, 102.0, lane="x")
         timeline.overlapping("bad", QUEUE, 101.0, math.inf, lane="y")
@@ -365,9 +363,7 @@ def test_a_span_never_has_a_negative_duration(tmp_path: Path) -> None:
     assert recorded(timeline.path)[0]["dur"] == 0
 
 
-def test_a_full_disk_ends_the_timeline_and_not_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     timeline = fixed(tmp_path / "t.json")
     timeline.span("before", COMPUTE, 101.0, 102.0, lane="x")
     timeline.flush()

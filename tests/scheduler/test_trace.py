@@ -20,9 +20,7 @@ from lightning_bytescheduler.scheduler.timeline import (
 )
 from lightning_bytescheduler.scheduler.trace import CategorySummary, Span, Trace, read_timeline
 
-INTERVALS = st.lists(
-    st.tuples(st.integers(0, 25), st.integers(0, 8)).map(lambda t: (t[0], t[0] + t[1])), max_size=12
-)
+INTERVALS = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 8)).map(lambda t: (t[0], t[0] + t[1])), max_size=12)
 
 
 def cells(intervals: list[Any]) -> set[int]:
@@ -177,9 +175,7 @@ def test_what_a_timeline_wrote_is_read_back(tmp_path: Path) -> None:
     found = read_timeline(timeline.path)
     assert (found.rank, found.origin) == (5, 1.7e9 + 2)
     forward, sent, queued = found.spans
-    assert sent == Span(
-        name="bucket 2", category=COMMUNICATION, start=1.0, end=2.5, lane="network", args=args
-    )
+    assert sent == Span(name="bucket 2", category=COMMUNICATION, start=1.0, end=2.5, lane="network", args=args)
     assert (forward.start, forward.end, forward.lane, forward.step) == (0.0, 3.0, "training thread", 8)
     assert (queued.start, queued.end, queued.step) == (1.5, 2.0, None)
     (counter,) = found.counters
@@ -204,9 +200,7 @@ END = BEGIN | {"ph": "e", "ts": 6}
 
 def test_the_hand_written_events_below_are_good_ones(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(
-        json.dumps({"traceEvents": [RANK, LANE, SPAN, BEGIN, END, {"ph": "i", "name": "unknown"}]})
-    )
+    path.write_text(json.dumps({"traceEvents": [RANK, LANE, SPAN, BEGIN, END, {"ph": "i", "name": "unknown"}]}))
     assert [one.end for one in read_timeline(path).spans] == pytest.approx([1e-6, 2e-6])
 
 

@@ -113,9 +113,7 @@ def test_picture_shows_compute_cover_and_waits(tmp_path: Path) -> None:
     for colour in (trace_picture._FORWARD, trace_picture._BACKWARD, trace_picture._QUEUED):
         assert coloured(tmp_path / "new" / "waiting.png", colour) > 10_000
     # The legend has a patch of it in either picture.
-    waiting, fast = (
-        coloured(tmp_path / name, trace_picture._WAIT) for name in ("new/waiting.png", "fast.png")
-    )
+    waiting, fast = (coloured(tmp_path / name, trace_picture._WAIT) for name in ("new/waiting.png", "fast.png"))
     assert waiting > 5 * fast
 
 
@@ -140,12 +138,8 @@ def test_the_line_of_numbers_agrees_with_the_bars(tmp_path: Path) -> None:
     spans = [
         *with_duration(0, 0.0, 0.1),
         *with_duration(1, 0.1, 0.1),
-        Span(
-            name="b", category=COMMUNICATION, start=0.06, end=0.11, lane="x", args={"priority": 0, "step": 0}
-        ),
-        Span(
-            name="b", category=COMMUNICATION, start=0.11, end=0.12, lane="x", args={"priority": 1, "step": 0}
-        ),
+        Span(name="b", category=COMMUNICATION, start=0.06, end=0.11, lane="x", args={"priority": 0, "step": 0}),
+        Span(name="b", category=COMMUNICATION, start=0.11, end=0.12, lane="x", args={"priority": 1, "step": 0}),
         Span(name="m", category=GATE, start=0.1, end=0.106, lane="x", args={}),
     ]
     draw_timeline(Trace(rank=1, origin=0.0, spans=spans), tmp_path / "t.svg")
@@ -163,9 +157,7 @@ def test_the_line_of_numbers_agrees_with_the_bars(tmp_path: Path) -> None:
         (None, ["step 3", "step 4", "step 5"]),
     ],
 )
-def test_steps_are_chosen_as_in_range(
-    tmp_path: Path, steps: tuple[int, int] | None, expected: list[str]
-) -> None:
+def test_steps_are_chosen_as_in_range(tmp_path: Path, steps: tuple[int, int] | None, expected: list[str]) -> None:
     draw_timeline(simulated_trace(), tmp_path / "t.svg", steps=steps)
     assert steps_drawn(tmp_path / "t.svg") == expected
 
@@ -224,8 +216,7 @@ def test_pyplot_and_its_global_state_are_not_used(tmp_path: Path, monkeypatch: p
 
 SPANS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), max_size=20).map(
     lambda drawn: [
-        Span(name="x", category=QUEUE, start=start, end=start + duration, lane="x")
-        for start, duration in sorted(drawn)
+        Span(name="x", category=QUEUE, start=start, end=start + duration, lane="x") for start, duration in sorted(drawn)
     ]
 )
 

@@ -56,7 +56,9 @@ def test_the_profiler_sees_deferred_steps(two_ranks: RankPool) -> None:
 
 def test_an_argument_beats_the_variable_and_a_large_partition_is_clamped(two_ranks: RankPool) -> None:
     seen = two_ranks.run(
-        fits.observe, options={"credit": 700}, environment={"BYTESCHEDULER_CREDIT": "5", "BYTESCHEDULER_PARTITION": "900"}
+        fits.observe,
+        options={"credit": 700},
+        environment={"BYTESCHEDULER_CREDIT": "5", "BYTESCHEDULER_PARTITION": "900"},
     )
     assert [(s["partition_size"], s["credit"]) for s in seen] == [(700, 700)] * 2
 

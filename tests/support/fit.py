@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
+from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
 
 __all__ = ["SIZES", "Outcome", "Recipe", "Run", "differences", "train", "train_all"]
@@ -56,15 +57,17 @@ class Run:
     """How a recipe is trained: with which strategy, over what network, and what is broken on purpose.
 
     Attributes:
-        strategy: A name, or a factory of a strategy; ``"bytescheduler"`` gets ``options``.
-        options: Of ByteSchedulerStrategy.
+        strategy: A name, or a factory of a strategy.
+        options: Of ByteSchedulerStrategy; without any, the strategy is asked for by its name.
         network: ``"late"``, ``"held"`` (see :class:`LateNetwork`) or ``"plain"``.
+        patience: See :class:`LateNetwork`.
         sabotage: Removes something the result depends on.
     """
 
     strategy: str | Callable[[], Strategy] = "bytescheduler"
     options: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     network: str = "late"
+    patience: float = 5.0
     sabotage: Sabotage | None = None
 
 
@@ -95,7 +98,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     with ExitStack() as stack:
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        network = LateNetwork(rank, held=run.network == "held")
+        network = LateNetwork(rank, held=run.network == "held", patience=run.patience)
         if run.strategy != "ddp" and run.network != "plain":
             stack.enter_context(network)
         if run.sabotage is not None:
@@ -137,37 +140,8 @@ def train_all(rank: int, recipe: Recipe, runs: list[Run]) -> list[Outcome]:
 
 def differences(expected: Outcome, actual: Outcome) -> list[str]:
     """What is not the same to the last bit, in words."""
-    found: list[str] = []
-    for part in ("losses", "weights", "optimizers", "notes", "metrics", "error"):
-        _differ(part, getattr(expected, part), getattr(actual, part), found)
-    return found
-
-
-def _differ(path: str, expected: Any, actual: Any, found: list[str]) -> None:
-    if type(expected) is not type(actual):
-        found.append(f"{path}: {expected!r} became {actual!r}")
-    elif isinstance(expected, Tensor):
-        if expected.dtype != actual.dtype or expected.shape != actual.shape:
-            found.append(f"{path}: {expected.dtype} {tuple(expected.shape)} became {actual.dtype} {actual.shape}")
-        elif _bits(expected) != _bits(actual):
-            found.append(f"{path}: differs by up to {(expected - actual).abs().max().item():g}")
-    elif isinstance(expected, Mapping):
-        if expected.keys() != actual.keys():
-            found.append(f"{path}: keys {list(expected)} became {list(actual)}")
-            return
-        for key in expected:
-            _differ(f"{path}[{key!r}]", expected[key], actual[key], found)
-    elif isinstance(expected, (list, tuple)):
-        if len(expected) != len(actual):
-            found.append(f"{path}: {len(expected)} entries became {len(actual)}")
-        for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
-            _differ(f"{path}[{index}]", one, other, found)
-    elif expected != actual:
-        found.append(f"{path}: {expected!r} became {actual!r}")
-
-
-def _bits(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    parts = ("losses", "weights", "optimizers", "notes", "metrics", "error")
+    return [line for part in parts for line in bit_differences(getattr(expected, part), getattr(actual, part), part)]
 
 
 _QUIET: Mapping[str, Any] = {
@@ -187,4 +161,4 @@ def _strategy(recipe: Recipe, run: Run) -> str | Strategy:
         return run.strategy()
     if run.strategy == "ddp":
         return DDPStrategy(**recipe.ddp) if recipe.ddp else "ddp"
-    return ByteSchedulerStrategy(**run.options, **recipe.ddp)
+    return ByteSchedulerStrategy(**run.options, **recipe.ddp) if run.options else run.strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -13,6 +14,8 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = ["LateNetwork"]
+
+_ENOUGH_FORCED = 3
 
 
 class LateNetwork:
@@ -26,12 +29,10 @@ class LateNetwork:
         patience: In seconds.
 
     Attributes:
-        forced: How many steps had to be sent before the next training step began.
+        forced: How many steps had to be sent before the next training step began; after three, nothing is held.
     """
 
-    def __init__(
-        self, rank: int, *, mean_delay: float = 2e-4, held: bool = False, patience: float = 2.0
-    ) -> None:
+    def __init__(self, rank: int, *, mean_delay: float = 2e-4, held: bool = False, patience: float = 5.0) -> None:
         self.forced = 0
         self._random = random.Random(rank)
         self._mean_delay = mean_delay
@@ -109,4 +110,4 @@ class LateNetwork:
         with self._released:
             if not self._released.wait_for(lambda: step <= self._released_step, self._patience):
                 self.forced += 1
-                self._released_step = step
+                self._released_step = step if self.forced < _ENOUGH_FORCED else sys.maxsize

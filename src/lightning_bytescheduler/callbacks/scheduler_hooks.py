@@ -45,12 +45,13 @@ class SchedulerHooks(pl.Callback):
     ) -> None:
         """Log what happened since the last time, when Lightning logs too."""
         statistics = self._strategy.statistics
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if (
             not self._log_metrics
             or statistics is None
             or trainer.barebones
-            or not trainer.log_every_n_steps
-            or trainer.global_step % trainer.log_every_n_steps
+            or not every
+            or trainer.global_step % every
             or statistics.steps == self._logged.steps
         ):
             return

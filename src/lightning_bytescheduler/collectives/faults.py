@@ -214,8 +214,8 @@ class FaultBoard(FaultWatcher):
         if _WHERE in str(error):
             return error
         deadline = time.monotonic() + _LOCATE_S
-        with self._changed, self._vital_signs.examined():
-            while self._fault is None and not self._vital_signs.seen() and self._within(deadline):
+        with self._changed, self._vital_signs.examined(doing=True):
+            while self._fault is None and not self._vital_signs.located() and self._within(deadline):
                 pass
             if self._fault is not None:
                 return self._fault

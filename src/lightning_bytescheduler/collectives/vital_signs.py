@@ -39,6 +39,7 @@ class VitalSigns:
         self._period = period
         self._told = ""
         self._examiners = 0
+        self._locating = 0
         self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
         self._doing: dict[int, str] = {}
         self._examined_at = 0.0
@@ -54,23 +55,25 @@ class VitalSigns:
             self._examine()
 
     @contextmanager
-    def examined(self) -> Iterator[None]:
-        """Have :meth:`beat` look at the other ranks meanwhile."""
+    def examined(self, *, doing: bool = False) -> Iterator[None]:
+        """Have :meth:`beat` look at the other ranks meanwhile; also at what they are ``doing``, if asked."""
         if not self._examiners:
             self._beats, self._doing = {}, {}
         self._examiners += 1
+        self._locating += doing
         try:
             yield
         finally:
             self._examiners -= 1
+            self._locating -= doing
 
     def silent(self) -> list[int]:
         """Ranks that have missed five beats since the examination began."""
         return [r for r, (_, since) in self._beats.items() if self._examined_at - since > _BEATS_MISSED * self._period]
 
-    def seen(self) -> bool:
-        """Whether the examination has results."""
-        return bool(self._beats)
+    def located(self) -> bool:
+        """Whether it is known what other ranks are doing."""
+        return bool(self._doing)
 
     def whereabouts(self) -> str:
         """What the ranks are doing, those that do the same together; empty if nothing is known."""
@@ -88,7 +91,7 @@ class VitalSigns:
             count = self._store.add(f"alive/{rank}", 0)
             if rank not in beats or beats[rank][0] != count:
                 beats[rank] = (count, now)
-            if self._store.check([f"doing/{rank}"]):
+            if self._locating and self._store.check([f"doing/{rank}"]):
                 doing[rank] = self._store.get(f"doing/{rank}").decode()
         self._beats, self._doing, self._examined_at = beats, doing, now
 

@@ -66,15 +66,15 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
     Those of scripted and compiled modules, whose code holds the memory itself, those of which a module keeps an alias
-    (a tensor attribute or buffer over the same memory), and those of a class of their own. What shows only when it runs
-    is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
+    (a tensor attribute, buffer or frozen parameter over the same memory), and those of a class of their own. What shows
+    only when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
     """
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}
     for parameter in model.parameters():
         if not can_be_gated(parameter):
             unseen.add(id(parameter))
-        elif parameter.numel():
+        elif parameter.requires_grad and parameter.numel():
             by_storage[parameter.untyped_storage().data_ptr()] = id(parameter)
     for module in model.modules():
         if _is_opaque(module):
@@ -95,9 +95,13 @@ def _is_opaque(module: nn.Module) -> bool:
 
 
 def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    """Tensors that ``module`` reads and no gate is ever closed on."""
     values = [*vars(module).values(), *module._buffers.values()]
     for value in values:
         candidates = value if isinstance(value, (list, tuple)) else (value,)
         for tensor in candidates:
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
                 yield tensor
+    for parameter in module._parameters.values():
+        if parameter is not None and not parameter.requires_grad and parameter.numel():
+            yield parameter

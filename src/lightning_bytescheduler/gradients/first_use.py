@@ -8,12 +8,12 @@ its memory (trap 7).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from lightning_bytescheduler.gradients.gate import arm, disarm
+from lightning_bytescheduler.gradients.gate import arm, disarm, gate_of, is_armed
 
 __all__ = ["FirstUseObserver"]
 
@@ -27,57 +27,67 @@ class FirstUseObserver:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
+        self._registration = {id(p): index for index, p in enumerate(self._parameters)}
         self._position: dict[int, int] = {}
-        self._untouched: list[nn.Parameter] = []  # of the observed pass, until its backward pass has been seen too
+        self._unseen: set[int] = set()
         self._compiled: set[int] = set()
-        self._seen = 0
+        self._untouched: list[nn.Parameter] = []  # of the observed pass, until its backward pass has been seen too
         self._observing = False
         self._done = False
 
-    def begin(self, unseen: Collection[int] = ()) -> None:
+    def begin(self, unseen: Iterable[int] = ()) -> None:
         """Observe from here on, unless a pass was observed before.
 
         Args:
-            unseen: Ids of parameters whose touches are known not to be seen. They come first: their steps do not wait
-                for the forward pass. They are left alone, as compiled code specialises on the class of what it reads.
+            unseen: Ids of parameters whose touches are known not to be seen. They are left alone, as compiled code
+                specialises on the class of what it reads.
         """
         if not self._done:
             self._observing = True
-            self._position.update(dict.fromkeys(unseen, -1))
-            arm((p for p in self._parameters if id(p) not in unseen), self)
+            self._unseen.update(unseen)
+            # A pass that used nothing did not count, but there may be updates on their way all the same.
+            arm((p for p in self._parameters if id(p) not in self._unseen and not is_armed(p)), self)
 
     def end(self) -> None:
-        """Stop observing; what was not touched comes last, in registration order."""
+        """Stop observing."""
         if not self._observing:
             return
         self._observing = False
-        self._done = self._seen > 0
-        disarm(self._parameters)
-        self._untouched = [p for p in self._parameters if id(p) not in self._position]
-        for parameter in self._parameters:
-            self._position.setdefault(id(parameter), len(self._position))
+        self._done = bool(self._position)
+        observed = [p for p in self._parameters if gate_of(p) is self]
+        disarm(observed)
+        self._untouched = [p for p in observed if id(p) not in self._position]
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
+        if gradient_only:
+            return
         disarm((parameter,))
         if torch.compiler.is_compiling():
             self._compiled.add(id(parameter))
-        if not gradient_only and id(parameter) not in self._position:
-            self._position[id(parameter)] = len(self._position)
-            self._seen += 1
+        self._position.setdefault(id(parameter), len(self._position))
 
     def read_unseen(self) -> set[int]:
         """Ids of parameters that the observed pass read without a touch, or in compiled code; call after backward.
 
         Empty unless a pass was observed since the last call.
         """
-        unseen = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
-        self._position.update(dict.fromkeys(unseen, -1))
+        found = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
         self._untouched = []
         self._compiled = set()
-        return unseen
+        self._unseen |= found
+        return found
 
     def position(self, parameters: Iterable[nn.Parameter]) -> int:
-        """The earliest position among ``parameters``: the priority of a bucket that holds them."""
-        last = len(self._position)
-        return min((self._position.get(id(p), last) for p in parameters), default=last)
+        """The earliest position among ``parameters``: the priority of a bucket that holds them.
+
+        Whatever is read unseen comes first, as its step does not wait for the forward pass; what was not used comes
+        last, in the order of registration.
+        """
+        return min(map(self._position_of, parameters), default=0)
+
+    def _position_of(self, parameter: nn.Parameter) -> int:
+        key = id(parameter)
+        if key in self._unseen:
+            return -1
+        return self._position.get(key, len(self._position) + self._registration.get(key, 0))

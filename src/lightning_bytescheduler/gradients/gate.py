@@ -16,7 +16,7 @@ earlier with ``.data``. Those parameters are found beforehand (``eligibility.py`
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "can_be_gated",
     "close_state",
     "disarm",
+    "gate_of",
     "is_armed",
     "open_state",
 ]
@@ -139,7 +140,12 @@ def is_armed(parameter: nn.Parameter) -> bool:
     return id(parameter) in _gates
 
 
-class GatedState(MutableMapping[Any, Any]):
+def gate_of(parameter: nn.Parameter) -> Gate | None:
+    """The gate that is closed on ``parameter``, if any."""
+    return _gates.get(id(parameter))
+
+
+class GatedState:
     """Stands in for an optimizer's state while updates are due: ``optimizer.state[parameter]`` touches no parameter.
 
     Args:
@@ -155,6 +161,9 @@ class GatedState(MutableMapping[Any, Any]):
         self._flush()
         return self.state
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened(), name)
+
     def __getitem__(self, key: Any) -> Any:
         return self._opened()[key]
 
@@ -163,6 +172,9 @@ class GatedState(MutableMapping[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         del self._opened()[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._opened()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._opened())

@@ -9,6 +9,7 @@ step was due: learning-rate schedules move on before a deferred step happens (DE
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ _PER_PARAMETER_NAMES = (
     "Rprop",
     "SGD",
 )
-_PER_PARAMETER: tuple[type, ...] = tuple(
+_PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
 )
 
@@ -58,10 +59,9 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
 
     True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
     """
-    for cls in type(optimizer).__mro__:
-        if "step" in vars(cls):
-            return cls in _PER_PARAMETER
-    return False
+    # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

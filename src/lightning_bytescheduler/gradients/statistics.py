@@ -53,6 +53,4 @@ class SchedulerStatistics:
 
     def since(self, earlier: SchedulerStatistics) -> SchedulerStatistics:
         """What has come to pass since ``earlier``."""
-        return SchedulerStatistics(
-            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        )
+        return SchedulerStatistics(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})

@@ -28,6 +28,7 @@ __all__ = [
     "read_timeline",
 ]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Something that took time.
@@ -217,8 +218,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
 
 def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:
     raise ValueError(
-        f"Cannot read '{os.fspath(path)}' as a timeline: {reason}. "
-        "Name a file that BYTESCHEDULER_TIMELINE produced."
+        f"Cannot read '{os.fspath(path)}' as a timeline: {reason}. Name a file that BYTESCHEDULER_TIMELINE produced."
     )
 
 

@@ -94,9 +94,7 @@ def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Int
     if steps is not None:
         chosen = [step for step in known if steps[0] <= step < steps[1]]
         if not chosen:
-            raise OptionError(
-                "steps", steps, f"a range among the steps {known[0]} to {known[-1]} of the trace"
-            )
+            raise OptionError("steps", steps, f"a range among the steps {known[0]} to {known[-1]} of the trace")
         return chosen, window(chosen)
     durations = {step: window([step])[1] - window([step])[0] for step in known}
     typical = median(durations.values())
@@ -207,8 +205,7 @@ def _cover(
     """Split the time in which anything was in flight by what hid it: forward, backward, nothing."""
     communication, waiting = union(_intervals(sent)), union(_intervals(gates))
     under_forward, under_backward = (
-        intersection(communication, subtract(union(_intervals(spans)), waiting))
-        for spans in (forward, backward)
+        intersection(communication, subtract(union(_intervals(spans)), waiting)) for spans in (forward, backward)
     )
     return under_forward, under_backward, subtract(communication, union([*under_forward, *under_backward]))
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
@@ -38,7 +39,7 @@ from lightning_bytescheduler.strategies.step_deferral import deferring, steps_pl
 __all__ = ["ByteSchedulerStrategy"]
 
 _T = TypeVar("_T")
-_SIGTERM_PATIENCE_S = 3.0
+_SIGTERM_PATIENCE_S = 10.0
 
 
 class ByteSchedulerStrategy(DDPStrategy):
@@ -215,6 +216,8 @@ class ByteSchedulerStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         if self._runtime is not None and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(self._runtime.engine, schedule_bucket)
+            # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+            self.model.bucket_bytes_cap = max(self.model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
     def teardown(self) -> None:
         """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""

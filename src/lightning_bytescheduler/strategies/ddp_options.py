@@ -61,4 +61,3 @@ def check_module(module: nn.Module) -> None:
                 f"Parameter {name!r} is a DTensor. strategy 'bytescheduler' replicates the model as DDP does; use "
                 "Lightning's ModelParallelStrategy for sharded models."
             )
-

@@ -1,0 +1,41 @@
+"""Compares nested values to the last bit, and says where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["bit_differences"]
+
+
+def bit_differences(expected: Any, actual: Any, path: str = "") -> list[str]:
+    """What differs, each with its path; tensors and numbers are compared by their bits, dictionaries in any order."""
+    if type(expected) is not type(actual):
+        return [f"{path}: {expected!r} became {actual!r}"]
+    if isinstance(expected, Tensor):
+        return _tensor_differences(expected, actual, path)
+    if isinstance(expected, Mapping):
+        if expected.keys() != actual.keys():
+            return [f"{path}: keys {list(expected)} became {list(actual)}"]
+        return [line for key in expected for line in bit_differences(expected[key], actual[key], f"{path}[{key!r}]")]
+    if isinstance(expected, (list, tuple)):
+        found = [] if len(expected) == len(actual) else [f"{path}: {len(expected)} entries became {len(actual)}"]
+        for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
+            found += bit_differences(one, other, f"{path}[{index}]")
+        return found
+    return [] if expected == actual else [f"{path}: {expected!r} became {actual!r}"]
+
+
+def _tensor_differences(expected: Tensor, actual: Tensor, path: str) -> list[str]:
+    if expected.dtype != actual.dtype or expected.shape != actual.shape:
+        return [f"{path}: {expected.dtype} {tuple(expected.shape)} became {actual.dtype} {tuple(actual.shape)}"]
+    if _bits(expected) != _bits(actual):
+        return [f"{path}: differs by up to {(expected - actual).abs().max().item():g}"]
+    return []
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
