@@ -63,6 +63,7 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.close(null)
     os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     # As after exec(): a fork inherits what it must not share.
     torch.seed()
     sys.argv = [request["script"], request["argument"]]

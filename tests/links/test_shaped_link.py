@@ -166,8 +166,9 @@ def test_leftovers_of_dead_owners_are_removed_and_those_of_living_ones_kept(tidy
 def _start_owner() -> subprocess.Popen[bytes]:
     """A process that holds a link of two hosts until it is told to stop."""
     code = """
-        import time
+        import signal, time
         from benchmarks.shaped_link import ShapedLink
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         with ShapedLink(hosts=2, mbit=500.0):
             print("up", flush=True)
             time.sleep(600)

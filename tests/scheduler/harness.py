@@ -177,3 +177,48 @@ def enqueue(
     if ready and not task.immediate:
         task.notify_ready()
     return task
+
+
+LOST = ConnectionError("the network is gone")
+
+
+class Stuck:
+    """A launch that blocks until it is let go, as a transport must not; opens windows for races."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.let_go = threading.Event()
+        self.launched: list[str] = []
+
+    def __call__(self, sub: SubCommTask) -> None:
+        self.launched.append(sub.name)
+        self.entered.set()
+        assert self.let_go.wait(WAIT)
+        sub.notify_finish()
+
+
+def ready_at_once(*tasks: CommTask) -> None:
+    """Under the core's lock, the dispatcher sees them all or none, so that it makes one batch of them."""
+    for task in tasks:
+        task.notify_ready()
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], BaseException | None]:
+    """Run ``function`` on a thread; what this returns waits for its end and returns what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join() -> BaseException | None:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        return raised[0] if raised else None
+
+    return join
