@@ -25,8 +25,9 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float) -> Any:
         ctx.gradient, ctx.seconds = gradient, seconds
+        first = weight[0]  # a layer reads its weights before it computes: here its gate opens
         time.sleep(seconds)
-        return x.clone()
+        return x + first
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:

