@@ -26,4 +26,4 @@ def test_rank_zero_takes_the_store_with_it_and_is_named(
 ) -> None:
     scenarios = [Scenario(world_size=n, options={"where": place, "kind": kind, "ranks": [0]}) for n in (2, 3)]
     for ranks in run_together(nursery, scenarios, tmp_path):
-        check_end(ranks, failed=0, code=code, says="Rank 0 failed: its process is gone")
+        check_end(ranks, failed=0, code=code, says="Rank 0 failed: its process is gone", quiet=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.models import Tokens, Tower, Trained
 
@@ -23,6 +24,7 @@ __all__ = [
     "ReadOutside",
     "Recurrent",
     "Reversed",
+    "SelectivelyCheckpointed",
     "Tied",
     "UsedTwice",
     "WeightNormed",
@@ -169,6 +171,19 @@ class Checkpointed(Tower):
         for layer in self.layers:
             hidden = hidden + checkpoint(layer, torch.tanh(hidden), use_reentrant=self.reentrant)
         return self.last(hidden)
+
+
+class SelectivelyCheckpointed(Tower):
+    """Keeps the products of two layers and computes the rest again: it counts the products it sees in between."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        hidden = self.first(inputs)
+        return self.last(checkpoint(self.two_layers, hidden, use_reentrant=False, context_fn=contexts))
+
+    def two_layers(self, hidden: Tensor) -> Tensor:
+        return self.layers[1](torch.tanh(self.layers[0](torch.tanh(hidden))))
 
 
 class Reversed(Tower):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,18 +17,23 @@ __all__ = [
     "CopiesModule",
     "HooksAllSteps",
     "HooksSteps",
+    "PicklesModule",
     "ReadsGradients",
     "ReadsOneGradient",
     "ReadsOptimizerState",
     "ReadsStateDict",
     "ReadsWeightsAfterBatch",
     "ReadsWeightsBeforeBatch",
+    "ReadsWeightsInInferenceMode",
     "ReadsWeightsInZeroGrad",
+    "ReloadsOptimizer",
+    "ReloadsWeights",
     "ReplacesGradients",
     "RunsModule",
     "ScalesGradients",
     "WeightNorm",
     "WritesWeights",
+    "ZeroesGradients",
 ]
 
 
@@ -50,6 +56,15 @@ class ReadsWeightsInZeroGrad(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         module.notes.append(sums(p for group in optimizer.param_groups for p in group["params"]))
+
+
+class ReadsWeightsInInferenceMode(Callback):
+    """Where an optimizer's state must not be made: it could not be changed in training any more."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 5 == 1:
+            with torch.inference_mode():
+                module.notes.append(sums(module.parameters()))
 
 
 class ReadsStateDict(Callback):
@@ -83,6 +98,37 @@ class CopiesModule(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % 3 == 1:
             module.notes.append(sums(copy.deepcopy(module.layers).parameters()))
+
+
+class PicklesModule(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        module.notes.append(sums(pickle.loads(pickle.dumps(module.layers)).parameters()))
+
+
+class ReloadsWeights(Callback):
+    """Goes back to earlier weights, as a callback that saw the loss explode does."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.earlier = copy.deepcopy(module.state_dict())
+        if batch_idx == 9:
+            module.load_state_dict(self.earlier)
+
+
+class ReloadsOptimizer(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.earlier = copy.deepcopy(trainer.optimizers[0].state_dict())
+        if batch_idx == 9:
+            trainer.optimizers[0].load_state_dict(self.earlier)
+
+
+class ZeroesGradients(Callback):
+    """Gives the memory back early."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        trainer.optimizers[0].zero_grad()
+        module.notes.append(sums(module.parameters()))
 
 
 class RunsModule(Callback):

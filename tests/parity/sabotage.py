@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
     "blind_between_steps",
@@ -70,8 +71,11 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
-    """Let the optimizer's state be read while updates are due."""
-    with patch.object(engine_module, "close_state", lambda *_: None):
+    """Let the optimizer's state be read and replaced while updates are due."""
+    with (
+        patch.object(engine_module, "close_state", lambda *_: None),
+        patch.object(ByteSchedulerStrategy, "flush", lambda _: None),
+    ):
         yield
 
 

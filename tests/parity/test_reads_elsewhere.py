@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from tests.parity import observers
 from tests.parity.checks import assert_same_as_ddp
+from tests.parity.gate_models import Conditional
 from tests.parity.sabotage import blind_between_steps, blind_to_gradients, no_gate_on_state
 from tests.support.fit import Recipe
 from tests.support.models import Tower
@@ -31,12 +32,23 @@ STEPS = 24
         observers.WeightNorm,
         observers.WritesWeights,
         observers.CopiesModule,
+        observers.PicklesModule,
+        observers.ReloadsWeights,
+        observers.ZeroesGradients,
         observers.RunsModule,
     ],
 )
 def test_weights_between_steps(two_ranks: RankPool, callback: Any) -> None:
     """The updates are still deferred; it is the callback that waits, if there is anything to wait for."""
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
+    assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
+
+
+def test_weights_in_inference_mode(two_ranks: RankPool) -> None:
+    """With a layer whose optimizer state is made in the first deferred step, as it is not used before."""
+    conditional = partial(Conditional, optimizer=partial(AdamW, lr=0.005))
+    unused = {"find_unused_parameters": True}
+    recipe = Recipe(model=conditional, steps=STEPS, ddp=unused, callbacks=(observers.ReadsWeightsInInferenceMode,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
 
 
@@ -65,8 +77,9 @@ def test_hooks_on_parameters(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=model, steps=STEPS, callbacks=(observers.AccumulatesHooks,)))
 
 
-def test_optimizer_state_between_steps(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=model, steps=STEPS, callbacks=(observers.ReadsOptimizerState,))
+@pytest.mark.parametrize("callback", [observers.ReadsOptimizerState, observers.ReloadsOptimizer])
+def test_optimizer_state_between_steps(two_ranks: RankPool, callback: Any) -> None:
+    recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=no_gate_on_state)
 
 

@@ -13,11 +13,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adam
+from torch.optim import LBFGS, Adafactor, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
-from tests.parity.gate_models import Attention
+from tests.parity.gate_models import Attention, SelectivelyCheckpointed
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -56,6 +56,20 @@ class WarmsUp(Tower):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 20)
         if batch_idx % 3 == 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class AccumulatesByHand(Tower):
+    """Steps and zeroes in every other batch only: the second backward pass adds to what the first has reduced."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
             optimizer_closure()
         else:
             optimizer.step(closure=optimizer_closure)
@@ -117,6 +131,24 @@ def fp16_on_cpu() -> Any:
 def test_gradient_accumulation(two_ranks: RankPool, batches: int) -> None:
     model = partial(Tower, optimizer=adam, samples=104)  # 13 batches an epoch: the last window is a short one
     assert_same_as_ddp(two_ranks, Recipe(model=model, trainer={"accumulate_grad_batches": batches}))
+
+
+def test_gradient_accumulation_by_hand(two_ranks: RankPool) -> None:
+    assert_same_as_ddp(two_ranks, Recipe(model=partial(AccumulatesByHand, optimizer=adam)), network="late")
+
+
+def test_a_step_due_inside_autocast_is_taken_outside(two_ranks: RankPool) -> None:
+    """Adafactor multiplies matrices, which autocast would do in bfloat16."""
+    model = partial(Tower, optimizer=partial(Adafactor, lr=0.05))
+    assert_same_as_ddp(two_ranks, Recipe(model=model, trainer={"precision": "bf16-mixed"}))
+
+
+def test_a_step_due_inside_selective_checkpointing_is_taken_outside(two_ranks: RankPool) -> None:
+    """Muon multiplies matrices, which would be kept and handed out for those of the layers."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this version of torch has no Muon")
+    model = partial(SelectivelyCheckpointed, optimizer=partial(torch.optim.Muon, lr=0.02), depth=2, bias=False)
+    assert_same_as_ddp(two_ranks, Recipe(model=model))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport, ReadyMark
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
@@ -382,12 +383,14 @@ def _plain_mode(device: torch.device) -> Iterator[None]:
     """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
 
     Validation touches parameters under inference mode, a forward under autocast or a default-device context; optimizer
-    state made there would be of the wrong kind.
+    state made there would be of the wrong kind. Selective activation checkpointing replays what it sees of a forward.
     """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         yield
