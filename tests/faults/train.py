@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, LaunchOrderError
-from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport
+from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.gate import GatedParameter
 
 __all__: list[str] = []
@@ -157,17 +157,17 @@ def report(name: str) -> None:
 
 def kill_in_mid_communication(boom: Boom) -> None:
     """Let ``boom`` happen on the dispatcher thread, when part of a step's gradients has been sent."""
-    send = AllReduceTransport.send
+    send = GradientTransport.send
     sent = 0
 
-    def counted(transport: Any, buffer: Any, sub_task: Any, ready: Any) -> None:
+    def counted(transport: Any, part: Any, sub_task: Any, *how: Any) -> None:
         nonlocal sent
-        send(transport, buffer, sub_task, ready)
+        send(transport, part, sub_task, *how)
         sent += sub_task.parent.key[0] >= boom.step
         if sent > 2:
             boom("sending")
 
-    AllReduceTransport.send = counted  # type: ignore[method-assign, assignment]
+    GradientTransport.send = counted  # type: ignore[method-assign, assignment]
 
 
 def slow_down_checkpoints(seconds: float) -> None:

@@ -15,15 +15,20 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.gradients import engine as engine_module
+from lightning_bytescheduler.gradients import loss_scaler as loss_scaler_module
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
     "blind_between_steps",
     "blind_to_gradients",
+    "blind_to_overflow",
     "every_read_is_seen",
+    "forgets_to_clip",
     "no_gate_on",
+    "no_gate_on_scaler",
     "no_gate_on_state",
     "nobody_sits_out",
     "only_buckets_step",
@@ -127,4 +132,28 @@ def only_buckets_step(module: LightningModule) -> Iterator[None]:
         return result
 
     with patch.object(GradientEngine, "step", step_buckets):
+        yield
+
+
+@contextmanager
+def forgets_to_clip(module: LightningModule) -> Iterator[None]:
+    """Take over clipping, and never do it."""
+    with (
+        patch.object(ClipNorm, "apply", lambda *_: None),
+        patch.object(ClipValue, "apply", lambda *_: None),
+    ):
+        yield
+
+
+@contextmanager
+def blind_to_overflow(module: LightningModule) -> Iterator[None]:
+    """Take every step, and let the loss scale grow, whatever the gradients are."""
+    with patch.object(Unscale, "found_inf", lambda _: False):
+        yield
+
+
+@contextmanager
+def no_gate_on_scaler(module: LightningModule) -> Iterator[None]:
+    """Let the loss scale be read while its update is due."""
+    with patch.object(loss_scaler_module, "_close_gate", lambda *_: None):
         yield

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -123,10 +122,6 @@ class TwoOptimizers(Tower):
             optimizer.step()
 
 
-def fp16_on_cpu() -> Any:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-
-
 @pytest.mark.parametrize("batches", [2, 3])
 def test_gradient_accumulation(two_ranks: RankPool, batches: int) -> None:
     model = partial(Tower, optimizer=adam, samples=104)  # 13 batches an epoch: the last window is a short one
@@ -167,15 +162,6 @@ def test_validation_in_mid_epoch(two_ranks: RankPool, model: Any) -> None:
     recipe = Recipe(model=partial(model, optimizer=adam), trainer=trainer)
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late")
     assert len(ddp[0].notes) > 20
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradient_clipping_sees_reduced_gradients(two_ranks: RankPool, algorithm: str) -> None:
-    trainer = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    _, ours = assert_same_as_ddp(two_ranks, Recipe(model=Tower, trainer=trainer), network="late", overlap=False)
-    assert ours[0].statistics is not None
-    assert ours[0].statistics.updates > 0
-    assert ours[0].statistics.deferred_updates == 0
 
 
 def test_gradients_that_are_zeroed_but_kept(two_ranks: RankPool) -> None:
@@ -242,7 +228,7 @@ def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     _, ours = assert_same_as_ddp(
         two_ranks, Recipe(model=Tower), network="late", overlap=False, options={**SIZES, "cross_barrier": False}
     )
-    assert ours[0].reasons == ("cross_barrier=False",)
+    assert "cross_barrier=False" in ours[0].reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +236,6 @@ def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     [
         pytest.param(Recipe(model=TwoOptimizers), "manual", id="manual-optimization"),
         pytest.param(Recipe(model=partial(Tower, optimizer=LBFGS), steps=8), "LBFGS", id="LBFGS"),
-        pytest.param(Recipe(model=Tower, plugins=(fp16_on_cpu,)), "MixedPrecision", id="fp16-scaler"),
         pytest.param(
             Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}), "gradient_as_bucket_view", id="no-bucket-views"
         ),

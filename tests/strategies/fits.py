@@ -103,7 +103,7 @@ def observe(rank: int, options: dict[str, Any], environment: dict[str, str]) -> 
         "threads_during": look.threads,
         "threads_after": [t.name for t in threading.enumerate() if t.name.startswith("bytescheduler")],
         "callbacks_after": [type(c).__name__ for c in trainer.callbacks],  # type: ignore[attr-defined]
-        "reasons": strategy.synchronised_reasons,
+        "reasons": strategy.plan.reasons,
         "deferred_share": 0.0 if strategy.statistics is None else strategy.statistics.deferred_share,
         **look.seen,
     }

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.gradients.gate import GatedParameter, GatedState
+from lightning_bytescheduler.strategies.plan import OverlapPlan
 from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
 
@@ -87,6 +88,7 @@ class Outcome:
     error: str | None
     statistics: SchedulerStatistics | None
     reasons: tuple[str, ...]
+    plan: OverlapPlan | None
     forced: int
 
 
@@ -132,7 +134,8 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
         warnings=[str(warning.message) for warning in seen],
         error=error,
         statistics=None if ours is None else ours.statistics,
-        reasons=() if ours is None else ours.synchronised_reasons,
+        reasons=() if ours is None or ours.plan is None else ours.plan.reasons,
+        plan=None if ours is None else ours.plan,
         forced=network.forced,
     )
 

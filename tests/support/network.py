@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport, ReadyMark
+from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
@@ -45,14 +45,14 @@ class LateNetwork:
         self._patched: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> LateNetwork:
-        send, notify_ready = AllReduceTransport.send, CommTask.notify_ready
+        send, notify_ready = GradientTransport.send, CommTask.notify_ready
         training_step, flush = ByteSchedulerStrategy.training_step, ByteSchedulerStrategy.flush
 
-        def late_send(transport: AllReduceTransport, buffer: Any, sub_task: SubCommTask, ready: ReadyMark) -> None:
+        def late_send(transport: GradientTransport, part: Any, sub_task: SubCommTask, *how: Any) -> None:
             if self._held:
                 self._await_release(sub_task.parent.key[0])
             self._delay()
-            send(transport, buffer, sub_task, ready)
+            send(transport, part, sub_task, *how)
 
         def late_notify_ready(task: CommTask) -> None:
             if threading.current_thread() is self._herald:
@@ -68,7 +68,7 @@ class LateNetwork:
             self._release(strategy)
             flush(strategy)
 
-        self._patch(AllReduceTransport, "send", late_send)
+        self._patch(GradientTransport, "send", late_send)
         self._patch(CommTask, "notify_ready", late_notify_ready)
         self._patch(ByteSchedulerStrategy, "training_step", releasing_training_step)
         self._patch(ByteSchedulerStrategy, "flush", releasing_flush)

@@ -1,29 +1,35 @@
 """Waits for collectives in the order they were launched, and says so to their sub-tasks.
 
 One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
-in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive.
+in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive. Gloo's
+messages cannot be waited for in slices: whoever stops the thread while it waits for one breaks the group's connections.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.fault_notice import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
-__all__ = ["CompletionThread", "wait_in_slices"]
+__all__ = ["CompletionThread", "break_connections", "wait_in_slices"]
 
 
 _WAIT_SLICE = timedelta(seconds=0.5)
 
-Pending = tuple[dist.Work, SubCommTask, "torch.cuda.Event | None"]
+_UNUSED_NUMBER = 2**30  # no operation gets there
+
+Pending = tuple[StartedOperation, SubCommTask, "torch.cuda.Event | None"]
 
 
 def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
@@ -44,30 +50,49 @@ def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
     return True
 
 
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Wake whoever waits for a message on ``group``, here and on other ranks; nothing can be sent on it afterwards.
+
+    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time.
+    """
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
+
+
 class CompletionThread:
     """Turns finished collectives into ``notify_finish``.
 
     Args:
         on_error: Called once with the first error of a collective, on the completion thread, before the sub-task
             fails; returns the error to fail with (for example one that names the rank at fault).
+        group: The data group, broken when the thread is stopped while it waits for a message.
     """
 
-    def __init__(self, on_error: Callable[[BaseException], BaseException]) -> None:
+    def __init__(
+        self, on_error: Callable[[BaseException], BaseException], group: dist.ProcessGroup | None = None
+    ) -> None:
         self._on_error = on_error
+        self._group = group
+        self._awaits_message = False
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
         self._thread.start()
 
-    def watch(self, work: dist.Work, sub_task: SubCommTask, finished: torch.cuda.Event | None = None) -> None:
-        """Notify ``sub_task`` when ``work`` (on a GPU: when ``finished``) is done."""
-        self._pending.put((work, sub_task, finished))
+    def watch(self, started: StartedOperation, sub_task: SubCommTask, finished: torch.cuda.Event | None = None) -> None:
+        """Notify ``sub_task`` when ``started`` (on a GPU: when ``finished``) is done."""
+        self._pending.put((started, sub_task, finished))
 
     def stop(self, timeout: float) -> bool:
         """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
         self._pending.put(None)
-        self._thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        self._thread.join(min(timeout, 2 * _WAIT_SLICE.total_seconds()))
+        if self._thread.is_alive() and self._awaits_message and self._group is not None:
+            break_connections(self._group)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -76,10 +101,10 @@ class CompletionThread:
             item = self._pending.get()  # woken by stop(), which puts None
             if item is None:
                 return
-            work, sub_task, finished = item
+            started, sub_task, finished = item
             if failed is None:
                 try:
-                    if not self._await(work, finished):
+                    if not self._await(started, finished):
                         return
                 except BaseException as error:
                     failed = self._on_error(_naming(sub_task, error))
@@ -88,12 +113,35 @@ class CompletionThread:
             else:
                 sub_task.fail(failed)
 
-    def _await(self, work: dist.Work, finished: torch.cuda.Event | None) -> bool:
-        """Wait for one collective; ``False`` if stopped meanwhile."""
+    def _await(self, started: StartedOperation, finished: torch.cuda.Event | None) -> bool:
+        """Wait for one operation; ``False`` if stopped meanwhile."""
         if finished is not None:
             finished.synchronize()
             return not self._stopping.is_set()
-        return wait_in_slices(work, self._stopping)
+        if started.messages:
+            if not self._await_messages(started.works):
+                return False
+        elif not all(wait_in_slices(work, self._stopping) for work in started.works):
+            return False
+        if started.finish is not None:
+            started.finish()
+        return True
+
+    def _await_messages(self, works: Sequence[dist.Work]) -> bool:
+        """Wait for messages, for as long as the group allows; ``False`` if stopped meanwhile."""
+        self._awaits_message = True
+        try:
+            for work in works:
+                if self._stopping.is_set():
+                    return False
+                work.wait()
+        except RuntimeError:
+            if self._stopping.is_set():
+                return False
+            raise
+        finally:
+            self._awaits_message = False
+        return True
 
 
 def _naming(sub_task: SubCommTask, error: BaseException) -> BaseException:

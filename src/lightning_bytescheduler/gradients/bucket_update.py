@@ -46,7 +46,18 @@ class BucketUpdate:
         task: The communication.
     """
 
-    __slots__ = ("buffer", "chosen", "engine", "hyperparameters", "index", "parameters", "state", "task")
+    __slots__ = (
+        "buffer",
+        "chosen",
+        "engine",
+        "hyperparameters",
+        "index",
+        "norm_when_read",
+        "parameters",
+        "state",
+        "task",
+        "transformed",
+    )
 
     def __init__(
         self,
@@ -64,11 +75,11 @@ class BucketUpdate:
         self.state = UpdateState.REDUCING
         self.chosen: list[ParameterGradient] = []
         self.hyperparameters: HyperparameterSnapshot = []
+        self.transformed = 0  # how many of the step's transforms have been applied
+        self.norm_when_read: float | None = None  # of the buffer, when its gradients were last handed to a reader
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
-        if not gradient.numel():  # has no address to go by
-            return True
         if not gradient.numel():  # has no address to go by
             return True
         first = self.buffer.data_ptr()

@@ -6,6 +6,7 @@ One step, on the training thread::
     (end)       whatever the forward did not touch is waited for and stepped
     backward    DDP's comm hook hands each bucket to the core and returns a completed future: DDP never waits
     (end)       gates close on all parameters: reading ``.grad`` would wait, reading weights would not
+    (clipping)  noted, and done when the gradients have arrived; so is unscaling (``step_transforms.py``)
     step        hyperparameters are snapshotted, membership is taken from ``p.grad``; now reading weights waits too
 
 All pending updates land before the next backward pass writes the buckets (:meth:`before_backward`). The first
@@ -20,8 +21,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -29,16 +29,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport, ReadyMark
+from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gate import close_state, open_state
-from lightning_bytescheduler.gradients.partial_step import has_step_hooks, snapshot_hyperparameters, step_partially
+from lightning_bytescheduler.gradients.gradient_transforms import Unscale
+from lightning_bytescheduler.gradients.partial_step import (
+    has_step_hooks,
+    plain_mode,
+    snapshot_hyperparameters,
+    step_partially,
+)
+from lightning_bytescheduler.gradients.profiling import profiled
+from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.gradients.step_transforms import PendingScale, StepTransforms
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.scheduler.timeline import COMPUTE, GATE, STEP, Timeline
 
 __all__ = ["GradientEngine"]
@@ -65,7 +73,7 @@ class GradientEngine:
         self,
         *,
         core: ByteCore,
-        transport: AllReduceTransport,
+        transport: GradientTransport,
         parameters: Iterable[nn.Parameter],
         device: torch.device,
         cross_barrier: bool,
@@ -76,7 +84,9 @@ class GradientEngine:
     ) -> None:
         self.statistics = statistics
         self.cross_barrier = cross_barrier
+        self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
+        self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self._core = core
@@ -88,6 +98,8 @@ class GradientEngine:
         self._lock = threading.RLock()
         self._step_number = 0  # backward passes that communicate; equal on all ranks, so it keys tasks
         self._updates: list[BucketUpdate] = []
+        self._reduction: Reduction | None = None
+        self._transforms = StepTransforms(None, (), self._wait)
         self._deferring = False
         self._gates_closed = False
         self._last_index = sys.maxsize
@@ -96,6 +108,7 @@ class GradientEngine:
         self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
         self._in_forward = False
+        self._read_early = False  # somebody has waited since the last forward pass
         self._forward_start = 0.0
         self._backward_start = 0.0
         self._last_hook = 0.0
@@ -114,21 +127,17 @@ class GradientEngine:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self._device] if self._device.type == "cuda" else None
         )
+        reduction = self._reduction
+        if reduction is None:
+            raise RuntimeError("DDP reduced a bucket outside a backward pass.")
         parameters = cast("list[nn.Parameter]", bucket.parameters())
-        task = CommTask(
-            f"bucket {index}",
-            buffer.numel(),
-            launch=partial(self._send, buffer, ReadyMark(self._device)),
-            priority=self._priority(index, parameters),
-            key=(self._step_number, index),
-            on_end=None if self._deferring else partial(_complete, future, buffer),
-        )
-        self._core.enqueue(task)
-        task.notify_ready()
+        on_end = None if self._deferring else partial(_complete, future, buffer)
+        task = reduction.reduce(index, parameters, buffer, self._priority(index, parameters), on_end)
         if self._deferring:
             future.set_result(buffer)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
             if bucket.is_last():
+                reduction.close()
                 self._gates_closed = True
                 for update in self._updates:
                     update.close_gate()
@@ -144,10 +153,9 @@ class GradientEngine:
         self._step_number += 1
         self._deferring = self.cross_barrier and self._step_number > 1
         self._gates_closed = False
-
-    def _send(self, buffer: torch.Tensor, ready: ReadyMark, sub_task: SubCommTask) -> None:
-        with _profiled(f"bytescheduler::start {sub_task.name}"):
-            self._transport.send(buffer, sub_task, ready)
+        kind = ShardedReduction if self.sharded and self._deferring else AllReduction
+        self._reduction = kind(self._core, self._transport, self._step_number, self._device)
+        self._transforms = StepTransforms(self._reduction, self._updates, self._wait)
 
     def _reduce_sparse(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         # Sparse gradients cannot be cut into partitions. The default group is in order here: hooks run on the training
@@ -168,6 +176,7 @@ class GradientEngine:
     def begin_forward(self) -> None:
         """Before ``training_step``: observe the first use of parameters."""
         self._in_forward = True
+        self._read_early = False
         self.phase = f"in training_step, step {self._step_number + 1}"
         self._forward_start = self._clock()
         self._touched_buckets = []
@@ -188,6 +197,7 @@ class GradientEngine:
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
         self.flush()
         self._updates = []
+        self._transforms = StepTransforms(None, (), self._wait)
         self.phase = f"in the backward pass, step {self._step_number + 1}"
         self._last_index = sys.maxsize
         self._backward_start = self._clock()
@@ -201,7 +211,36 @@ class GradientEngine:
         self.steps_handed_over = self._step_number
         if not self._deferring and self._last_hook > self._backward_start:
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
+        with self._lock:
+            for update in self._updates:
+                if update.state is UpdateState.REDUCING and not update.gateable():
+                    self._await_gradient(update)  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
+        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
+        with self._lock:
+            return self._transforms.unscale(optimizer, inverse_scale) if self._gates_closed else None
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
+        """Clip gradients by their norm when they have arrived; ``False`` if the caller has to, now."""
+        with self._lock:
+            return self._gates_closed and self._transforms.clip_norm(optimizer, max_norm)
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        with self._lock:
+            return self._gates_closed and self._transforms.clip_value(optimizer, limit)
+
+    def scale_later(self, pending: PendingScale) -> None:
+        """Update a loss scale when it is known whether this step's gradients are finite."""
+        with self._lock:
+            self._transforms.scale_later(pending)
+
+    def settle_scale(self) -> None:
+        """Wait until it is known whether this step's gradients are finite, and update the loss scale."""
+        with self._lock:
+            self._transforms.settle()
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Defer the optimizer step of every bucket that nobody has looked at; take the others now.
@@ -220,9 +259,9 @@ class GradientEngine:
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
             if not deferrable or not self._gates_closed or has_step_hooks(optimizer):
-                self.flush()
+                self._land()
                 self.count_synchronised_step(optimizer)
-                return step()
+                return None if self._transforms.leaves_step_out() else step()
             self.statistics.steps += 1
             bucket_of = {id(p): update for update in deferrable for p in update.parameters}
             hyperparameters = snapshot_hyperparameters(optimizer)
@@ -248,7 +287,8 @@ class GradientEngine:
             self.statistics.overlapped_steps += 1
             if now:
                 self.statistics.updates += len(now)
-                step_partially(optimizer, hyperparameters, now)
+                if not self._transforms.leaves_step_out():
+                    step_partially(optimizer, hyperparameters, now)
             return None
 
     def count_synchronised_step(self, optimizer: Optimizer) -> None:
@@ -259,14 +299,20 @@ class GradientEngine:
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
         with self._lock:
-            for update in self._updates:
-                if update.state is UpdateState.REDUCING:
-                    self._await_gradient(update)
-            self._apply_all()
+            self._land()
+            self._transforms.settle()
+
+    def _land(self) -> None:
+        for update in self._updates:
+            if update.state is UpdateState.REDUCING:
+                self._await_gradient(update)
+        self._apply_all()
 
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
-        return [update.task for update in list(self._updates) if update.state is UpdateState.DUE]
+        due = [update.task for update in list(self._updates) if update.state is UpdateState.DUE]
+        norms = self._transforms.task
+        return due if norms is None or not due else [norms, *due]
 
     def settle(self) -> tuple[int, int]:
         """After a failure: apply what has arrived, forget the rest, and make every parameter plain again.
@@ -277,7 +323,8 @@ class GradientEngine:
         applied = lost = 0
         with self._lock:
             for update in self._updates:
-                if update.state is UpdateState.DUE and not (update.task.done() and update.task.error is None):
+                arrived = update.task.done() and update.task.error is None and self._transforms.known
+                if update.state is UpdateState.DUE and not arrived:
                     lost += len(update.chosen)
                     continue
                 applied += len(update.chosen)
@@ -294,6 +341,7 @@ class GradientEngine:
                 update.open_gate()
                 update.state = UpdateState.DONE
             self._updates = []
+            self._transforms.discard()
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
@@ -302,6 +350,11 @@ class GradientEngine:
     def touched(self, update: BucketUpdate, gradient_only: bool) -> None:
         """A gated parameter of ``update`` is about to be used, on any thread."""
         with self._lock:
+            waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
+            if waits and not self._in_forward and not self._read_early:
+                self._read_early = True
+                if self.on_early_wait is not None:
+                    self.on_early_wait()
             if update.state is UpdateState.DUE:
                 self._apply(update)
             elif update.state is UpdateState.REDUCING and gradient_only:
@@ -319,14 +372,18 @@ class GradientEngine:
                     self._apply(update)
             if self._optimizer is not None:
                 open_state(self._optimizer)
+                self._transforms.settle()
 
     def _await_gradient(self, update: BucketUpdate) -> None:
-        self._wait(update)
+        self._wait(update.task)
         update.open_gate()
         update.state = UpdateState.REDUCED
+        with plain_mode(self._device):
+            self._transforms.apply(update)
+            self._transforms.handed_out(update)
 
     def _apply(self, update: BucketUpdate) -> None:
-        self._wait(update)
+        self._wait(update.task)
         update.open_gate()
         update.state = UpdateState.DONE
         if self._in_forward:
@@ -334,23 +391,25 @@ class GradientEngine:
         if not update.chosen or self._optimizer is None:
             return
         start = self._clock()
-        with _profiled(f"bytescheduler::deferred step bucket {update.index}"), _plain_mode(self._device):
-            step_partially(self._optimizer, update.hyperparameters, update.chosen)
+        with profiled(f"bytescheduler::deferred step bucket {update.index}"), plain_mode(self._device):
+            self._transforms.apply(update)
+            if not self._transforms.leaves_step_out():
+                step_partially(self._optimizer, update.hyperparameters, update.chosen)
         self.statistics.deferred_step_s += self._clock() - start
         self._record(f"step bucket {update.index}", STEP, start, step=self._step_number)
 
-    def _wait(self, update: BucketUpdate) -> None:
+    def _wait(self, task: CommTask) -> None:
         start = self._clock()
-        if not update.task.done():
-            with _profiled(f"bytescheduler::gate bucket {update.index}"):
-                update.task.wait(self._timeout)
+        if not task.done():
+            with profiled(f"bytescheduler::gate {task.name}"):
+                task.wait(self._timeout)
             waited = self._clock() - start
             self.statistics.exposed_s += waited
             if self._in_forward:
                 self.statistics.gate_wait_s += waited
-            self._record(f"gate bucket {update.index}", GATE, start, step=self._step_number)
+            self._record(f"gate {task.name}", GATE, start, step=self._step_number)
         else:
-            update.task.wait(0)  # raises what the task failed with
+            task.wait(0)  # raises what the task failed with
 
     def _record(self, name: str, category: str, start: float, *, step: int) -> None:
         if self._timeline is not None:
@@ -367,30 +426,3 @@ def _complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, 
 def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
     tensor: torch.Tensor = future.value()[0]
     return tensor
-
-
-@contextmanager
-def _profiled(name: str) -> Iterator[None]:
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(name):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
-
-    Validation touches parameters under inference mode, a forward under autocast or a default-device context; optimizer
-    state made there would be of the wrong kind. Selective activation checkpointing replays what it sees of a forward.
-    """
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        yield

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.gradients.gate import GatedState
 
@@ -25,6 +27,7 @@ __all__ = [
     "ParameterGradient",
     "has_step_hooks",
     "is_per_parameter",
+    "plain_mode",
     "snapshot_hyperparameters",
     "step_partially",
 ]
@@ -119,3 +122,22 @@ def step_partially(
         optimizer.param_groups, optimizer.state = groups, state
         for parameter, gradient_before in replaced:
             parameter.grad = gradient_before
+
+
+@contextmanager
+def plain_mode(device: torch.device) -> Iterator[None]:
+    """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
+
+    Validation touches parameters under inference mode, a forward under autocast or a default-device context; optimizer
+    state made there would be of the wrong kind. Selective activation checkpointing replays what it sees of a forward.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
+        yield

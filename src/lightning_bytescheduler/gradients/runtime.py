@@ -15,15 +15,17 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_bytescheduler.collectives.all_reduce import AllReduceTransport
 from lightning_bytescheduler.collectives.fault_notice import is_communication_error
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.gradients.reduction import bucket_of, position_of
 from lightning_bytescheduler.gradients.sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -75,9 +77,6 @@ class SchedulerRuntime:
         self._lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
-        self._wire_bytes_per_element = (
-            2 * (groups.world_size - 1) / groups.world_size * max(p.element_size() for p in parameters)
-        )
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=groups.rank)
         self._order = (
             DecidingOrder(groups.control, self._on_error)
@@ -91,7 +90,7 @@ class SchedulerRuntime:
             observer=self._observe,
             debug=options.debug,
         )
-        self._transport = AllReduceTransport(groups.data, self._on_error)
+        self._transport = GradientTransport(groups.data, self._on_error)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         self.engine = GradientEngine(
@@ -108,6 +107,11 @@ class SchedulerRuntime:
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
         atexit.register(self.stop, failed=True)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What gradients travel on."""
+        return self._groups.data
 
     @property
     def core(self) -> ByteCore:
@@ -245,19 +249,18 @@ class SchedulerRuntime:
 
     def _observe(self, sub: SubCommTask) -> None:
         """Called by the core with each sub-task that ended."""
-        wire_bytes = sub.size * self._wire_bytes_per_element
+        wire_bytes = sub.size * sub.parent.wire_bytes
         statistics = self.statistics
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:
-            step, bucket = sub.parent.key
             args = {
                 "bytes": wire_bytes,
-                "priority": sub.priority,
-                "step": step,
-                "task": bucket,
+                "priority": position_of(sub.parent),
+                "step": sub.parent.key[0],
+                "task": bucket_of(sub.parent),
                 "partition": sub.index,
             }
             self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)

@@ -102,10 +102,15 @@ class ByteCore:
         """Why the core was aborted, or ``None``."""
         return self._abort_cause
 
-    def enqueue(self, task: CommTask) -> None:
+    def enqueue(self, task: CommTask, *, cut_like: CommTask | None = None) -> None:
         """Hand a task to the core; it is sent once ready.
 
         An *immediate* task is partitioned, declared ready and started on this thread, past queue and credit.
+
+        Args:
+            task: New to every core.
+            cut_like: A task of the same size, enqueued before, whose parts ``task`` is to have too, whatever the
+                partition size is now. Where another rank decides, that rank sees to it.
 
         Raises:
             SchedulerClosedError: If the core was shut down.
@@ -120,11 +125,14 @@ class ByteCore:
             if self._closed:
                 raise SchedulerClosedError("Cannot enqueue a task, as the scheduler has been shut down.")
             task._attach(self)
+            partition_size = self.partition_size
+            if cut_like is not None and cut_like.sub_tasks:
+                partition_size = cut_like.sub_tasks[0].size
             try:
                 if task.immediate:
-                    task.partition(self.partition_size)
+                    task.partition(partition_size)
                 else:
-                    self._order.admit(task, self.partition_size)
+                    self._order.admit(task, partition_size)
             except BaseException:
                 task._listener = None
                 raise

@@ -37,6 +37,7 @@ class CommTask:
         priority: A lower number starts first; ByteScheduler uses the position in the forward pass.
         key: What names this task on every rank alike; needed when ranks must agree on one order.
         immediate: Bypass queue and credit.
+        wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
 
@@ -53,6 +54,7 @@ class CommTask:
         priority: int = 0,
         key: TaskKey = (0, 0),
         immediate: bool = False,
+        wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,
     ) -> None:
         self.name = name
@@ -60,6 +62,7 @@ class CommTask:
         self.priority = priority
         self.key = key
         self.immediate = immediate
+        self.wire_bytes = wire_bytes
         self._launch = launch
         self._on_end = on_end
         self._lock = threading.Lock()

@@ -27,14 +27,17 @@ from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
-from lightning_bytescheduler.gradients.eligibility import model_reasons, optimizer_reasons, unseen_parameters
+from lightning_bytescheduler.gradients.eligibility import unseen_parameters
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.strategies.announcement import announce
 from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
+from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
-from lightning_bytescheduler.strategies.step_deferral import deferring, steps_plainly, then
+from lightning_bytescheduler.strategies.plan import OverlapPlan
+from lightning_bytescheduler.strategies.planning import make_plan
+from lightning_bytescheduler.strategies.step_deferral import deferring, then
 
 __all__ = ["ByteSchedulerStrategy"]
 
@@ -127,7 +130,8 @@ class ByteSchedulerStrategy(DDPStrategy):
         self._user_chose_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self._runtime: SchedulerRuntime | None = None
         self._statistics: SchedulerStatistics | None = None
-        self._reasons: tuple[str, ...] = ()
+        self._plan: OverlapPlan | None = None
+        self._early_reads: EarlyReads | None = None
         self._hooks: SchedulerHooks | None = None
         self._optimizer_handles: list[Any] = []
         self._board: FaultBoard | None = None
@@ -151,9 +155,14 @@ class ByteSchedulerStrategy(DDPStrategy):
         return self._statistics
 
     @property
-    def synchronised_reasons(self) -> tuple[str, ...]:
-        """Why steps do not cross the barrier in this fit; empty when they do."""
-        return self._reasons
+    def plan(self) -> OverlapPlan | None:
+        """What overlaps in the current fit, or did in the last one, and why not; ``None`` on one process."""
+        return self._plan
+
+    @property
+    def early_reads(self) -> dict[str, int]:
+        """In how many steps who waited for weights or gradients between steps, on this rank."""
+        return {} if self._early_reads is None else self._early_reads.steps
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
@@ -292,7 +301,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             runtime.engine.count_synchronised_step(optimizer)
             return output
-        with self._explained(), deferring(optimizer, runtime.engine):
+        with self._explained(), deferring(optimizer, runtime.engine, self.precision_plugin):
             return super().optimizer_step(optimizer, closure, model)
 
     # ------------------------------------------------------------------ failures
@@ -362,34 +371,34 @@ class ByteSchedulerStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None:
             return
-        reasons = []
-        if not self._options.cross_barrier:
-            reasons.append("cross_barrier=False")
-        if not module.automatic_optimization:
-            reasons.append("optimization is manual (automatic optimization keeps the overlap)")
-        else:
-            reasons += optimizer_reasons(self.optimizers)
-        if not self._ddp_kwargs.get("gradient_as_bucket_view", True):
-            reasons.append("gradient_as_bucket_view=False makes DDP copy gradients at the end of backward")
-        if not steps_plainly(self.precision_plugin):
-            reasons.append(
-                f"{type(self.precision_plugin).__name__} looks at all gradients before each step "
-                "(precision='bf16-mixed' keeps the overlap)"
-            )
-        reasons += model_reasons(module)
-        self._reasons = tuple(reasons)
         engine = runtime.engine
-        engine.cross_barrier = not reasons
         engine.gated_at_forward_start = unseen_parameters(module)
-        if engine.cross_barrier:
+        plan = make_plan(
+            module,
+            self.optimizers,
+            self.precision_plugin,
+            cross_barrier=self._options.cross_barrier,
+            bucket_views=self._ddp_kwargs.get("gradient_as_bucket_view", True),
+            group=runtime.group,
+            device=self.root_device,
+            unseen=engine.gated_at_forward_start,
+        )
+        # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
+        if not self.reduce_boolean_decision(plan.overlapped, all=True) and plan.overlapped:
+            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+        engine.sharded = self.reduce_boolean_decision(plan.gradients == "reduce-scatter", all=False)
+        engine.cross_barrier = plan.overlapped
+        self._plan = plan
+        if plan.overlapped:
+            self._early_reads = EarlyReads(module.trainer)
+            engine.on_early_wait = self._early_reads.note
             optimizer = self.optimizers[0]
             # The optimizer's state is read without touching a parameter.
             self._optimizer_handles = [
                 optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
-        elif self._options.cross_barrier:
-            rank_zero_info(f"bytescheduler: steps are synchronised, because {'; '.join(reasons)}.")
+        rank_zero_info(f"bytescheduler: {plan.summary()}")
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -1,0 +1,69 @@
+"""What is overlapped in a fit, what is not, and why: ``strategy.plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["OverlapPlan"]
+
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapPlan:
+    """Made at the start of a fit from the model, its optimizers, precision and clipping; the same on every rank.
+
+    The first step of a fit is synchronised in any case: DDP has not settled its buckets yet.
+
+    Attributes:
+        steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
+            gradients.
+        reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
+        gradients: ``"all-reduce"``, or ``"reduce-scatter"`` when every update needs to know all gradients' norm: each
+            rank reduces a shard, norms are exchanged, and gradients are gathered under the next forward pass.
+        norm_needed_by: What needs it, in words.
+        gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
+            itself, as it cannot be seen when they are read.
+    """
+
+    steps: Literal["overlapped", "synchronised"]
+    reasons: tuple[str, ...] = ()
+    gradients: Literal["all-reduce", "reduce-scatter"] = "all-reduce"
+    norm_needed_by: tuple[str, ...] = ()
+    gated_at_start: tuple[str, ...] = ()
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether updates cross the step boundary."""
+        return self.steps == "overlapped"
+
+    def summary(self) -> str:
+        """One line for the log."""
+        if not self.overlapped:
+            return f"steps are synchronised, because {'; '.join(self.reasons)}."
+        line = "updates cross the step boundary"
+        if self.norm_needed_by:
+            line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
+        if self.gated_at_start:
+            line += f"; {self._gated()} updated early, as reads of them cannot be seen (compiled, scripted or aliased)"
+        return f"{line}."
+
+    def _gated(self) -> str:
+        shown = ", ".join(map(repr, self.gated_at_start[:_NAMES_SHOWN]))
+        more = len(self.gated_at_start) - _NAMES_SHOWN
+        return f"{shown} and {more} more" if more > 0 else shown
+
+    def __repr__(self) -> str:
+        lines = [f"steps: {self.steps}" + (", except the first" if self.overlapped else "")]
+        lines += [f"because {reason}" for reason in self.reasons]
+        if self.overlapped:
+            lines.append(
+                "gradients: all-reduce"
+                if self.gradients == "all-reduce"
+                else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
+            )
+        if self.gated_at_start:
+            lines.append(f"updated early: {self._gated()}")
+        body = "\n".join(f"  {line}" for line in lines)
+        return f"OverlapPlan(\n{body}\n)"
