@@ -198,6 +198,7 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
         max_steps=options.get("steps", 8),
         val_check_interval=options.get("val_check_interval", 4),
         limit_val_batches=options.get("val_batches", 2),
+        gradient_clip_val=options.get("clip"),
         num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
         enable_progress_bar=False,
