@@ -16,12 +16,14 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
+from lightning_bytescheduler.strategies.plan import OverlapPlan
 
 __all__ = [
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
     "LaunchOrderError",
     "OptionError",
+    "OverlapPlan",
     "RankFailedError",
     "SchedulerClosedError",
     "SchedulerStatistics",

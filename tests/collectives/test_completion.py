@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.collectives.completion import CompletionThread, wait_in_slices
+from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 
 
@@ -74,7 +75,7 @@ class Watch:
     def watch(self, name: str, work: Work) -> SubTask:
         sub_task: Any = SubTask(name, self.outcomes)
         watched: Any = work
-        self.thread.watch(watched, sub_task)
+        self.thread.watch(StartedOperation([watched]), sub_task)
         return sub_task
 
     def __enter__(self) -> Watch:
@@ -156,3 +157,27 @@ def test_the_thread_ends_although_a_collective_never_does() -> None:
     assert watch.thread.stop(2.0)
     assert time.monotonic() - start < 1.0
     assert not watch.outcomes
+
+
+def test_an_operation_is_finished_on_the_thread_when_all_of_it_has_ended() -> None:
+    first: Any = Work()
+    second: Any = Work()
+    finished_by: list[str] = []
+    with Watch() as watch:
+        sub_task: Any = SubTask("part 0", watch.outcomes)
+        finish = lambda: finished_by.append(threading.current_thread().name)  # noqa: E731
+        watch.thread.watch(StartedOperation([first, second], finish), sub_task)
+        second.end()
+        assert not sub_task.ended.wait(0.1)
+        first.end()
+        assert sub_task.ended.wait(2.0)
+    assert finished_by == ["bytescheduler-completion"]
+
+
+def test_what_finishing_raises_fails_the_sub_task() -> None:
+    work: Any = Work(done=True)
+    with Watch() as watch:
+        sub_task: Any = SubTask("part 0", watch.outcomes)
+        watch.thread.watch(StartedOperation([work], lambda: [][1]), sub_task)
+        assert sub_task.ended.wait(2.0)
+        assert isinstance(watch.outcomes[0][1], IndexError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -157,12 +158,9 @@ class ByteSchedulerStrategy(DDPStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` on one process."""
-        return self._plan
-
-    @property
-    def early_reads(self) -> dict[str, int]:
-        """In how many steps who waited for weights or gradients between steps, on this rank."""
-        return {} if self._early_reads is None else self._early_reads.steps
+        if self._plan is None or self._early_reads is None:
+            return self._plan
+        return replace(self._plan, early_readers=self._early_reads.steps)
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
@@ -388,7 +386,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
         engine.sharded = self.reduce_boolean_decision(plan.gradients == "reduce-scatter", all=False)
         engine.cross_barrier = plan.overlapped
-        self._plan = plan
+        self._plan, self._early_reads = plan, None
         if plan.overlapped:
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["OverlapPlan"]
@@ -25,6 +26,8 @@ class OverlapPlan:
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
+        early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
+            ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
     """
 
     steps: Literal["overlapped", "synchronised"]
@@ -32,6 +35,7 @@ class OverlapPlan:
     gradients: Literal["all-reduce", "reduce-scatter"] = "all-reduce"
     norm_needed_by: tuple[str, ...] = ()
     gated_at_start: tuple[str, ...] = ()
+    early_readers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def overlapped(self) -> bool:
@@ -65,5 +69,6 @@ class OverlapPlan:
             )
         if self.gated_at_start:
             lines.append(f"updated early: {self._gated()}")
+        lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"

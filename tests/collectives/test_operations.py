@@ -1,0 +1,149 @@
+"""Every operation against what its name says, for parts of any size, and messages that nobody answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives import operations
+from lightning_bytescheduler.collectives.completion import CompletionThread
+from lightning_bytescheduler.collectives.operations import shard_of, shards_over
+from tests.support.rank_pool import RankPool
+
+SIZES = (1, 2, 3, 5, 8, 1000)
+KINDS = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class _SubTask:
+    name = "part"
+    size = 1
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def notify_finish(self) -> None:
+        self.ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def contribution(rank: int, size: int, kind: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + size)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(kind)
+
+
+def run_operations(rank: int, world_size: int) -> list[str]:
+    """What is not as it should be, in words."""
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    thread = CompletionThread(lambda error: error, group)
+    wrong: list[str] = []
+    number = 0
+
+    def run(operation: Any, part: torch.Tensor) -> None:
+        nonlocal number
+        number += 1
+        sub_task: Any = _SubTask()
+        thread.watch(operation(group, part, number), sub_task)
+        assert sub_task.ended.wait(20.0)
+        assert sub_task.error is None, sub_task.error
+
+    try:
+        for kind in KINDS:
+            for size in SIZES:
+                parts = [contribution(r, size, kind) for r in range(world_size)]
+                scaled = [part * (1.0 / world_size) for part in parts]
+                mean = torch.stack([part.double() for part in scaled]).sum(0)
+                near = 2e-2 if kind is torch.bfloat16 else 1e-6
+                whole, sharded = parts[rank].clone(), parts[rank].clone()
+                run(operations.all_reduce, whole)
+                run(operations.reduce_scatter, sharded)
+                first, end = shard_of(size, rank, world_size)
+                if not torch.allclose(whole.double(), mean, rtol=near, atol=near):
+                    wrong.append(f"all-reduce of {size} {kind}")
+                if not torch.allclose(sharded[first:end].double(), mean[first:end], rtol=near, atol=near):
+                    wrong.append(f"reduce-scatter of {size} {kind}")
+                if world_size == 2 and not torch.equal(sharded[first:end], whole[first:end]):
+                    wrong.append(f"reduce-scatter of {size} {kind} has other bits than all-reduce")
+                run(operations.all_gather, sharded)
+                if not torch.allclose(sharded.double(), mean, rtol=near, atol=near):
+                    wrong.append(f"all-gather of {size} {kind}")
+                everywhere = [torch.empty_like(sharded) for _ in range(world_size)]
+                dist.all_gather(everywhere, sharded)
+                if not all(torch.equal(each, sharded) for each in everywhere):
+                    wrong.append(f"ranks differ after all-gather of {size} {kind}")
+        rows = torch.zeros(world_size, 3)
+        rows[rank] = rank + 1.0
+        run(operations.exchange, rows)
+        if not torch.equal(rows, torch.arange(1.0, world_size + 1)[:, None].expand(-1, 3)):
+            wrong.append("exchange")
+    finally:
+        assert thread.stop(5.0)
+        dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks", "four_ranks"])
+def test_operations(ranks: str, request: pytest.FixtureRequest) -> None:
+    pool: RankPool = request.getfixturevalue(ranks)
+    answers = pool.run(run_operations, world_size=int({"two": 2, "three": 3, "four": 4}[ranks.split("_")[0]]))
+    assert answers == [[] for _ in answers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_shards_cover_a_part_once(world_size: int) -> None:
+    for size in range(1, 40):
+        shards = [shard_of(size, rank, world_size) for rank in range(world_size)]
+        assert [i for first, end in shards for i in range(first, end)] == list(range(size))
+        assert max(end - first for first, end in shards) == -(-size // world_size)
+
+
+def await_what_never_comes(rank: int) -> float:
+    """Rank 0 waits for a message that rank 1 never sends; returns how long stopping took, in seconds."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    group = dist.new_group(timeout=timedelta(seconds=60), backend="gloo")
+    dist.all_reduce(torch.zeros(1), group=group)
+    took = 0.0
+    if rank == 0:
+        thread = CompletionThread(lambda error: error, group)
+        sub_task: Any = _SubTask()
+        thread.watch(operations.reduce_scatter(group, torch.zeros(10), 1), sub_task)
+        time.sleep(0.3)
+        start = time.monotonic()
+        assert thread.stop(5.0)
+        took = time.monotonic() - start
+        assert not sub_task.ended.is_set()
+    else:
+        time.sleep(3.0)  # alive, and does not answer
+    dist.destroy_process_group()
+    return took
+
+
+def test_the_thread_ends_although_a_message_never_comes() -> None:
+    # In processes of its own, as the group's connections are broken then.
+    with RankPool(2) as pool:
+        assert 0.0 < max(pool.run(await_what_never_comes)) < 4.0
+
+
+def backends(rank: int) -> tuple[bool, bool]:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        return shards_over(group, torch.device("cpu")), shards_over(group, torch.device("cuda"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gloo_shards_what_is_on_a_cpu(two_ranks: RankPool) -> None:
+    assert two_ranks.run(backends) == [(True, False), (True, False)]
