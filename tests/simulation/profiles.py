@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.simulation import LayerProfile, LinkModel, ModelProfile, Schedule
+
+unhurried = settings(deadline=None)
+"""For properties: the machine may be busy."""
 
 
 def model(layers: Sequence[tuple[int, float, float]]) -> ModelProfile:
@@ -31,7 +35,9 @@ CONTRIVED = model([(3, 2, 2), (6, 2, 2), (3, 2, 2)])
 
 _times = st.floats(0, 5, allow_subnormal=False).map(lambda seconds: round(seconds, 3))
 _layers = st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 400)), _times, _times)
-models = st.lists(_layers, min_size=1, max_size=8).filter(lambda layers: sum(f + b for _, f, b in layers) > 0).map(model)
+models = (
+    st.lists(_layers, min_size=1, max_size=8).filter(lambda layers: sum(f + b for _, f, b in layers) > 0).map(model)
+)
 
 all_reduce_links = st.builds(
     LinkModel,
@@ -56,14 +62,12 @@ silent_links = st.builds(LinkModel, workers=st.sampled_from([2, 3, 64]), bandwid
 """Without latency and overhead."""
 
 sizes = st.one_of(st.none(), st.integers(1, 500))
-barriers = st.booleans()
-orders = st.sampled_from(["fifo", "priority"])
 schedules = st.builds(
     Schedule,
-    order=orders,
+    order=st.sampled_from(["fifo", "priority"]),
     bucket_bytes=sizes,
     # A few hundred pieces at most, so that a property is quick.
     partition_bytes=st.one_of(st.none(), st.integers(5, 200)),
     credit_bytes=sizes,
-    barrier=barriers,
+    barrier=st.booleans(),
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation import LinkModel, ModelProfile, clipped_bound, ddp_bound, lower_bound
-from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link
+from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link, unhurried
 
 BOUNDS = [lower_bound, ddp_bound, clipped_bound]
 CLOSE = 1 + 1e-9
@@ -45,6 +45,8 @@ def test_by_hand(layers: list[tuple[int, float, float]], bound: float, ddp: floa
         ([(2, 10, 1), (20, 10, 1)], 1 + 11 + 1 + 20, 1 + 11 + 1 + 20),
         # A short forward pass: what is gathered after the norm is not hidden by backward: B + c_1/2 + C/2 + f_L.
         ([(2, 0.5, 20), (20, 0.5, 20)], 40 + 2 + 1, 40 + 1 + 11 + 0.5),
+        # The first layer has no parameters, so that the norm is known, and all is gathered, during its backward pass.
+        ([(0, 1, 30), (4, 1, 2)], 34, 34),
     ],
 )
 def test_clipping_by_hand(layers: list[tuple[int, float, float]], early: float, late: float) -> None:
@@ -64,12 +66,14 @@ def test_messages_cost_latency_once_and_overhead_each() -> None:
     assert clipped == 2 + 2 * (10 + 14) + 1.5 + 1
 
 
+@unhurried
 @given(profile=models, link=links)
 def test_order_among_bounds(profile: ModelProfile, link: LinkModel) -> None:
     assert profile.compute_seconds <= lower_bound(profile, link) * CLOSE
     assert lower_bound(profile, link) <= ddp_bound(profile, link) * CLOSE
 
 
+@unhurried
 @given(profile=models, link=all_reduce_links, partition=st.integers(1, 500))
 def test_clipping_costs_no_more_than_ddp_and_the_norm(profile: ModelProfile, link: LinkModel, partition: int) -> None:
     early, late = (clipped_bound(profile, link, gather_early=early) for early in (True, False))
@@ -85,8 +89,11 @@ def test_gathering_after_the_norm_can_be_slower_than_ddp() -> None:
     assert clipped_bound(profile, plain_link(), gather_early=False) > 52
 
 
+@unhurried
 @given(profile=models, link=all_reduce_links, data=st.data())
-def test_bounds_grow_with_what_makes_a_network_slow(profile: ModelProfile, link: LinkModel, data: st.DataObject) -> None:
+def test_bounds_grow_with_what_makes_a_network_slow(
+    profile: ModelProfile, link: LinkModel, data: st.DataObject
+) -> None:
     factor = data.draw(st.floats(1, 100))
     slower = LinkModel(
         workers=link.workers,
@@ -103,6 +110,7 @@ def test_bounds_grow_with_what_makes_a_network_slow(profile: ModelProfile, link:
         assert bound(profile, link, partition_bytes=large) <= bound(profile, link, partition_bytes=small) * CLOSE
 
 
+@unhurried
 @given(profile=models)
 def test_a_lone_worker_only_computes(profile: ModelProfile) -> None:
     link = LinkModel(workers=1, bandwidth=1.0, latency=3.0, overhead=3.0)
@@ -116,6 +124,7 @@ def test_order_alone_wins_a_third_at_most() -> None:
     assert ddp_bound(profile, plain_link()) / lower_bound(profile, plain_link()) == pytest.approx(4 / 3, rel=2e-3)
 
 
+@unhurried
 @given(profile=models, link=links)
 def test_order_never_wins_more_than_the_forward_pass(profile: ModelProfile, link: LinkModel) -> None:
     assert ddp_bound(profile, link) <= (lower_bound(profile, link) + profile.forward_seconds) * CLOSE
@@ -125,7 +134,7 @@ def test_order_never_wins_more_than_the_forward_pass(profile: ModelProfile, link
 @pytest.mark.parametrize("partition", [0, -1, 1.5, True, "1"])
 def test_partitions_are_whole(bound: Any, partition: Any) -> None:
     for profile in (model([(1, 1, 1)]), model([(0, 1, 1)])):
-        with pytest.raises(OptionError, match="^partition_bytes=.* a whole number, 1 or more"):
+        with pytest.raises(OptionError, match=r"^partition_bytes=.* a whole number, 1 or more"):
             bound(profile, plain_link(), partition_bytes=partition)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import LinkModel
+from tests.simulation.profiles import unhurried
 
 NAN, INF = float("nan"), float("inf")
 
@@ -49,6 +50,7 @@ def test_push_pull_is_what_byteps_states() -> None:
     assert factor(4, 2) == pytest.approx(2 * 4 * 3 / (16 + 8 - 4))
 
 
+@unhurried
 @given(workers=st.integers(3, 5000), data=st.data())
 def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
     spare = data.draw(st.integers(1, workers))
@@ -63,6 +65,7 @@ def test_a_lone_worker_has_no_messages() -> None:
     assert LinkModel(workers=2, bandwidth=1.0, overhead=3.0).overhead_seconds == 3
 
 
+@unhurried
 @given(workers=st.integers(2, 5000), alpha=st.floats(0, 1), beta=st.floats(1e-12, 1))
 def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, beta: float) -> None:
     link = LinkModel.measured(workers=workers, alpha=alpha, beta=beta)
@@ -92,7 +95,7 @@ def test_a_link_that_cannot_be_is_refused(option: str, value: Any, allowed: str)
 
 
 def test_more_spare_servers_than_workers_are_refused() -> None:
-    with pytest.raises(OptionError, match="^spare_servers=5 is not allowed: .* at most one for each worker"):
+    with pytest.raises(OptionError, match=r"^spare_servers=5 is not allowed: .* at most one for each worker"):
         LinkModel(workers=4, bandwidth=1.0, algorithm="push_pull", spare_servers=5)
 
 
@@ -100,5 +103,5 @@ def test_more_spare_servers_than_workers_are_refused() -> None:
     ("option", "value"), [("workers", 1), ("alpha", -1.0), ("alpha", NAN), ("beta", 0.0), ("beta", INF)]
 )
 def test_a_measurement_that_is_none_is_refused(option: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"^{option}="):
+    with pytest.raises(OptionError, match=rf"^{option}="):
         LinkModel.measured(**{"workers": 2, "alpha": 0.1, "beta": 0.1, option: value})

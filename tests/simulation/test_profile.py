@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import NETWORKS, LayerProfile, ModelProfile, network_profile
-from tests.simulation.profiles import CONTRIVED, models
+from tests.simulation.profiles import CONTRIVED, models, unhurried
 
 LAYER = {"name": "fc", "parameter_bytes": 8, "forward_seconds": 0.5, "backward_seconds": 1}
 
@@ -20,6 +20,7 @@ def test_sums() -> None:
     assert (CONTRIVED.forward_seconds, CONTRIVED.backward_seconds, CONTRIVED.compute_seconds) == (6, 6, 12)
 
 
+@unhurried
 @given(profile=models, seconds=st.floats(1e-3, 1e3))
 def test_scaling_keeps_the_proportions(profile: ModelProfile, seconds: float) -> None:
     scaled = profile.scaled_to(seconds)
@@ -33,7 +34,7 @@ def test_scaling_keeps_the_proportions(profile: ModelProfile, seconds: float) ->
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "1"])
 def test_a_model_cannot_be_scaled_to_no_time(seconds: Any) -> None:
-    with pytest.raises(OptionError, match="^compute_seconds="):
+    with pytest.raises(OptionError, match=r"^compute_seconds="):
         CONTRIVED.scaled_to(seconds)
 
 
@@ -84,7 +85,7 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [(), (1,), ("a", "b")])
 def test_a_model_has_layers(layers: Any) -> None:
-    with pytest.raises(OptionError, match="^layers="):
+    with pytest.raises(OptionError, match=r"^layers="):
         ModelProfile(name="m", layers=layers)
 
 
@@ -119,5 +120,5 @@ def test_vgg_s_weight_lies_where_its_work_does_not() -> None:
 
 
 def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(OptionError, match=f"^network='alexnet' .* one of {', '.join(NETWORKS)}"):
+    with pytest.raises(OptionError, match=rf"^network='alexnet' .* one of {', '.join(NETWORKS)}"):
         network_profile("alexnet")

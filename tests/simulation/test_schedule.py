@@ -7,11 +7,12 @@ from hypothesis import given
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import ModelProfile, Schedule, network_profile
-from tests.simulation.profiles import model, models, schedules
+from tests.simulation.profiles import model, models, schedules, unhurried
 
 MIB = 1024 * 1024
 
 
+@unhurried
 @given(profile=models, schedule=schedules)
 def test_every_byte_is_in_one_piece_of_one_bucket(profile: ModelProfile, schedule: Schedule) -> None:
     buckets = schedule.buckets(profile)
@@ -26,6 +27,7 @@ def test_every_byte_is_in_one_piece_of_one_bucket(profile: ModelProfile, schedul
         assert min(pieces) > 0
 
 
+@unhurried
 @given(profile=models, schedule=schedules)
 def test_a_bucket_closes_as_soon_as_it_is_large_enough(profile: ModelProfile, schedule: Schedule) -> None:
     buckets = schedule.buckets(profile)
@@ -64,5 +66,5 @@ def test_ddp_s_default_buckets_of_vgg16() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OptionError, match=f"^{reason}"):
+    with pytest.raises(OptionError, match=rf"^{reason}"):
         Schedule(**options)

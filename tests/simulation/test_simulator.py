@@ -17,7 +17,7 @@ from lightning_bytescheduler.simulation import (
     network_profile,
     simulate,
 )
-from tests.simulation.profiles import CONTRIVED, links, model, models, plain_link, schedules
+from tests.simulation.profiles import CONTRIVED, links, model, models, plain_link, schedules, sizes, unhurried
 
 CLIPPED = ["gather_early", "gather_after_norm"]
 
@@ -39,11 +39,22 @@ def test_ddp_waits_for_everything_and_the_others_only_for_their_own() -> None:
     assert seconds(profile, plain_link(), Schedule(partition_bytes=1, credit_bytes=1, barrier=True)) == 19
 
 
-def test_fifo_across_the_barrier_starts_forward_early() -> None:
-    profile = model([(1, 3, 1), (0, 1, 1), (10, 4, 20)])
-    # All buckets are in by then but the last one.
-    assert seconds(profile, plain_link(bandwidth=10), Schedule.fifo()) == 22 + 0.1 + 8
-    assert seconds(profile, plain_link(), Schedule.fifo()) == 20 + 10 + 1 + 8
+@unhurried
+@given(profile=models, link=links, bucket=sizes)
+def test_crossing_the_barrier_is_worth_nothing_without_priority(
+    profile: ModelProfile, link: LinkModel, bucket: int | None
+) -> None:
+    # In the order of the backward pass, what the forward pass needs first comes last.
+    first, *others = profile.layers
+    profile = replace(profile, layers=(replace(first, parameter_bytes=first.parameter_bytes + 1), *others))
+    fifo = Schedule.fifo(bucket_bytes=bucket)
+    assert seconds(profile, link, fifo) == seconds(profile, link, replace(fifo, barrier=True))
+
+
+def test_layers_without_parameters_go_first_across_the_barrier() -> None:
+    profile = model([(0, 3, 1), (10, 4, 2)])
+    assert seconds(profile, plain_link(), Schedule.fifo()) == 2 + 10 + 4
+    assert seconds(profile, plain_link(), Schedule.ddp()) == 2 + 10 + 7
 
 
 @pytest.mark.parametrize("layers", [4, 20])
@@ -85,7 +96,7 @@ def test_a_window_hides_latency_if_it_covers_it() -> None:
 
     assert step(1) == 2 + 10 * (10 + 30)  # one at a time
     assert step(10) == step(1)  # a window that one piece fills
-    assert step(11) == 2 + 5 * (10 + 10 + 30) - 10  # two: the second is sent while the first is under way
+    assert step(11) == 2 + 5 * (10 + 30) + 10  # two: the second is sent while the first is under way
     assert step(31) == 2 + 100 + 30  # four: the link is never idle
     assert step(10**9) == step(31)
 
@@ -117,9 +128,9 @@ def test_push_and_pull_overlap_where_pieces_are_small() -> None:
 @pytest.mark.parametrize("clipping", CLIPPED)
 def test_clipping_waits_for_the_norm(clipping: str) -> None:
     # Reduce-scatters take 5 and 1. Gathered early, the last layer's all-gather fits in before the first layer's.
-    profile = model([(2, 4, 10), (10, 4, 1)])
+    profile = model([(2, 4, 11), (10, 4, 1)])
     link = plain_link(latency=0.5)  # each half of an all-reduce takes 0.5 to arrive, the norm 1
-    reduced = 1 + 10 + 1 + 0.5
+    reduced = 1 + 11 + 1 + 0.5
     run = simulate(profile, link, Schedule.scheduled(partition_bytes=100, credit_bytes=100, clipping=clipping))
     gathered = [(launch.layer, launch.gather) for launch in run.launches]
     if clipping == "gather_early":
@@ -155,6 +166,7 @@ def test_layers_without_parameters_wait_for_nothing(clipping: str | None) -> Non
     assert run.launches == ()
 
 
+@unhurried
 @given(profile=models, link=links, schedule=schedules, clipping=st.sampled_from([None, *CLIPPED]))
 def test_all_steps_take_the_same_time(
     profile: ModelProfile, link: LinkModel, schedule: Schedule, clipping: str | None
@@ -185,5 +197,5 @@ def test_more_workers_are_not_more_to_simulate() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True])
 def test_steps_are_whole(steps: int) -> None:
-    with pytest.raises(OptionError, match="^steps=.* a whole number, 1 or more"):
+    with pytest.raises(OptionError, match=r"^steps=.* a whole number, 1 or more"):
         simulate(CONTRIVED, plain_link(), Schedule(), steps=steps)

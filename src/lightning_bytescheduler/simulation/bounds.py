@@ -127,11 +127,12 @@ def clipped_bound(
     if not prefixes:
         return profile.compute_seconds
     scattered = max(p.release + p.seconds(link, partition_bytes, share=0.5) for p in prefixes)
-    norm = max(profile.backward_seconds, scattered + half) + norm_seconds(link)
+    known = scattered + half + norm_seconds(link)
+    # Before backward has ended, if the first layers have no parameters.
+    best = max(profile.backward_seconds, known) + forward
     if not gather_early:
         gathered = max(p.seconds(link, partition_bytes, share=0.5) + half + p.tail for p in prefixes)
-        return norm + max(forward, gathered)
-    best = norm + forward
+        return max(best, known + gathered)
     busy = 0.0  # the largest r_k + C_k/2 of the layers from here on
     for p in reversed(prefixes):
         mine = p.seconds(link, partition_bytes, share=0.5)
