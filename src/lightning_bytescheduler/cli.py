@@ -15,6 +15,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
+from lightning_bytescheduler.simulation.command import add_arguments, predicted_table
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]
@@ -121,6 +122,21 @@ def _summary_rows(summary: TraceSummary) -> list[tuple[str, str]]:
     ]
 
 
+def _add_predict(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="predict the time of a step on a network",
+        description="Say how long a training step would take on a network, with ddp and with bytescheduler.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=_predict)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    _print_table(*predicted_table(options))
+    return 0
+
+
 def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     try:
         from rich.console import Console
@@ -140,4 +156,4 @@ def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline,)
+_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline, _add_predict)

@@ -1,0 +1,27 @@
+"""Predicts how long a training step takes on a network. Imports neither Lightning nor torch.distributed."""
+
+from lightning_bytescheduler.simulation.bounds import clipped_bound, ddp_bound, lower_bound
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.networks import NETWORKS, network_profile
+from lightning_bytescheduler.simulation.prediction import Prediction, predict
+from lightning_bytescheduler.simulation.profile import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.schedule import Bucket, Schedule
+from lightning_bytescheduler.simulation.simulator import Launch, SimulatedRun, simulate
+
+__all__ = [
+    "NETWORKS",
+    "Bucket",
+    "Launch",
+    "LayerProfile",
+    "LinkModel",
+    "ModelProfile",
+    "Prediction",
+    "Schedule",
+    "SimulatedRun",
+    "clipped_bound",
+    "ddp_bound",
+    "lower_bound",
+    "network_profile",
+    "predict",
+    "simulate",
+]

@@ -1,0 +1,120 @@
+"""What it costs to reduce gradients over a network.
+
+Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n``
+workers then occupies that link for
+
+- ``ring``, ``halving_doubling``: ``2(n-1)/n × s/bandwidth``. Either is a reduce-scatter and an all-gather of
+  equal cost. They differ in how many messages follow each other, hence in latency: ``2(n-1)`` hops around the
+  ring, ``2 ceil(log2 n)`` exchanges with doubling distance.
+- ``push_pull``: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
+  ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
+  partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
+  workers push and serve over one link, a lone partition would be a little faster than modelled.
+
+A collective costs two more things. *Latency*: its hops take time in which the link is free for other
+collectives in flight, so a window that covers bandwidth × latency hides it. *Overhead*: what each collective
+costs however many are in flight (a launch, a handshake); the link stands idle meanwhile.
+
+Limits: workers are alike, links are dedicated, no congestion or loss; the time a simulation takes does not
+depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation.numbers import require_seconds, require_whole
+
+__all__ = ["ALGORITHMS", "LinkModel"]
+
+ALGORITHMS = ("ring", "halving_doubling", "push_pull")
+"""How gradients can be reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkModel:
+    """A network and the algorithm that reduces gradients over it.
+
+    Attributes:
+        workers: How many take part.
+        bandwidth: Bytes per second of each worker's link, in each direction.
+        latency: Seconds of one hop, from one worker to another.
+        overhead: Seconds that each collective keeps the link from others, whatever its size.
+        algorithm: One of ``ALGORITHMS``.
+        spare_servers: Servers beside the workers, for ``push_pull``; one for each worker at most, because from
+            there on the workers' own links are the limit.
+        messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
+            for gloo's two threads; ``None`` for no limit.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    workers: int
+    bandwidth: float
+    latency: float = 0.0
+    overhead: float = 0.0
+    algorithm: str = "ring"
+    spare_servers: int = 0
+    messages_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("workers", self.workers, 1)
+        rate: object = self.bandwidth
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
+            raise OptionError("bandwidth", rate, "a finite number of bytes per second, more than 0")
+        require_seconds("latency", self.latency)
+        require_seconds("overhead", self.overhead)
+        if self.algorithm not in ALGORITHMS:
+            raise OptionError("algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        require_whole("spare_servers", self.spare_servers, 0)
+        most = self.workers if self.algorithm == "push_pull" else 0
+        if self.spare_servers > most:
+            allowed = "at most one for each worker" if most else "0 unless algorithm is push_pull"
+            raise OptionError("spare_servers", self.spare_servers, allowed)
+        if self.messages_in_flight is not None:
+            require_whole("messages_in_flight", self.messages_in_flight, 1)
+
+    @classmethod
+    def measured(cls, *, workers: int, alpha: float, beta: float) -> LinkModel:
+        """The ring on which lone all-reduces of ``s`` bytes were seen to take ``alpha + beta × s`` seconds.
+
+        One all-reduce at a time cannot tell latency from overhead; all of ``alpha`` is taken to be latency.
+
+        Raises:
+            OptionError: If there are less than 2 workers, or ``alpha`` or ``beta`` cannot be.
+        """
+        require_whole("workers", workers, 2)
+        require_seconds("alpha", alpha)
+        if require_seconds("beta", beta) == 0:
+            raise OptionError("beta", beta, "more than 0")
+        hops = 2 * (workers - 1)
+        return cls(workers=workers, bandwidth=hops / workers / beta, latency=alpha / hops)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """How long reducing one byte occupies the link; with ``push_pull``, in each of its two stages."""
+        n, k = self.workers, self.spare_servers
+        if n == 1:
+            return 0.0
+        if self.algorithm == "push_pull":
+            return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth
+        return 2 * (n - 1) / n / self.bandwidth
+
+    @property
+    def latency_seconds(self) -> float:
+        """Latency of a whole collective: what it takes beyond occupying the link."""
+        if self.workers == 1:
+            return 0.0
+        if self.algorithm == "ring":
+            return 2 * (self.workers - 1) * self.latency
+        if self.algorithm == "halving_doubling":
+            return 2 * math.ceil(math.log2(self.workers)) * self.latency
+        return 2 * self.latency
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Overhead of each collective; nothing for a lone worker, who has none."""
+        return self.overhead if self.workers > 1 else 0.0

@@ -1,0 +1,134 @@
+"""What to expect of a model on a network, before it is there: DDP and ByteScheduler side by side.
+
+DDP is given its best bucket size, not only its default, and ByteScheduler both the sizes that the strategy
+would choose by itself and the best of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.profile import ModelProfile
+from lightning_bytescheduler.simulation.schedule import Schedule
+from lightning_bytescheduler.simulation.simulator import simulate
+from lightning_bytescheduler.tuning import LinkEstimate, default_sizes
+
+__all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "predict"]
+
+_MIB = 1024 * 1024
+_DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
+_PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
+_WIDTH = 4  # bytes of a parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One line of a comparison.
+
+    Attributes:
+        name: What it is.
+        step_seconds: Seconds of a step.
+        schedule: What was simulated, or ``None`` for a bound.
+    """
+
+    name: str
+    step_seconds: float
+    schedule: Schedule | None
+
+
+def predict(profile: ModelProfile, link: LinkModel) -> tuple[Prediction, ...]:
+    """Compare what can be done for a model on a network.
+
+    Args:
+        profile: The model.
+        link: The network.
+
+    Returns:
+        The computation alone, the lower bound, DDP with its default and its best buckets, cross-barrier FIFO, priority,
+        ByteScheduler with the strategy's own and the best sizes; and, where the link can, with norm clipping.
+    """
+    chosen = chosen_schedule(profile, link)
+    lines = [
+        Prediction("computation alone", profile.compute_seconds, None),
+        Prediction("lower bound", lower_bound(profile, link), None),
+        _simulated("ddp, default buckets", profile, link, [Schedule.ddp()]),
+        best_ddp(profile, link),
+        _simulated("fifo across the barrier", profile, link, [Schedule.fifo(bucket_bytes=chosen.bucket_bytes)]),
+        _simulated("priority, not cut", profile, link, [Schedule.priority(bucket_bytes=chosen.bucket_bytes)]),
+        _simulated("bytescheduler, own sizes", profile, link, [chosen]),
+        best_scheduled(profile, link),
+    ]
+    if link.algorithm != "push_pull":
+        lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
+        lines.append(best_scheduled(profile, link, clipping="gather_early"))
+    return tuple(lines)
+
+
+def best_ddp(profile: ModelProfile, link: LinkModel) -> Prediction:
+    """DDP with the best of several bucket sizes, its default among them."""
+    schedules = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
+    return _simulated("ddp, best buckets", profile, link, schedules)
+
+
+def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: str | None = None) -> Prediction:
+    """ByteScheduler with the best of several sizes; those that the strategy would choose are among them.
+
+    Args:
+        profile: The model.
+        link: The network.
+        clipping: See ``Schedule``.
+
+    Raises:
+        UnsupportedError: If norm clipping meets a link that pushes and pulls.
+    """
+    name = "bytescheduler, best sizes" if clipping is None else "bytescheduler with norm clipping"
+    return _simulated(name, profile, link, _scheduled(profile, link, clipping))
+
+
+def chosen_schedule(profile: ModelProfile, link: LinkModel, *, clipping: str | None = None) -> Schedule:
+    """What the strategy would choose by itself for this model, if it measured this link.
+
+    Args:
+        profile: The model.
+        link: The network.
+        clipping: See ``Schedule``.
+    """
+    stages = 2 if link.algorithm == "push_pull" else 1
+    alpha = stages * link.overhead_seconds + link.latency_seconds
+    sizes = default_sizes(
+        parameters=profile.parameter_bytes // _WIDTH,
+        bytes_per_parameter=_WIDTH,
+        # A lone worker has nothing to measure; any sizes are good then.
+        link=LinkEstimate(alpha=alpha, beta=stages * link.seconds_per_byte or 1 / link.bandwidth),
+    )
+    return Schedule.scheduled(
+        partition_bytes=sizes.partition_size * _WIDTH,
+        credit_bytes=sizes.credit * _WIDTH,
+        bucket_bytes=sizes.bucket_bytes,
+        clipping=clipping,
+    )
+
+
+def _scheduled(profile: ModelProfile, link: LinkModel, clipping: str | None) -> Iterator[Schedule]:
+    yield chosen_schedule(profile, link, clipping=clipping)
+    # What the link carries in the time in which a lone piece is under way but not on the link.
+    hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
+    stages = 2 if link.algorithm == "push_pull" else 1
+    for partition in _PARTITIONS:
+        for window in sorted({hidden + stages * partition, profile.parameter_bytes or 1}):
+            yield Schedule.scheduled(
+                partition_bytes=partition,
+                credit_bytes=window,
+                bucket_bytes=partition,
+                clipping=clipping,
+            )
+
+
+def _simulated(name: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Prediction:
+    # One step is as good as many; see ``simulate``.
+    timed = ((simulate(profile, link, schedule, steps=1).step_seconds, schedule) for schedule in schedules)
+    seconds, schedule = min(timed, key=lambda entry: entry[0])
+    return Prediction(name, seconds, schedule)

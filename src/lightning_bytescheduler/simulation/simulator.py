@@ -1,0 +1,268 @@
+"""Plays a training step on a modelled link, event by event.
+
+A worker computes forward and backward passes in turn. A bucket whose gradients are complete is cut into
+pieces; pieces are launched in the schedule's order while credit lasts, pass the link one after the other in
+the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
+With ``push_pull`` a piece passes two stages, each with half of the latency. With clipping, each piece
+passes twice: reduce-scattered, then gathered.
+
+Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
+Deterministic. What happens at one moment is all seen before anything is launched at that moment.
+
+Limits: compute is not slowed by communication, and updates take no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.numbers import require_whole
+from lightning_bytescheduler.simulation.profile import ModelProfile
+from lightning_bytescheduler.simulation.schedule import Bucket, Schedule
+
+__all__ = ["Launch", "SimulatedRun", "simulate"]
+
+_REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
+_FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A piece that was handed to the network.
+
+    Attributes:
+        seconds: When, from the start of the backward pass.
+        layer: The first layer of its bucket.
+        size: In bytes.
+        gather: Whether it is the all-gather that follows a reduce-scatter.
+    """
+
+    seconds: float
+    layer: int
+    size: int
+    gather: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What was seen.
+
+    Attributes:
+        steps: Seconds of each step, from the start of its backward pass to the start of the next.
+        launches: What the last step sent, in the order of launch.
+    """
+
+    steps: tuple[float, ...]
+    launches: tuple[Launch, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the last step."""
+        return self.steps[-1]
+
+
+def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule, *, steps: int = 3) -> SimulatedRun:
+    """Play some steps.
+
+    All steps take the same time, because nothing of a step is left in flight when its successor's forward pass
+    ends; more than one shows just that.
+
+    Args:
+        profile: The model.
+        link: The network.
+        schedule: When gradients are sent.
+        steps: How many steps to play.
+
+    Raises:
+        OptionError: If ``steps`` is not a positive whole number.
+        UnsupportedError: If norm clipping meets a link that pushes and pulls.
+    """
+    require_whole("steps", steps, 1)
+    if schedule.clipping is not None:
+        require_all_reduce(link)
+    return _Simulation(profile, link, schedule).run(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    bucket: Bucket
+    size: int
+    passage: int
+
+
+class _Stage:
+    """A part of the network that one piece after the other passes."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def passed(self, now: float, seconds: float) -> float:
+        """When a piece that comes now has passed."""
+        self._free_at = max(self._free_at, now) + seconds
+        return self._free_at
+
+
+class _Simulation:
+    def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
+        self._layers = profile.layers
+        self._link = link
+        self._schedule = schedule
+        self._buckets = schedule.buckets(profile)
+        self._ready_with = {bucket.priority: bucket for bucket in self._buckets}
+        self._opens_with = {layer: bucket.priority for bucket in self._buckets for layer in bucket.layers}
+        self._stages = [_Stage() for _ in range(2 if link.algorithm == "push_pull" else 1)]
+        self._now = 0.0
+        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._event_number = 0
+        # Communication.
+        self._queue: list[tuple[int, int, int, _Piece]] = []
+        self._queued = 0
+        self._deciding = False
+        self._in_flight_bytes = 0
+        self._in_flight = 0
+        self._missing: dict[int, int] = {}  # by priority of a bucket, its pieces that have not arrived
+        self._reductions_missing = 0
+        self._norm_known = True
+        # Computing.
+        self._waiting: int | None = None  # the layer whose forward pass cannot start
+        self._wanted = 0
+        self._backward_starts: list[float] = []
+        self._launches: list[Launch] = []
+
+    def run(self, steps: int) -> SimulatedRun:
+        """Play until the backward pass after the last step begins."""
+        self._wanted = steps + 1
+        self._forward(0)
+        while len(self._backward_starts) < self._wanted:
+            self._now, _, _, happen = heapq.heappop(self._events)
+            happen()
+        starts = self._backward_starts
+        return SimulatedRun(
+            steps=tuple(after - before for before, after in itertools.pairwise(starts)),
+            launches=tuple(self._launches),
+        )
+
+    def _at(self, time: float, happen: Callable[[], None], kind: int = _FACT) -> None:
+        self._event_number += 1  # keeps what was said first first, and callables out of the comparison
+        heapq.heappush(self._events, (time, kind, self._event_number, happen))
+
+    # Computing.
+
+    def _forward(self, layer: int) -> None:
+        if layer == len(self._layers):
+            self._backward_starts.append(self._now)
+            if len(self._backward_starts) < self._wanted:
+                self._begin_backward()
+        elif self._is_open(layer):
+            self._waiting = None
+            self._at(self._now + self._layers[layer].forward_seconds, lambda: self._forward(layer + 1))
+        else:
+            self._waiting = layer
+
+    def _is_open(self, layer: int) -> bool:
+        if self._schedule.barrier and self._missing:
+            return False
+        return self._norm_known and self._opens_with.get(layer) not in self._missing
+
+    def _begin_backward(self) -> None:
+        self._launches.clear()
+        self._missing = {bucket.priority: len(self._schedule.pieces(bucket)) for bucket in self._buckets}
+        if self._schedule.clipping is not None:
+            self._reductions_missing = sum(self._missing.values())
+            self._norm_known = not self._reductions_missing
+        self._backward(len(self._layers) - 1)
+
+    def _backward(self, layer: int) -> None:
+        self._at(self._now + self._layers[layer].backward_seconds, lambda: self._end_backward(layer))
+
+    def _end_backward(self, layer: int) -> None:
+        bucket = self._ready_with.get(layer)
+        if bucket is not None:
+            for size in self._schedule.pieces(bucket):
+                self._enqueue(_Piece(bucket, size, _REDUCE))
+        if layer:
+            self._backward(layer - 1)
+        else:
+            self._forward(0)
+
+    # Communication.
+
+    def _enqueue(self, piece: _Piece) -> None:
+        urgency = piece.bucket.priority if self._schedule.order == "priority" else 0
+        self._queued += 1
+        heapq.heappush(self._queue, (piece.passage, urgency, self._queued, piece))
+        self._decide()
+
+    def _decide(self) -> None:
+        """Launch what may be, once all that happens at this moment has happened."""
+        if not self._deciding:
+            self._deciding = True
+            self._at(self._now, self._launch, _DECISION)
+
+    def _launch(self) -> None:
+        self._deciding = False
+        while self._queue and self._may_launch():
+            piece = heapq.heappop(self._queue)[-1]
+            self._in_flight += 1
+            self._in_flight_bytes += piece.size
+            self._launches.append(
+                Launch(
+                    self._now - self._backward_starts[-1],
+                    piece.bucket.priority,
+                    piece.size,
+                    piece.passage == _GATHER,
+                )
+            )
+            self._pass(piece, iter(self._stages))
+
+    def _may_launch(self) -> bool:
+        credit, messages = self._schedule.credit_bytes, self._link.messages_in_flight
+        return (credit is None or self._in_flight_bytes < credit) and (messages is None or self._in_flight < messages)
+
+    def _pass(self, piece: _Piece, stages: Iterator[_Stage]) -> None:
+        stage = next(stages, None)
+        if stage is None:
+            self._arrive(piece)
+            return
+        share = 1.0 if self._schedule.clipping is None else 0.5
+        seconds = self._link.overhead_seconds + share * piece.size * self._link.seconds_per_byte
+        latency = share * self._link.latency_seconds / len(self._stages)
+        self._at(stage.passed(self._now, seconds) + latency, lambda: self._pass(piece, stages))
+
+    def _arrive(self, piece: _Piece) -> None:
+        self._in_flight -= 1
+        self._in_flight_bytes -= piece.size
+        self._decide()
+        if self._schedule.clipping is not None and piece.passage == _REDUCE:
+            self._reduced(piece)
+            return
+        bucket = piece.bucket.priority
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            del self._missing[bucket]
+            self._reconsider()
+
+    def _reduced(self, piece: _Piece) -> None:
+        """A piece was reduce-scattered: it can be gathered, now or after the norm."""
+        if self._schedule.clipping == "gather_early":
+            self._enqueue(_Piece(piece.bucket, piece.size, _GATHER))
+        self._reductions_missing -= 1
+        if not self._reductions_missing:
+            self._at(self._now + norm_seconds(self._link), self._know_norm)
+
+    def _know_norm(self) -> None:
+        self._norm_known = True
+        if self._schedule.clipping == "gather_after_norm":
+            for bucket in self._buckets:
+                for size in self._schedule.pieces(bucket):
+                    self._enqueue(_Piece(bucket, size, _GATHER))
+        self._reconsider()
+
+    def _reconsider(self) -> None:
+        if self._waiting is not None:
+            self._forward(self._waiting)

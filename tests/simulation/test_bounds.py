@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.simulation import LinkModel, ModelProfile, clipped_bound, ddp_bound, lower_bound
+from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link, unhurried
+
+BOUNDS = [lower_bound, ddp_bound, clipped_bound]
+CLOSE = 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("layers", "bound", "ddp"),
+    [
+        # Little to send, where the first layer's counts: B + c_1 + F.
+        ([(4, 1, 2), (1, 1, 2), (1, 1, 2)], 6 + 4 + 3, 3 + 6 + 4),
+        # Much to send: C + b_L + f_L, and F + b_L + C.
+        ([(20, 1, 2), (20, 1, 2), (20, 1, 2)], 60 + 2 + 1, 3 + 2 + 60),
+        # A large layer in the middle: C_2 + b_2 + b_3 + f_2 + f_3; 17 rather than the 15 and 16 of the other two.
+        ([(3, 2, 2), (6, 2, 2), (3, 2, 2)], 17, 6 + 14),
+        # Nothing to send.
+        ([(0, 1, 2), (0, 1, 2)], 6, 6),
+        # A layer without parameters computes and sends nothing.
+        ([(4, 1, 2), (0, 10, 20)], 33 + 4, 33 + 4),
+    ],
+)
+def test_by_hand(layers: list[tuple[int, float, float]], bound: float, ddp: float) -> None:
+    assert lower_bound(model(layers), plain_link()) == bound
+    assert ddp_bound(model(layers), plain_link()) == ddp
+
+
+@pytest.mark.parametrize(
+    ("layers", "early", "late"),
+    [
+        # All of it hidden but for the first layer: B + c_1 + F.
+        ([(4, 1, 2), (2, 1, 2), (2, 1, 2)], 6 + 4 + 3, 6 + 2 + 2 + 3),
+        # Much to send: C + b_L + f_L is the last of the three terms.
+        ([(20, 1, 2), (20, 1, 2), (20, 1, 2)], 60 + 2 + 1, 32 + 31),
+        # A first layer worth nothing and a long forward pass: b_L + C/2 + c_1/2 + F.
+        ([(2, 10, 1), (20, 10, 1)], 1 + 11 + 1 + 20, 1 + 11 + 1 + 20),
+        # A short forward pass: what is gathered after the norm is not hidden by backward: B + c_1/2 + C/2 + f_L.
+        ([(2, 0.5, 20), (20, 0.5, 20)], 40 + 2 + 1, 40 + 1 + 11 + 0.5),
+        # The first layer has no parameters, so that the norm is known, and all is gathered, during its backward pass.
+        ([(0, 1, 30), (4, 1, 2)], 34, 34),
+    ],
+)
+def test_clipping_by_hand(layers: list[tuple[int, float, float]], early: float, late: float) -> None:
+    assert clipped_bound(model(layers), plain_link()) == early
+    assert clipped_bound(model(layers), plain_link(), gather_early=False) == late
+
+
+def test_messages_cost_latency_once_and_overhead_each() -> None:
+    profile = model([(10, 1, 2), (10, 1, 2)])  # b_L + C + f_L = 23
+    assert lower_bound(profile, plain_link(latency=1.5)) == 23 + 3
+    assert lower_bound(profile, plain_link(overhead=2.0)) == 23 + 2
+    assert lower_bound(profile, plain_link(overhead=2.0), partition_bytes=3) == 23 + 7 * 2
+    assert ddp_bound(profile, plain_link(overhead=2.0, latency=1.5), partition_bytes=3) == 2 + 2 + 20 + 7 * 2 + 3
+    # Clipped, all 20 bytes are in 7 messages each way, and the norm takes 5: the first all-gather ends b_L + 10 + 5
+    # after the first reduce-scatter began, C/2 + 7 o twice and half of the latency is longer.
+    clipped = clipped_bound(profile, plain_link(overhead=2.0, latency=1.5), partition_bytes=3)
+    assert clipped == 2 + 2 * (10 + 14) + 1.5 + 1
+
+
+@unhurried
+@given(profile=models, link=links)
+def test_order_among_bounds(profile: ModelProfile, link: LinkModel) -> None:
+    assert profile.compute_seconds <= lower_bound(profile, link) * CLOSE
+    assert lower_bound(profile, link) <= ddp_bound(profile, link) * CLOSE
+
+
+@unhurried
+@given(profile=models, link=all_reduce_links, partition=st.integers(1, 500))
+def test_clipping_costs_no_more_than_ddp_and_the_norm(profile: ModelProfile, link: LinkModel, partition: int) -> None:
+    early, late = (clipped_bound(profile, link, gather_early=early) for early in (True, False))
+    assert early <= late * CLOSE
+    # Twice as many messages, for the reduce-scatters and the all-gathers, and the norm's own.
+    extra = 2 * link.overhead_seconds + link.latency_seconds
+    assert early <= (ddp_bound(profile, link) + extra) * CLOSE
+
+
+def test_gathering_after_the_norm_can_be_slower_than_ddp() -> None:
+    profile = model([(2, 0.5, 20), (20, 0.5, 20)])
+    assert clipped_bound(profile, plain_link()) == ddp_bound(profile, plain_link()) == 43
+    assert clipped_bound(profile, plain_link(), gather_early=False) > 52
+
+
+@unhurried
+@given(profile=models, link=all_reduce_links, data=st.data())
+def test_bounds_grow_with_what_makes_a_network_slow(
+    profile: ModelProfile, link: LinkModel, data: st.DataObject
+) -> None:
+    factor = data.draw(st.floats(1, 100))
+    slower = LinkModel(
+        workers=link.workers,
+        bandwidth=link.bandwidth / factor,
+        latency=link.latency * factor,
+        overhead=link.overhead * factor,
+        algorithm=link.algorithm,
+    )
+    large, small = data.draw(st.integers(1, 500)), data.draw(st.integers(1, 500))
+    large, small = max(large, small), min(large, small)
+    for bound in BOUNDS:
+        assert bound(profile, link) <= bound(profile, slower) * CLOSE
+        assert bound(profile, link) <= bound(profile, link, partition_bytes=large) * CLOSE
+        assert bound(profile, link, partition_bytes=large) <= bound(profile, link, partition_bytes=small) * CLOSE
+
+
+@unhurried
+@given(profile=models)
+def test_a_lone_worker_only_computes(profile: ModelProfile) -> None:
+    link = LinkModel(workers=1, bandwidth=1.0, latency=3.0, overhead=3.0)
+    for bound in BOUNDS:
+        assert bound(profile, link, partition_bytes=1) == pytest.approx(profile.compute_seconds)
+
+
+def test_order_alone_wins_a_third_at_most() -> None:
+    # Forward half as long as backward and communication as long as both, in many equal layers.
+    profile = model([(3, 1, 2)] * 1000)
+    assert ddp_bound(profile, plain_link()) / lower_bound(profile, plain_link()) == pytest.approx(4 / 3, rel=2e-3)
+
+
+@unhurried
+@given(profile=models, link=links)
+def test_order_never_wins_more_than_the_forward_pass(profile: ModelProfile, link: LinkModel) -> None:
+    assert ddp_bound(profile, link) <= (lower_bound(profile, link) + profile.forward_seconds) * CLOSE
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("partition", [0, -1, 1.5, True, "1"])
+def test_partitions_are_whole(bound: Any, partition: Any) -> None:
+    for profile in (model([(1, 1, 1)]), model([(0, 1, 1)])):
+        with pytest.raises(OptionError, match=r"^partition_bytes=.* a whole number, 1 or more"):
+            bound(profile, plain_link(), partition_bytes=partition)
+
+
+def test_clipping_takes_an_all_reduce() -> None:
+    with pytest.raises(UnsupportedError, match="use 'ring' or 'halving_doubling'"):
+        clipped_bound(model([(1, 1, 1)]), plain_link(algorithm="push_pull"))

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation import LinkModel
+from tests.simulation.profiles import unhurried
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
+@pytest.mark.parametrize(("workers", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5), (4096, 2 * 4095 / 4096)])
+def test_all_reduce_sends_almost_twice_the_bytes(algorithm: str, workers: int, factor: float) -> None:
+    link = LinkModel(workers=workers, bandwidth=100.0, algorithm=algorithm)
+    assert link.seconds_per_byte == pytest.approx(factor / 100)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "hops"),
+    [
+        ("ring", 1, 0),
+        ("ring", 2, 2),
+        ("ring", 4096, 8190),
+        ("halving_doubling", 2, 2),
+        ("halving_doubling", 5, 6),
+        ("halving_doubling", 4096, 24),
+        ("push_pull", 1, 0),
+        ("push_pull", 4096, 2),
+    ],
+)
+def test_latency_is_that_of_the_hops_that_follow_each_other(algorithm: str, workers: int, hops: int) -> None:
+    link = LinkModel(workers=workers, bandwidth=1.0, latency=0.5, algorithm=algorithm)
+    assert link.latency_seconds == hops * 0.5
+
+
+def test_push_pull_is_what_byteps_states() -> None:
+    def factor(workers: int, spare: int) -> float:
+        link = LinkModel(workers=workers, bandwidth=1.0, algorithm="push_pull", spare_servers=spare)
+        return link.seconds_per_byte
+
+    assert factor(1, 0) == factor(1, 1) == 0
+    for workers in (2, 3, 8, 4096):
+        assert factor(workers, 0) == pytest.approx(2 * (workers - 1) / workers)  # as an all-reduce
+        assert factor(workers, workers) == pytest.approx(1.0)  # each link carries every byte once, each way
+    assert factor(4, 2) == pytest.approx(2 * 4 * 3 / (16 + 8 - 4))
+
+
+@unhurried
+@given(workers=st.integers(3, 5000), data=st.data())
+def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
+    spare = data.draw(st.integers(1, workers))
+    more, fewer = (
+        LinkModel(workers=workers, bandwidth=1.0, algorithm="push_pull", spare_servers=k) for k in (spare, spare - 1)
+    )
+    assert more.seconds_per_byte < fewer.seconds_per_byte
+
+
+def test_a_lone_worker_has_no_messages() -> None:
+    assert LinkModel(workers=1, bandwidth=1.0, overhead=3.0).overhead_seconds == 0
+    assert LinkModel(workers=2, bandwidth=1.0, overhead=3.0).overhead_seconds == 3
+
+
+@unhurried
+@given(workers=st.integers(2, 5000), alpha=st.floats(0, 1), beta=st.floats(1e-12, 1))
+def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, beta: float) -> None:
+    link = LinkModel.measured(workers=workers, alpha=alpha, beta=beta)
+    assert link.latency_seconds == pytest.approx(alpha)
+    assert link.seconds_per_byte == pytest.approx(beta)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("workers", 0, "a whole number, 1 or more"),
+        ("workers", 2.0, "a whole number, 1 or more"),
+        ("workers", True, "a whole number, 1 or more"),
+        *[("bandwidth", bad, "a finite number of bytes per second, more than 0") for bad in (0, -1.0, NAN, INF, "1")],
+        *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
+        ("overhead", -1, "a finite number of seconds, 0 or more"),
+        ("algorithm", "tree", "one of ring, halving_doubling, push_pull"),
+        ("spare_servers", 1, "0 unless algorithm is push_pull"),
+        ("spare_servers", -1, "a whole number, 0 or more"),
+        ("messages_in_flight", 0, "a whole number, 1 or more"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        LinkModel(**{"workers": 2, "bandwidth": 1.0, option: value})
+    assert (caught.value.option, caught.value.allowed) == (option, allowed)
+
+
+def test_more_spare_servers_than_workers_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"^spare_servers=5 is not allowed: .* at most one for each worker"):
+        LinkModel(workers=4, bandwidth=1.0, algorithm="push_pull", spare_servers=5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("workers", 1), ("alpha", -1.0), ("alpha", NAN), ("beta", 0.0), ("beta", INF)]
+)
+def test_a_measurement_that_is_none_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=rf"^{option}="):
+        LinkModel.measured(**{"workers": 2, "alpha": 0.1, "beta": 0.1, option: value})
