@@ -1,0 +1,1 @@
+"""Side-by-side measurements on real shaped links: ``python -m benchmarks``."""

@@ -1,0 +1,71 @@
+"""One cell of the comparison: a model, a number of workers and their links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.emulation import scaled
+from lightning_bytescheduler.simulation import (
+    LinkModel,
+    ModelProfile,
+    clipped_bound,
+    ddp_bound,
+    lower_bound,
+    network_profile,
+)
+
+__all__ = ["Configuration"]
+
+_PAYLOAD_SHARE = 1448 / 1514  # of an Ethernet frame: what a token bucket lets through, and what is TCP's payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What is emulated.
+
+    Attributes:
+        network: Name of a profile, see ``simulation.NETWORKS``.
+        ratio: Communication time over compute time.
+        workers: How many.
+        mbit: Rate of each worker's link.
+        megabytes: Size of all gradients.
+    """
+
+    network: str
+    ratio: float
+    workers: int = 4
+    mbit: float = 500.0
+    megabytes: float = 20.0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers"
+
+    @property
+    def link(self) -> LinkModel:
+        """The link as the bound sees it: no latency, all of its payload."""
+        return LinkModel(workers=self.workers, bandwidth=self.mbit * 1e6 / 8 * _PAYLOAD_SHARE)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of an all-reduce of all gradients at the link's limit."""
+        return self.link.seconds_per_byte * self.megabytes * 1e6
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What the emulated layers are asked to take."""
+        return scaled(
+            network_profile(self.network),
+            parameter_bytes=round(self.megabytes * 1e6),
+            compute_seconds=self.communication_seconds / self.ratio,
+        )
+
+    def bounds(self, compute_seconds: float) -> dict[str, float]:
+        """Shortest possible steps, in seconds, for layers that take ``compute_seconds`` in all as measured."""
+        profile, link = self.profile.scaled_to(compute_seconds), self.link
+        return {
+            "any order": lower_bound(profile, link),
+            "barrier": ddp_bound(profile, link),
+            "norm clipping": clipped_bound(profile, link),
+        }

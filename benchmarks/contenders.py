@@ -1,0 +1,79 @@
+"""What is compared: strategies, by name.
+
+No postponed annotations here: DDP looks at those of a comm hook as objects.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bytescheduler import ByteSchedulerStrategy
+
+__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender"]
+
+ALONE = "alone"
+DDP_BUCKETS = (1, 2, 4, 8)
+"""Bucket sizes tried beside DDP's default of 25, in MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        name: In tables.
+        strategy: Makes it.
+        trainer: Further arguments of the Trainer.
+    """
+
+    name: str
+    strategy: Callable[[], Strategy]
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+class _HalfTheBytes(DDPStrategy):
+    """DDP with PyTorch's compression to bfloat16; Lightning passes comm hooks on for CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise TypeError("DDP did not wrap the model.")
+        self.model.register_comm_hook(None, _compressed)
+
+
+def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # Under its own name torch allows it on GPUs only; gloo adds up bfloat16 too.
+    compressed: torch.futures.Future[torch.Tensor] = bf16_compress_hook(group, bucket)
+    return compressed
+
+
+_CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
+
+
+def _contenders() -> list[Contender]:
+    found = [
+        Contender(name=ALONE, strategy=lambda: SingleDeviceStrategy(device="cpu")),
+        Contender(name="ddp", strategy=DDPStrategy),
+        *(
+            Contender(
+                name=f"ddp, {size} MB buckets",
+                strategy=partial(DDPStrategy, bucket_cap_mb=size, gradient_as_bucket_view=True),
+            )
+            for size in DDP_BUCKETS
+        ),
+        Contender(name="ddp, bf16 on the wire", strategy=_HalfTheBytes),
+        Contender(name="bytescheduler", strategy=ByteSchedulerStrategy),
+        Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
+        Contender(name="bytescheduler, norm clipping", strategy=ByteSchedulerStrategy, trainer=_CLIP),
+    ]
+    return found
+
+
+CONTENDERS = {contender.name: contender for contender in _contenders()}
+"""All of them, by name."""

@@ -1,0 +1,133 @@
+"""Runs contenders side by side: as many processes as ranks, the same ones for all contenders, in turn and in rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shaped_link import ShapedLink, stop_sessions
+
+__all__ = ["Measured", "MeasurementFailed", "measure"]
+
+_REPOSITORY = Path(__file__).parents[1]
+
+
+class MeasurementFailed(RuntimeError):
+    """A rank failed; the message ends with what it said."""
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One contender's steps, over all rounds.
+
+    Attributes:
+        seconds: Of each measured step on rank 0.
+        round_medians: Median step of each round.
+        bytes_per_step: What rank 0's interface sent; 0 on loopback.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    round_medians: list[float] = field(default_factory=list)
+    bytes_per_step: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """The typical step, in seconds."""
+        return statistics.median(self.seconds)
+
+
+def measure(
+    work: dict[str, Any],
+    contenders: Sequence[str],
+    *,
+    workers: int,
+    mbit: float | None,
+    steps: int,
+    rounds: int,
+    on_contender: Callable[[str], None],
+) -> dict[str, Measured]:
+    """Measure ``contenders`` in turn, ``rounds`` times, so that a machine that drifts drifts for all.
+
+    Args:
+        work: ``{"emulated": ...}`` or ``{"model": ...}``, see ``rank.py``.
+        contenders: Names.
+        workers: Number of ranks.
+        mbit: Rate of each rank's link; ``None`` for loopback.
+        steps: Measured steps per contender and round.
+        rounds: How often.
+        on_contender: Told when a contender has been measured once.
+
+    Returns:
+        What was measured, by contender.
+
+    Raises:
+        MeasurementFailed: If a rank fails.
+    """
+    found = {name: Measured() for name in contenders}
+    specification = json.dumps({**work, "contenders": [*contenders] * rounds, "steps": steps})
+    command = [sys.executable, "-m", "benchmarks.rank", specification]
+    with _ranks(command, workers, mbit) as ranks:
+        output = ranks[0].stdout
+        if output is None:
+            raise MeasurementFailed("Rank 0 has no output.")
+        for line in output:
+            if not line.startswith(b"{"):
+                continue
+            result = json.loads(line)
+            measured = found[result["contender"]]
+            measured.seconds += result["seconds"]
+            measured.round_medians.append(statistics.median(result["seconds"]))
+            measured.bytes_per_step = result["bytes_per_step"]
+            on_contender(result["contender"])
+        codes = [rank.wait() for rank in ranks]
+    if any(codes) or not all(measured.seconds for measured in found.values()):
+        raise MeasurementFailed(f"Ranks ended with codes {codes}; rank 0 said nothing more. Run one by hand: {command}")
+    return found
+
+
+@contextmanager
+def _ranks(command: list[str], workers: int, mbit: float | None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    def streams(rank: int) -> dict[str, Any]:
+        # What ranks complain of goes where ours goes; an open standard input tells them that we live.
+        return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL}
+
+    if mbit is not None:
+        with ShapedLink(hosts=workers, mbit=mbit) as link:
+            environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            yield [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    try:
+        for rank in range(workers):
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(workers),
+                "RANK": str(rank),
+                "NODE_RANK": "0",
+                "LOCAL_RANK": str(rank),
+                "RANKS_PER_NODE": str(workers),
+                "TORCHELASTIC_RUN_ID": "benchmark",  # as under torchrun: the ranks are started here, not by Lightning
+                "LOCAL_WORLD_SIZE": str(workers),
+                "GROUP_RANK": "0",
+            }
+            ranks.append(
+                subprocess.Popen(
+                    command, env={**os.environ, **variables}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
+                )
+            )
+        yield ranks
+    finally:
+        stop_sessions(ranks)
