@@ -69,6 +69,8 @@ def _contenders() -> list[Contender]:
         ),
         Contender(name="ddp, bf16 on the wire", strategy=_HalfTheBytes),
         Contender(name="bytescheduler", strategy=ByteSchedulerStrategy),
+        Contender(name="bytescheduler, overlapped", strategy=partial(ByteSchedulerStrategy, mode="overlapped")),
+        Contender(name="bytescheduler, as ddp", strategy=partial(ByteSchedulerStrategy, mode="ddp")),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(name="bytescheduler, norm clipping", strategy=ByteSchedulerStrategy, trainer=_CLIP),
     ]

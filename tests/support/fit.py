@@ -25,7 +25,7 @@ from tests.support.network import LateNetwork
 
 __all__ = ["SIZES", "Outcome", "Recipe", "Run", "differences", "train", "train_all"]
 
-SIZES: Mapping[str, Any] = {"bucket_cap_mb": 0.002, "partition_size": 400, "credit": 800}
+SIZES: Mapping[str, Any] = {"bucket_cap_mb": 0.002, "partition_size": 400, "credit": 800, "mode": "overlapped"}
 """Several buckets in a small model, several partitions in a bucket, two of them in flight."""
 
 Sabotage = Callable[[LightningModule], AbstractContextManager[None]]

@@ -35,6 +35,8 @@ from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, Update
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gate import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
+from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
+from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.partial_step import (
     has_step_hooks,
     plain_mode,
@@ -86,6 +88,8 @@ class GradientEngine:
         self.cross_barrier = cross_barrier
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
+        self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
+        self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
@@ -100,6 +104,9 @@ class GradientEngine:
         self._updates: list[BucketUpdate] = []
         self._reduction: Reduction | None = None
         self._transforms = StepTransforms(None, (), self._wait)
+        self._merged: MergedBuckets | None = None  # during a step as DDP's
+        self._wire_share = 2.0 * (transport.group.size() - 1) / transport.group.size()
+        self._step_began = clock()
         self._deferring = False
         self._gates_closed = False
         self._last_index = sys.maxsize
@@ -124,6 +131,10 @@ class GradientEngine:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return self._reduce_sparse(buffer)
+        if self._merged is not None:
+            self._last_hook = self._clock()
+            self.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
+            return self._merged.reduce(buffer, last=bucket.is_last())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self._device] if self._device.type == "cuda" else None
         )
@@ -151,11 +162,29 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         self._step_number += 1
-        self._deferring = self.cross_barrier and self._step_number > 1
+        as_ddp = self._step_number > 1 and self.cross_barrier and self._as_ddp()
+        self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
+        self._merged = MergedBuckets(self._transport.group, self._device) if as_ddp else None
         kind = ShardedReduction if self.sharded and self._deferring else AllReduction
         self._reduction = kind(self._core, self._transport, self._step_number, self._device)
         self._transforms = StepTransforms(self._reduction, self._updates, self._wait)
+
+    def _as_ddp(self) -> bool:
+        if isinstance(self.mode, bool):
+            return self.mode
+        now = self._clock()
+        self.mode.note(self._step_number - 1, now - self._step_began)
+        self._step_began = now
+        return self.mode.as_ddp(self._step_number)
+
+    def _agree_on_mode(self, trial: ModeTrial) -> None:
+        """Every rank comes here at the start of the same forward pass; rank 0's clock counts."""
+        choice = torch.tensor(int(trial.prefers_ddp()), device=self._device)
+        dist.broadcast(choice, src=0)
+        trial.settle(bool(choice.item()))
+        if self.on_mode is not None:
+            self.on_mode(bool(choice.item()), *trial.medians())
 
     def _reduce_sparse(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         # Sparse gradients cannot be cut into partitions. The default group is in order here: hooks run on the training
@@ -175,6 +204,8 @@ class GradientEngine:
 
     def begin_forward(self) -> None:
         """Before ``training_step``: observe the first use of parameters."""
+        if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
+            self._agree_on_mode(self.mode)
         self._in_forward = True
         self._read_early = False
         self.phase = f"in training_step, step {self._step_number + 1}"

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["SchedulerOptions", "require_size"]
+__all__ = ["MODES", "SchedulerOptions", "require_size"]
 
 _SIZE = "a positive whole number of parameters"
 _SWITCH = "0 or 1"
+MODES = ("auto", "overlapped", "ddp")
+"""How steps can be taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,7 @@ class SchedulerOptions:
         partition_size: Largest piece sent at once, in parameters; ``None`` follows model and link.
         credit: What may be in flight, in parameters; ``None`` follows model and link.
         cross_barrier: Carry communication across the step boundary into the next forward pass.
+        mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
         debug: Log each scheduling decision.
         ignored_variables: Environment variables that were set and have no effect here.
@@ -33,6 +36,7 @@ class SchedulerOptions:
     partition_size: int | None = None
     credit: int | None = None
     cross_barrier: bool = True
+    mode: str = "auto"
     timeline: str | None = None
     debug: bool = False
     ignored_variables: tuple[str, ...] = ()
@@ -46,6 +50,8 @@ class SchedulerOptions:
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise OptionError(option, value, "True or False")
+        if self.mode not in MODES:
+            raise OptionError("mode", self.mode, f"one of {', '.join(map(repr, MODES))}")
         if self.timeline is not None:
             path = os.fspath(self.timeline) if isinstance(self.timeline, (str, os.PathLike)) else None
             if not isinstance(path, str) or not path:
@@ -59,6 +65,7 @@ class SchedulerOptions:
         partition_size: int | None = None,
         credit: int | None = None,
         cross_barrier: bool = True,
+        mode: str = "auto",
         timeline: str | None = None,
         debug: bool | None = None,
         environ: Mapping[str, str] | None = None,
@@ -69,6 +76,7 @@ class SchedulerOptions:
             partition_size: Beats ``BYTESCHEDULER_PARTITION``.
             credit: Beats ``BYTESCHEDULER_CREDIT``.
             cross_barrier: Has no variable.
+            mode: Has no variable.
             timeline: Beats ``BYTESCHEDULER_TIMELINE``.
             debug: Beats ``BYTESCHEDULER_DEBUG``.
             environ: Where variables are looked up; the process's environment unless given.
@@ -95,6 +103,7 @@ class SchedulerOptions:
             partition_size=partition_size,
             credit=credit,
             cross_barrier=cross_barrier,
+            mode=mode,
             timeline=timeline,
             debug=debug,
             ignored_variables=tuple(ignored),

@@ -29,10 +29,11 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
+from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.announcement import announce
+from lightning_bytescheduler.strategies.announcement import announce, announce_mode
 from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
 from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
@@ -72,6 +73,8 @@ class ByteSchedulerStrategy(DDPStrategy):
             ``BYTESCHEDULER_CREDIT`` is used if set.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
+        mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` times some
+            steps of each after a warm-up and keeps the faster. The weights are the same.
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
@@ -104,6 +107,7 @@ class ByteSchedulerStrategy(DDPStrategy):
         partition_size: int | None = None,
         credit: int | None = None,
         cross_barrier: bool = True,
+        mode: Literal["auto", "overlapped", "ddp"] = "auto",
         timeline: str | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
@@ -124,6 +128,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             partition_size=partition_size,
             credit=credit,
             cross_barrier=cross_barrier,
+            mode=mode,
             timeline=timeline,
             debug=debug,
         )
@@ -390,6 +395,8 @@ class ByteSchedulerStrategy(DDPStrategy):
         if plan.overlapped:
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note
+            engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
+            engine.on_mode = announce_mode
             optimizer = self.optimizers[0]
             # The optimizer's state is read without touching a parameter.
             self._optimizer_handles = [

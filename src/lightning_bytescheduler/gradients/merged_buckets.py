@@ -1,0 +1,79 @@
+"""Steps as DDP's: buckets merged to the sizes DDP would have made, reduced at once, waited for at the end of backward.
+
+The buckets are smaller than DDP's, as they are what gates a layer, and cannot be changed after DDP has made them. So a
+step without gates merges them as they come.
+
+Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
+data group is otherwise the dispatcher's; it is idle, as all of the last step has arrived on this rank, for which every
+rank has launched it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["MergedBuckets"]
+
+_FIRST_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES
+_BYTES = 25 * 1024 * 1024  # DDP's default
+
+
+class MergedBuckets:
+    """The buckets of one backward pass.
+
+    Args:
+        group: The scheduler's data group.
+        device: Where gradients live.
+
+    Attributes:
+        sent: Bytes of all that was reduced.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.sent = 0
+        self._group = group
+        self._scale = 1.0 / group.size()
+        self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
+        self._waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._waiting_bytes = 0
+        self._limit = _FIRST_BYTES
+
+    def reduce(self, buffer: torch.Tensor, *, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Average ``buffer`` over all ranks, in place, together with its neighbours.
+
+        Args:
+            buffer: A bucket.
+            last: Whether it is the backward pass's last one.
+
+        Returns:
+            A future of ``buffer``.
+        """
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=self._devices)
+        if self._waiting and self._waiting[0][0].dtype != buffer.dtype:
+            self._send()
+        self._waiting.append((buffer, future))
+        self._waiting_bytes += buffer.numel() * buffer.element_size()
+        if last or self._waiting_bytes >= self._limit:
+            self._send()
+            self._limit = _BYTES
+        return future
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.sent += self._waiting_bytes
+        self._waiting_bytes = 0
+        buffers = [buffer for buffer, _ in waiting]
+        torch._foreach_mul_(buffers, self._scale)
+        work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
+
+        def arrived(reduced: torch.futures.Future[object]) -> None:
+            for buffer, future in waiting:
+                try:
+                    reduced.value()
+                except Exception as error:
+                    future.set_exception(error)  # type: ignore[arg-type]
+                else:
+                    future.set_result(buffer)
+
+        work.get_future().add_done_callback(arrived)
