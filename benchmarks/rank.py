@@ -108,7 +108,10 @@ def main(specification: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     asked = json.loads(specification)
-    for contender in asked["contenders"]:
+    first_port = int(os.environ["MASTER_PORT"])
+    for number, contender in enumerate(asked["contenders"]):
+        # Each rendezvous has a store of its own: in the last one's, addresses of groups that are gone would be found.
+        os.environ["MASTER_PORT"] = str(first_port + number)
         torch.manual_seed(0)
         model: L.LightningModule
         if "emulated" in asked:

@@ -203,9 +203,9 @@ def test_options_of_ddp_that_keep_the_overlap(two_ranks: RankPool, ddp: dict[str
 
 def test_strategy_by_the_name_of_a_variant(two_ranks: RankPool) -> None:
     named = Run(strategy="bytescheduler_find_unused_parameters_true", options={}, network="held")
-    ddp, ours = train_on(two_ranks, Recipe(model=partial(Tower, optimizer=adam)), DDP, named)
+    ddp, ours = train_on(two_ranks, Recipe(model=partial(Tower, optimizer=adam), steps=10), DDP, named)
     assert_same(ddp, ours)
-    assert_overlapped(ours)
+    assert_overlapped(ours, share=0.9)
 
 
 def test_epochs_with_what_metrics_drive(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: p
     assert found["computation alone"][:2] == ["1,000.0", "ms"]
     assert found["communication"][0] == "0.80"  # 100 MB over 1 Gbit/s, once each way
     assert "bytescheduler with norm clipping" not in found
+
+
+def test_the_readme_says_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Plan before you buy")[2].partition("\n## ")[0]
+    command, table, profile = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    argv = command.split()[2:]
+    assert main(argv[: argv.index("--png")]) == 0
+    printed = rows(capsys.readouterr().out)
+    claimed = rows(table)
+    del claimed["..."]
+    assert len(claimed) > 5
+    assert claimed.items() <= printed.items()
+    (tmp_path / "mine.json").write_text(profile)
+    assert main(["predict", "--profile", str(tmp_path / "mine.json"), *LINK]) == 0
 
 
 def test_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

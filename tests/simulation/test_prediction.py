@@ -126,6 +126,22 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
         assert all(text in content for text in (b"4,096 workers", b"uniform: 100 MB of gradients", b"1.00x"))
 
 
+def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    seen = set()
+
+    def bound(profile: ModelProfile, link: LinkModel) -> float:
+        seen.add((link.workers, link.spare_servers))
+        return lower_bound(profile, link)
+
+    monkeypatch.setattr("lightning_bytescheduler.simulation.picture.lower_bound", bound)
+    link = LinkModel(workers=8, bandwidth=1.0, algorithm="push_pull", spare_servers=4)
+    draw_prediction(
+        network_profile("uniform"), link, tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT)
+    )
+    assert seen == {(1, 0), (4, 2), (256, 128)}
+
+
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     profile, link = network_profile("uniform"), LinkModel(workers=2, bandwidth=1.0)

@@ -119,6 +119,13 @@ def test_vgg_s_weight_lies_where_its_work_does_not() -> None:
     assert sum(layer.forward_seconds for layer in dense) < 0.01 * network_profile("vgg16").forward_seconds
 
 
+def test_resnet_strides_in_the_middle_of_a_block() -> None:
+    seconds = {layer.name: layer.forward_seconds for layer in network_profile("resnet50").layers}
+    # The block that halves the image enters with half of the channels and four times the pixels.
+    assert seconds["stage2.0.conv1"] == pytest.approx(2 * seconds["stage2.1.conv1"])
+    assert seconds["stage2.0.conv2"] == pytest.approx(seconds["stage2.1.conv2"])
+
+
 def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(OptionError, match=rf"^network='alexnet' .* one of {', '.join(NETWORKS)}"):
         network_profile("alexnet")

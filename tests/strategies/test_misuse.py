@@ -19,6 +19,12 @@ def test_sizes_must_be_positive_whole_numbers(option: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["DDP", "", None, 1])
+def test_modes_are_named(value: Any) -> None:
+    with pytest.raises(OptionError, match="mode must be one of 'auto', 'overlapped', 'ddp'"):
+        ByteSchedulerStrategy(mode=value)
+
+
 @pytest.mark.parametrize("variable", ["BYTESCHEDULER_PARTITION", "BYTESCHEDULER_CREDIT"])
 @pytest.mark.parametrize("value", ["0", "-3", "lots", "", "nan", "inf"])
 def test_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:

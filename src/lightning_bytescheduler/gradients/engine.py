@@ -182,9 +182,9 @@ class GradientEngine:
         """Every rank comes here at the start of the same forward pass; rank 0's clock counts."""
         choice = torch.tensor(int(trial.prefers_ddp()), device=self._device)
         dist.broadcast(choice, src=0)
-        trial.settle(bool(choice.item()))
-        if self.on_mode is not None:
-            self.on_mode(bool(choice.item()), *trial.medians())
+        overlapped_s, as_ddp_s = trial.medians()
+        if trial.settle(bool(choice.item())) and self.on_mode is not None:
+            self.on_mode(bool(choice.item()), overlapped_s, as_ddp_s)
 
     def _reduce_sparse(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         # Sparse gradients cannot be cut into partitions. The default group is in order here: hooks run on the training

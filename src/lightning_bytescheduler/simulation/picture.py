@@ -38,7 +38,7 @@ def draw_prediction(
 
     Args:
         profile: The model.
-        link: The network; its bandwidth and number of workers are replaced.
+        link: The network; its bandwidth and number of workers are replaced, and spare servers kept in proportion.
         out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are
             created.
         workers: A line for each; up to five.
@@ -67,12 +67,18 @@ def draw_prediction(
         raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
     gain, share = figure.subplots(1, 2)
     gigabits = [bandwidth * 8 / 1e9 for bandwidth in bandwidths]
-    for count, colour in zip(workers, _COLOURS, strict=False):
-        links = (replace(link, workers=count, bandwidth=bandwidth) for bandwidth in bandwidths)
-        points = [_Point.of(profile, each) for each in links]
-        gain.plot(gigabits, [p.ddp / p.scheduled for p in points], color=colour, linewidth=2.2)
-        gain.plot(gigabits, [p.ddp / p.bound for p in points], color=colour, linewidth=1, linestyle=":")
-        share.plot(gigabits, [p.compute / p.scheduled for p in points], color=colour, linewidth=2.2)
+    lines = [
+        # The later, the thinner, so that lines on top of each other are all seen.
+        (count, colour, 4.4 - 2.8 * index / max(len(workers) - 1, 1))
+        for index, (count, colour) in enumerate(zip(workers, _COLOURS, strict=False))
+    ]
+    for count, colour, width in lines:
+        spare = link.spare_servers * count // link.workers
+        of_count = replace(link, workers=count, spare_servers=spare)
+        points = [_Point.of(profile, replace(of_count, bandwidth=bandwidth)) for bandwidth in bandwidths]
+        gain.plot(gigabits, [p.ddp / p.scheduled for p in points], color=colour, linewidth=width)
+        gain.plot(gigabits, [p.ddp / p.bound for p in points], color=_INK, linewidth=1, linestyle=":")
+        share.plot(gigabits, [p.compute / p.scheduled for p in points], color=colour, linewidth=width)
         share.plot(gigabits, [p.compute / p.ddp for p in points], color=colour, linewidth=1.4, linestyle="--")
     gain.set_title("Speed-up over DDP with its best buckets", loc="left", color=_INK)
     share.set_title("Share of a step that computes", loc="left", color=_INK)
@@ -88,7 +94,7 @@ def draw_prediction(
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{profile.name}: {profile.parameter_bytes / 1e6:,.0f} MB of gradients, "
-        f"a step computes {profile.compute_seconds * 1e3:,.0f} ms",
+        f"a step computes {profile.compute_seconds * 1e3:,.4g} ms, {link.algorithm}, {link.latency * 1e6:g} µs a hop",
         x=0.01,
         ha="left",
         fontsize=14,
@@ -96,8 +102,7 @@ def draw_prediction(
         color=_INK,
     )
     handles = [
-        Line2D([], [], color=colour, linewidth=2.2, label=f"{count:,} workers")
-        for count, colour in zip(workers, _COLOURS, strict=False)
+        Line2D([], [], color=colour, linewidth=width, label=f"{count:,} workers") for count, colour, width in lines
     ]
     handles += [
         Line2D([], [], color=_INK, linestyle="-", label="bytescheduler"),
@@ -106,7 +111,7 @@ def draw_prediction(
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=110)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ class ByteSchedulerStrategy(DDPStrategy):
             ``BYTESCHEDULER_CREDIT`` is used if set.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
-        mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` times some
-            steps of each after a warm-up and keeps the faster. The weights are the same.
+        mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` times
+            some steps of each after a warm-up and keeps the faster. The weights are the same.
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
