@@ -1,10 +1,11 @@
 # Everything runs in .venv, which is made on first use and made anew when what it is made from changes.
-# Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make clean
+# Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make bench   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -15,12 +16,13 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
 	@echo "make lint    check style, format and types"
+	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
 
 demo: $(VENV)/.demo
@@ -33,6 +35,9 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+bench: $(VENV)/.demo
+	$(RUN) -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints

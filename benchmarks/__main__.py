@@ -1,0 +1,121 @@
+"""The command line: ``python -m benchmarks``, or ``make bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.configuration import Configuration
+from benchmarks.contenders import ALONE, DDP_BUCKETS
+from benchmarks.measure import MeasurementFailed, measure
+from benchmarks.models import REAL_MODELS
+from benchmarks.report import Cell, draw, save, show
+from benchmarks.shaped_link import LinkError, ShapedLink
+from lightning_bytescheduler.simulation import NETWORKS
+
+_DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]
+_EMULATED = [ALONE, *_DDP, "ddp, bf16 on the wire", "bytescheduler, overlapped", "bytescheduler, norm clipping"]
+_REAL = [*_DDP, "bytescheduler"]
+_LOOPBACK = ["ddp", "bytescheduler, as ddp", "bytescheduler"]
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
+    parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
+    parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
+    parser.add_argument("--real-mbit", type=float, default=300.0, help="link of the real models")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all contenders (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/latest"), metavar="STEM")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for; returns the exit code."""
+    options = _options(arguments)
+    console = Console()
+    available, reason = ShapedLink.available()
+    if not available:
+        console.print(f"{reason} Left out: everything but loopback.")
+    emulated = [
+        Configuration(network=network, ratio=ratio, workers=workers, mbit=options.mbit)
+        for network in options.networks
+        for workers in options.workers
+        for ratio in options.ratios
+    ]
+    cells: list[Cell] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    runs = len(options.real) * len(_LOOPBACK)
+    if available:
+        runs += len(emulated) * len(_EMULATED) + len(options.real) * len(_REAL)
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("measuring", total=runs * options.rounds)
+
+        def run(name: str, work: dict[str, Any], contenders: Sequence[str], **how: Any) -> Any:
+            progress.update(task, description=name)
+            return measure(
+                work,
+                contenders,
+                steps=options.steps,
+                rounds=options.rounds,
+                on_contender=lambda _: progress.advance(task),
+                **how,
+            )
+
+        def keep(cell: Cell) -> None:
+            cells.append(cell)
+            show(console, cell)
+            save(options.out.with_suffix(".json"), cells)  # as we go: a later failure loses nothing
+
+        try:
+            for configuration in emulated if available else ():
+                how = {"workers": configuration.workers, "mbit": configuration.mbit}
+                found = run(configuration.name, {"emulated": asdict(configuration)}, _EMULATED, **how)
+                keep(
+                    Cell(
+                        name=configuration.name,
+                        ratio=configuration.ratio,
+                        network=configuration.network,
+                        workers=configuration.workers,
+                        communication_seconds=configuration.communication_seconds,
+                        bounds=configuration.bounds(found[ALONE].median),
+                        measured=found,
+                    )
+                )
+            for model in options.real:
+                for mbit in (None, options.real_mbit) if available else (None,):
+                    where = "loopback" if mbit is None else f"{mbit:g} Mbit/s"
+                    name = f"{model}, 2 workers, {where}"
+                    contenders = _LOOPBACK if mbit is None else _REAL
+                    found = run(name, {"model": model}, contenders, workers=2, mbit=mbit)
+                    keep(
+                        Cell(
+                            name=name,
+                            ratio=None,
+                            network=model,
+                            workers=2,
+                            communication_seconds=0.0,
+                            bounds={},
+                            measured=found,
+                        )
+                    )
+        except (MeasurementFailed, LinkError) as error:
+            console.print(f"[bold]Stopped:[/bold] {error}")
+            return 1
+    draw(options.out.with_suffix(".png"), cells)
+    console.print(f"Written: {options.out.with_suffix('.json')} and {options.out.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
