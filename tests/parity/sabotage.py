@@ -5,6 +5,7 @@ Each is a factory of context managers over the module that is about to be traine
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +14,18 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bytescheduler.gradients import engine as engine_module
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
-from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
     "blind_between_steps",
+    "blind_to_aliases",
     "blind_to_gradients",
+    "blind_to_weights_and_state",
     "every_read_is_seen",
     "no_gate_on",
     "no_gate_on_state",
@@ -72,10 +76,19 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
     """Let the optimizer's state be read and replaced while updates are due."""
+    handle = RemovableHandle(OrderedDict())
     with (
         patch.object(engine_module, "close_state", lambda *_: None),
-        patch.object(ByteSchedulerStrategy, "flush", lambda _: None),
+        patch.object(Optimizer, "register_state_dict_pre_hook", lambda *_: handle),
+        patch.object(Optimizer, "register_load_state_dict_pre_hook", lambda *_: handle),
     ):
+        yield
+
+
+@contextmanager
+def blind_to_weights_and_state(module: LightningModule) -> Iterator[None]:
+    """Neither of them is gated outside training steps, so that none makes up for the other."""
+    with blind_between_steps(module), no_gate_on_state(module):
         yield
 
 
@@ -127,4 +140,11 @@ def only_buckets_step(module: LightningModule) -> Iterator[None]:
         return result
 
     with patch.object(GradientEngine, "step", step_buckets):
+        yield
+
+
+@contextmanager
+def blind_to_aliases(module: LightningModule) -> Iterator[None]:
+    """Believe that nobody keeps an alias of a parameter."""
+    with patch.object(AliasDetector, "find", lambda _: set()):
         yield
