@@ -20,6 +20,7 @@ from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
     "blind_between_steps",
@@ -30,6 +31,8 @@ __all__ = [
     "no_gate_on",
     "no_gate_on_state",
     "nobody_sits_out",
+    "nothing_lands_after_a_failure",
+    "nothing_lands_at_the_end",
     "only_buckets_step",
 ]
 
@@ -109,6 +112,25 @@ def blind_to_gradients(module: LightningModule) -> Iterator[None]:
 def every_read_is_seen(module: LightningModule) -> Iterator[None]:
     """Believe that every read of a parameter is seen."""
     with patch.object(GradientEngine, "_unseen", lambda *_: False):
+        yield
+
+
+@contextmanager
+def nothing_lands_at_the_end(module: LightningModule) -> Iterator[None]:
+    """End each fit without waiting for what is still due."""
+    with patch.object(ByteSchedulerStrategy, "flush", lambda _: None):
+        yield
+
+
+@contextmanager
+def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
+    """Drop what is still due when a fit fails."""
+
+    def drop(engine: GradientEngine) -> tuple[int, int]:
+        engine.close()
+        return 0, 0
+
+    with patch.object(GradientEngine, "settle", drop):
         yield
 
 
