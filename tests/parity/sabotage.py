@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -20,20 +21,24 @@ from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.strategies import byte_scheduler as strategy_module
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
+    "backward_waits_for_nothing",
     "blind_between_steps",
     "blind_to_aliases",
     "blind_to_gradients",
     "blind_to_weights_and_state",
     "every_read_is_seen",
+    "everything_is_deferred",
     "no_gate_on",
     "no_gate_on_state",
     "nobody_sits_out",
     "nothing_lands_after_a_failure",
     "nothing_lands_at_the_end",
     "only_buckets_step",
+    "sparse_gradients_stay_here",
 ]
 
 
@@ -132,6 +137,43 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
 
     with patch.object(GradientEngine, "settle", drop):
         yield
+
+
+@contextmanager
+def everything_is_deferred(module: LightningModule) -> Iterator[None]:
+    """Believe that any optimizer steps each parameter on its own."""
+    with patch.object(strategy_module, "optimizer_reasons", lambda _: []):
+        yield
+
+
+@contextmanager
+def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
+    """Let each rank step with the sparse gradients that it has itself."""
+
+    def leave(engine: GradientEngine, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        return _done(buffer)
+
+    with patch.object(GradientEngine, "_reduce_sparse", leave):
+        yield
+
+
+@contextmanager
+def backward_waits_for_nothing(module: LightningModule) -> Iterator[None]:
+    """Return from each backward pass before its gradients have arrived, even where steps are synchronised."""
+    hook = GradientEngine.hook
+
+    def hurried_hook(engine: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        hook(engine, bucket)
+        return _done(bucket.buffer())
+
+    with patch.object(GradientEngine, "hook", hurried_hook):
+        yield
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
 
 
 @contextmanager
