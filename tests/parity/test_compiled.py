@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 from tests.parity.checks import assert_same_as_ddp
-from tests.parity.sabotage import every_read_is_seen
+from tests.parity.sabotage import every_read_is_seen, no_gate_on
 from tests.support.fit import Recipe
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -72,6 +72,24 @@ class CompiledMethod(Tower):
         return self.last(self.compiled(inputs))
 
 
+def through(first: Any, layers: Any, inputs: Tensor) -> Tensor:
+    hidden = first(inputs)
+    for layer in layers:
+        hidden = hidden + torch.tanh(layer(hidden))
+    return hidden
+
+
+class HandedToCompiledFunction(Tower):
+    """Hands layers to a compiled function that is nobody's method, so that nothing is known of it beforehand."""
+
+    def __init__(self, *, backend: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.through = torch.compile(through, backend=backend)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.last(self.through(self.first, self.layers, inputs))
+
+
 def whole(*, backend: str, **arguments: Any) -> Any:
     """Lightning takes a compiled module and compiles its steps."""
     return torch.compile(Tower(dropout=0.0, **arguments), backend=backend)
@@ -112,3 +130,11 @@ def test_compiled(two_ranks: RankPool, model: Any, backend: str, deferred: float
     assert ddp[0].notes[-1][1] > 0
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_share >= deferred
+
+
+def test_compiled_function_that_is_handed_layers(two_ranks: RankPool) -> None:
+    """Dynamo gives such a function up at the first gate it meets, and leaves it to run as it is."""
+    model = partial(HandedToCompiledFunction, backend="eager", optimizer=partial(AdamW, lr=0.005))
+    recipe = Recipe(model=model, steps=STEPS)
+    broken = partial(no_gate_on, names=("layers.1.weight",))
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False, broken=broken)
