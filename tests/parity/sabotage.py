@@ -116,7 +116,7 @@ def blind_to_gradients(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def every_read_is_seen(module: LightningModule) -> Iterator[None]:
     """Believe that every read of a parameter is seen."""
-    with patch.object(GradientEngine, "_unseen", lambda *_: False):
+    with patch.object(GradientEngine, "_unseen", lambda *_: False), blind_to_aliases(module):
         yield
 
 
