@@ -160,16 +160,24 @@ def test_parameters_without_a_memory_of_their_own_are_left_out() -> None:
     del kept
 
 
-def test_a_pytorch_that_does_not_count_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aliases, "_use_count", None)
-    parameter = nn.Parameter(torch.zeros(3))
-    kept = parameter.data
-    detector = AliasDetector([parameter])
-    assert not detector.works
-    assert not detector.find()
-    assert references_to_memory(kept) is None
+def test_references_are_found_where_pytorch_has_no_function_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(3)
+    kept = [tensor.detach() for _ in range(5)]
+    by_function = references_to_memory(tensor)
+    monkeypatch.setattr(aliases, "_use_count", aliases._read_count)
+    assert references_to_memory(tensor) == by_function
+    parameter = nn.Parameter(tensor)
+    assert AliasDetector([parameter]).works
+    assert AliasDetector([parameter]).find() == {id(parameter)}
+    del tensor
+    kept.clear()
+    assert not AliasDetector([parameter]).find()
 
 
 def test_a_pytorch_that_counts_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aliases, "_use_count", lambda _: 1)
-    assert not AliasDetector([]).works
+    parameter = nn.Parameter(torch.zeros(3))
+    kept = parameter.data
+    assert not AliasDetector([parameter]).works
+    assert not AliasDetector([parameter]).find()
+    del kept

@@ -11,6 +11,7 @@ A graph that is kept beyond its backward pass holds references too; that costs t
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -22,15 +23,20 @@ from lightning_bytescheduler.gradients.gate import can_be_gated
 __all__ = ["AliasDetector", "references_to_memory"]
 
 _storage_of = torch.Tensor.untyped_storage
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def references_to_memory(tensor: torch.Tensor) -> int | None:
-    """How many references there are to the memory of ``tensor``, or ``None`` if this PyTorch does not count them.
+def _read_count(address: int) -> int:
+    """The count is what every reference-counted object of PyTorch begins with, after its table of methods."""
+    return ctypes.c_uint32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value
 
-    A tensor alone has one or two, which depends on the version.
-    """
-    return None if _use_count is None else _use_count(_storage_of(tensor)._cdata)
+
+# Before 2.9 only builds for CUDA have the function. Whether either way works here is tried out before it is trusted.
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _read_count)
+
+
+def references_to_memory(tensor: torch.Tensor) -> int:
+    """How many references to the memory of ``tensor`` there are; alone, it has one or two, depending on PyTorch."""
+    return _use_count(_storage_of(tensor)._cdata)
 
 
 class AliasDetector:
@@ -55,7 +61,7 @@ class AliasDetector:
     def find(self) -> set[int]:
         """Ids of parameters whose memory somebody else holds. Opens no gate."""
         alone, use_count, storage_of = self._alone, _use_count, _storage_of
-        if alone is None or use_count is None:
+        if alone is None:
             return set()
         with torch._C.DisableTorchFunctionSubclass():
             held = [p for p in self._parameters if use_count(storage_of(p)._cdata) > alone]
@@ -66,11 +72,13 @@ class AliasDetector:
 
 
 def _references_of_one_tensor() -> int | None:
+    """``None`` unless each alias adds one, and takes it away when it goes."""
     tensor = torch.zeros(1)
     alone = references_to_memory(tensor)
-    alias = tensor.detach()
-    with_alias = references_to_memory(tensor)
-    del alias
-    if alone is None or with_alias != alone + 1 or references_to_memory(tensor) != alone:
-        return None
-    return alone
+    aliases: list[torch.Tensor] = []
+    for number in range(1, 4):
+        aliases.append(tensor.detach())
+        if references_to_memory(tensor) != alone + number:
+            return None
+    aliases.clear()
+    return alone if references_to_memory(tensor) == alone else None
