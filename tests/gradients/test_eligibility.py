@@ -112,6 +112,34 @@ def test_compiled_modules_read_unseen(opaque: Any) -> None:
     assert unseen_parameters(model) == {id(p) for p in model[1].parameters()}
 
 
+class Decorated(nn.Linear):
+    @torch.compile(backend="eager")
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs)
+
+
+class Doubling(nn.Linear):
+    def twice(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * self(inputs)
+
+
+def test_a_module_with_a_decorated_method_reads_unseen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Decorated(2, 2))
+    assert unseen_parameters(model) == {id(p) for p in model[1].parameters()}
+
+
+def test_a_compiled_method_reads_its_own_modules_parameters_unseen() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), Doubling(2, 2), nn.Linear(2, 2))
+    model.compiled = torch.compile(model[1].twice, backend="eager")
+    assert unseen_parameters(model) == {id(p) for p in model[1].parameters()}
+
+
+def test_a_compiled_function_that_is_handed_all_it_reads_is_no_reason() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    model.loss = torch.compile(nn.functional.mse_loss, backend="eager")
+    assert unseen_parameters(model) == set()
+
+
 class Special(nn.Parameter):
     pass
 

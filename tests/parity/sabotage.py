@@ -5,33 +5,45 @@ Each is a factory of context managers over the module that is about to be traine
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients import loss_scaler as loss_scaler_module
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.strategies import byte_scheduler as strategy_module
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
+    "backward_waits_for_nothing",
     "blind_between_steps",
+    "blind_to_aliases",
     "blind_to_gradients",
     "blind_to_overflow",
+    "blind_to_weights_and_state",
     "every_read_is_seen",
+    "everything_is_deferred",
     "forgets_to_clip",
     "no_gate_on",
     "no_gate_on_scaler",
     "no_gate_on_state",
     "nobody_sits_out",
+    "nothing_lands_after_a_failure",
+    "nothing_lands_at_the_end",
     "only_buckets_step",
+    "sparse_gradients_stay_here",
 ]
 
 
@@ -77,10 +89,19 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
     """Let the optimizer's state be read and replaced while updates are due."""
+    handle = RemovableHandle(OrderedDict())
     with (
         patch.object(engine_module, "close_state", lambda *_: None),
-        patch.object(ByteSchedulerStrategy, "flush", lambda _: None),
+        patch.object(Optimizer, "register_state_dict_pre_hook", lambda *_: handle),
+        patch.object(Optimizer, "register_load_state_dict_pre_hook", lambda *_: handle),
     ):
+        yield
+
+
+@contextmanager
+def blind_to_weights_and_state(module: LightningModule) -> Iterator[None]:
+    """Neither of them is gated outside training steps, so that none makes up for the other."""
+    with blind_between_steps(module), no_gate_on_state(module):
         yield
 
 
@@ -103,8 +124,65 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
     with (
         patch.object(GradientEngine, "_unseen", lambda *_: False),
         patch.object(BucketUpdate, "gateable", lambda _: True),
+        blind_to_aliases(module),
     ):
         yield
+
+
+@contextmanager
+def nothing_lands_at_the_end(module: LightningModule) -> Iterator[None]:
+    """End each fit without waiting for what is still due."""
+    with patch.object(ByteSchedulerStrategy, "flush", lambda _: None):
+        yield
+
+
+@contextmanager
+def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
+    """Drop what is still due when a fit fails."""
+
+    def drop(engine: GradientEngine) -> tuple[int, int]:
+        engine.close()
+        return 0, 0
+
+    with patch.object(GradientEngine, "settle", drop):
+        yield
+
+
+@contextmanager
+def everything_is_deferred(module: LightningModule) -> Iterator[None]:
+    """Believe that any optimizer steps each parameter on its own."""
+    with patch.object(strategy_module, "optimizer_reasons", lambda _: []):
+        yield
+
+
+@contextmanager
+def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
+    """Let each rank step with the sparse gradients that it has itself."""
+
+    def leave(engine: GradientEngine, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        return _done(buffer)
+
+    with patch.object(GradientEngine, "_reduce_sparse", leave):
+        yield
+
+
+@contextmanager
+def backward_waits_for_nothing(module: LightningModule) -> Iterator[None]:
+    """Return from each backward pass before its gradients have arrived, even where steps are synchronised."""
+    hook = GradientEngine.hook
+
+    def hurried_hook(engine: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        hook(engine, bucket)
+        return _done(bucket.buffer())
+
+    with patch.object(GradientEngine, "hook", hurried_hook):
+        yield
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
 
 
 @contextmanager
@@ -159,4 +237,11 @@ def blind_to_overflow(module: LightningModule) -> Iterator[None]:
 def no_gate_on_scaler(module: LightningModule) -> Iterator[None]:
     """Let the loss scale be read while its update is due."""
     with patch.object(loss_scaler_module, "_close_gate", lambda *_: None):
+        yield
+
+
+@contextmanager
+def blind_to_aliases(module: LightningModule) -> Iterator[None]:
+    """Believe that nobody keeps an alias of a parameter."""
+    with patch.object(AliasDetector, "find", lambda _: set()):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -102,6 +103,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     error = None
     with ExitStack() as stack:
         seen = stack.enter_context(warnings.catch_warnings(record=True))
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))  # ignored after an interrupt
         warnings.simplefilter("always")
         network = LateNetwork(rank, held=run.network == "held", patience=run.patience)
         if run.strategy != "ddp" and run.network != "plain":
@@ -118,7 +120,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
             trainer.fit(model, ckpt_path=recipe.resume)
             if recipe.after is not None:
                 recipe.after(trainer, model)
-        except Exception as raised:
+        except (Exception, SystemExit) as raised:
             if run.sabotage is None and not hasattr(model, "expected_error"):
                 raise
             error = f"{type(raised).__name__}: {raised}"

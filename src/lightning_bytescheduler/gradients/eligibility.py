@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,9 +67,10 @@ def _sharing_storage(model: nn.Module) -> tuple[str, str] | None:
 def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted and compiled modules, whose code holds the memory itself, those of which a module keeps an alias
-    (a tensor attribute, buffer or frozen parameter over the same memory), and those of a class of their own. What shows
-    only when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
+    Those of scripted and compiled modules and of modules with compiled methods, whose code holds the memory itself,
+    those of which a module keeps an alias (a tensor attribute, buffer or frozen parameter over the same memory), and
+    those of a class of their own. What shows only when it runs is found by
+    :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
     """
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}
@@ -79,6 +82,8 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     for module in model.modules():
         if _is_opaque(module):
             unseen.update(id(p) for p in module.parameters())
+        for owner_of_method in _compiled_methods_owners(module):
+            unseen.update(id(p) for p in owner_of_method.parameters())
         for alias in _plain_tensors(module):
             owner = by_storage.get(alias.untyped_storage().data_ptr())
             if owner is not None:
@@ -92,6 +97,22 @@ def _is_opaque(module: nn.Module) -> bool:
         or getattr(module, "_compiled_call_impl", None) is not None
         or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
     )
+
+
+def _compiled_methods_owners(module: nn.Module) -> Iterable[nn.Module]:
+    """Modules of which ``module`` has a compiled method: Dynamo must not meet the gates of what such a method reads."""
+    # Decorated in the class, or compiled later and kept as an attribute.
+    if any(_compiled_from(value) is not None for cls in type(module).__mro__ for value in vars(cls).values()):
+        yield module
+    for value in vars(module).values():
+        owner = getattr(_compiled_from(value), "__self__", None)
+        if isinstance(owner, nn.Module):
+            yield owner
+
+
+def _compiled_from(value: Any) -> Any:
+    """What ``torch.compile`` made the function ``value`` from, or ``None``."""
+    return getattr(value, "_torchdynamo_orig_callable", None) if inspect.isfunction(value) else None
 
 
 def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:

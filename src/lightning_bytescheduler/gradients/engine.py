@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gate import close_state, open_state
@@ -111,6 +112,8 @@ class GradientEngine:
         self._gates_closed = False
         self._last_index = sys.maxsize
         self._optimizer: Optimizer | None = None
+        parameters = list(parameters)
+        self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
         self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
@@ -284,7 +287,10 @@ class GradientEngine:
             What ``step`` returned, or ``None``.
         """
         with self._lock:
-            for unseen in filter(self._unseen, self._updates):
+            aliased = self._aliases.find()
+            for unseen in (
+                u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
+            ):
                 if unseen.state is UpdateState.REDUCING:
                     self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]

@@ -107,12 +107,16 @@ def _find_gated(values: Any) -> Iterator[nn.Parameter]:
             yield from _find_gated(value)
 
 
-def _open(parameter: nn.Parameter, gradient_only: bool) -> None:
+def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     gate = _gates.get(id(parameter))
     if gate is None:
         parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
     else:
         gate.touched(parameter, gradient_only)
+
+
+# Dynamo that meets a gate runs it, rather than trace it and trip over what it changes.
+_open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
 
 
 def can_be_gated(parameter: nn.Parameter) -> bool:

@@ -1,0 +1,169 @@
+"""What couples parameters, or has gradients that cannot be cut, is stepped at the barrier, and says so."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+from tests.parity.checks import assert_same_as_ddp
+from tests.parity.sabotage import backward_waits_for_nothing, everything_is_deferred, sparse_gradients_stay_here
+from tests.support.fit import Recipe
+from tests.support.models import Tokens, Tower
+from tests.support.rank_pool import RankPool
+
+adagrad = partial(Adagrad, lr=0.1)
+adamw = partial(AdamW, lr=0.01)
+sgd = partial(SGD, lr=0.1)
+STEPS = 24
+
+
+class NormedByAll(Optimizer):
+    """Divides each gradient by the norm of all of them, as optimizers for large batches do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p, _ in stepped]).norm()
+        for parameter, rate in stepped:
+            parameter.sub_(rate * parameter.grad / norm)
+        return loss
+
+
+class LooksAhead(SGD):
+    """A subclass of a per-parameter optimizer that is none: every third step goes back half of the way."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.steps = 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            fast = [p for group in self.param_groups for p in group["params"]]
+            for slow, parameter in zip(self.slow, fast, strict=True):
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+        return loss
+
+
+class SharpnessAware(Optimizer):
+    """Steps twice around a second closure, which a step that ran in parts would not survive."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        weights = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        moves = [p.grad * (0.05 / norm) for p in weights]
+        torch._foreach_add_(weights, moves)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(weights, moves)
+        for parameter in weights:
+            parameter.sub_(0.05 * parameter.grad)
+        return loss
+
+
+class SparseTable(Tokens):
+    """A table of which a batch uses a few rows, so that its gradient is a sparse tensor."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.table = nn.Embedding(16, 12, sparse=True)
+        self.hidden = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 3)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.hidden(self.table(inputs).mean(1))))
+
+
+class SparseBag(SparseTable):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.table = nn.EmbeddingBag(16, 12, sparse=True)  # type: ignore[assignment]
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.hidden(self.table(inputs))))
+
+
+class ByHand(Tower):
+    """Manual optimization with one optimizer, which steps in every other batch and clips by value."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+        self.notes.append([p.sum().item() for p in self.parameters()])
+
+
+class SparseByHand(SparseTable):
+    """Two optimizers, as the one for sparse gradients takes no others."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        dense = [*self.hidden.parameters(), *self.last.parameters()]
+        return SparseAdam(list(self.table.parameters()), lr=0.01), Adam(dense, lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "broken"),
+    [
+        pytest.param(partial(Tower, optimizer=NormedByAll), "NormedByAll", everything_is_deferred, id="norm-of-all"),
+        pytest.param(partial(Tower, optimizer=LooksAhead), "LooksAhead", everything_is_deferred, id="own-step"),
+        pytest.param(partial(Tower, optimizer=SharpnessAware), "Sharpness", everything_is_deferred, id="two-closures"),
+        pytest.param(partial(SparseTable, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-SGD"),
+        pytest.param(
+            partial(SparseTable, optimizer=adagrad), "'table'", sparse_gradients_stay_here, id="sparse-Adagrad"
+        ),
+        pytest.param(partial(SparseBag, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-bag"),
+        pytest.param(partial(ByHand, optimizer=adamw), "manual", backward_waits_for_nothing, id="manual"),
+        pytest.param(SparseByHand, "manual", backward_waits_for_nothing, id="manual-sparse"),
+    ],
+)
+def test_synchronised(two_ranks: RankPool, model: Any, reason: str, broken: Any) -> None:
+    recipe = Recipe(model=model, steps=STEPS)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=broken)
+    assert any(reason in given for given in ours[0].reasons), ours[0].reasons
+    assert ours[0].statistics is not None
+    assert ours[0].statistics.deferred_updates == 0
+    assert ours[0].statistics.sub_tasks > 0, "its gradients are scheduled all the same"
