@@ -1,0 +1,168 @@
+"""Runs Lightning's tests in processes that cannot hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.lightning_suite.checkout import Checkout
+from tests.lightning_suite.outcome import Outcome, summarise
+from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, read_events
+
+__all__ = ["CollectedTest", "Runner"]
+
+
+_STANDALONE_VARIABLE = "PL_RUN_STANDALONE_TESTS"  # Lightning's own: collect its standalone tests, and no others
+_ROOT = Path(__file__).parents[2]
+# Lightning's tests make an error of each FutureWarning, also of those that newer versions of torch have.
+_IGNORED = "ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"
+_START_S = 120.0
+_GRACE_S = 30.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class CollectedTest:
+    """A test that mentions ddp.
+
+    Attributes:
+        name: Its id, relative to Lightning's folder ``tests``.
+        standalone: It wants a process of its own, which starts its other ranks itself.
+        moved: Lightning runs it only with GPUs.
+        skipped: Why Lightning skips it here, if it does.
+    """
+
+    name: str
+    standalone: bool
+    moved: bool
+    skipped: str | None
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+
+class Runner:
+    """Starts pytest in Lightning's checkout with our plugin.
+
+    Args:
+        checkout: Lightning's repository.
+        timeout: Seconds that a test may take.
+        on_progress: Called with the name of each test that begins.
+    """
+
+    def __init__(self, checkout: Checkout, *, timeout: float, on_progress: Callable[[str], None]) -> None:
+        self._checkout = checkout
+        self._timeout = timeout
+        self._on_progress = on_progress
+
+    def collect(self) -> tuple[list[CollectedTest], dict[str, str]]:
+        """The tests that mention ddp, and files that cannot be imported with the reason."""
+        tests: dict[str, CollectedTest] = {}
+        unreadable: dict[str, str] = {}
+        files = self._checkout.files_that_mention_ddp()
+        for standalone in (True, False):  # with both kinds, Lightning skips those that are standalone
+            with tempfile.TemporaryDirectory() as folder:
+                record = Path(folder) / "record"
+                arguments = ["--collect-only", "--quiet", "--quiet", "--continue-on-collection-errors", *files]
+                self._run(arguments, record, self._environment(record, standalone=standalone), len(files) * 30.0)
+                for event in read_events(record):
+                    if event["kind"] == "unreadable":
+                        unreadable[event["test"]] = event["message"]
+                    elif event["kind"] == "collected":
+                        name = event["test"]
+                        tests.setdefault(name, CollectedTest(name, standalone, event["moved"], event["skipped"]))
+        return list(tests.values()), unreadable
+
+    def run(self, tests: Sequence[CollectedTest], *, baseline: bool = False) -> dict[str, Outcome]:
+        """Runs tests of one file; standalone ones each in a process of their own.
+
+        Args:
+            tests: What to run.
+            baseline: With ddp itself.
+        """
+        outcomes: dict[str, Outcome] = {}
+        for test in tests:
+            if test.standalone:
+                outcomes.update(self._run_some([test.name], standalone=True, baseline=baseline))
+        waiting = [test.name for test in tests if not test.standalone]
+        while waiting:
+            came = self._run_some(waiting, standalone=False, baseline=baseline)
+            if not came:  # the process ended before its first test
+                came = {waiting[0]: Outcome()}
+            outcomes.update(came)
+            waiting = [name for name in waiting if name not in came]
+        return outcomes
+
+    def _run_some(self, names: list[str], *, standalone: bool, baseline: bool) -> dict[str, Outcome]:
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "record"
+            environment = self._environment(record, standalone=standalone)
+            if baseline:
+                environment[BASELINE_VARIABLE] = "1"
+            arguments = [f"--timeout={self._timeout}", f"--basetemp={folder}/tmp", *names]
+            output = self._run(arguments, record, environment, self._timeout + _GRACE_S)
+            outcomes = summarise(read_events(record))
+        for outcome in outcomes.values():
+            if outcome.result == "lost":
+                outcome.message = output[-4000:]
+        return outcomes
+
+    def _environment(self, record: Path, *, standalone: bool) -> dict[str, str]:
+        environment = {k: v for k, v in os.environ.items() if k not in (_STANDALONE_VARIABLE, BASELINE_VARIABLE)}
+        environment[RECORD_VARIABLE] = str(record)
+        environment["PYTHONPATH"] = str(_ROOT)  # of the plugin, also in ranks that are started as processes
+        if standalone:
+            environment[_STANDALONE_VARIABLE] = "1"
+        return environment
+
+    def _run(self, arguments: list[str], record: Path, environment: dict[str, str], patience: float) -> str:
+        """Ends the process and all that it started when nothing was recorded for ``patience`` seconds."""
+        command = [sys.executable, "-m", "pytest", "-p", "tests.lightning_suite.plugin", "-p", "no:cacheprovider"]
+        # Lightning's own settings, but for the doctests and the strict markers (of plugins that this needs not).
+        command += ["-c", str(self._checkout.path / "pyproject.toml"), "-o", "addopts=", "--rootdir=."]
+        command += ["-W", _IGNORED, *arguments]
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._checkout.tests,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                self._watch(process, record, patience)
+            finally:
+                _end(process)
+            output.seek(0)
+            return output.read().decode(errors="replace")
+
+    def _watch(self, process: subprocess.Popen[bytes], record: Path, patience: float) -> None:
+        size, told, deadline = 0, 0, time.monotonic() + _START_S + patience
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            new_size = record.stat().st_size if record.exists() else 0
+            if new_size == size:
+                continue
+            size, deadline = new_size, time.monotonic() + patience
+            begun = [event["test"] for event in read_events(record) if event["kind"] == "started"]
+            for name in begun[told:]:
+                self._on_progress(name)
+            told = len(begun)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process, and ranks that it left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
