@@ -1,4 +1,7 @@
-"""Runs on CPU what Lightning runs only with GPUs: most of its tests of ddp ask for GPUs without needing one."""
+"""Runs on CPU what Lightning runs only with GPUs: most of its tests of ddp ask for GPUs without needing one.
+
+Likewise tests that want a process of their own are not skipped: the script gives them one.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,24 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import testing
 
-__all__ = ["ON_CPU", "ask_for_no_gpus", "train_on_cpu"]
+__all__ = ["ON_CPU", "STANDALONE", "skip_less", "train_on_cpu"]
 
-ON_CPU = "on_cpu"  # in the marks of the tests that are concerned
+# In the marks of the tests that are concerned.
+ON_CPU = "on_cpu"
+STANDALONE = "standalone"
 
 _on_cpu = False
 
 
-def ask_for_no_gpus() -> None:
-    """Tests that are imported from now on are not skipped for want of GPUs, and trainers obey `train_on_cpu`."""
+def skip_less() -> None:
+    """Tests imported from now on are not skipped for want of GPUs or of a process; trainers obey `train_on_cpu`."""
     reasons_of, initialise = testing._runif_reasons, Trainer.__init__
 
-    def without_gpus(*, min_cuda_gpus: int = 0, **requirements: Any) -> tuple[list[str], dict[str, bool]]:
+    def fewer_reasons(
+        *, min_cuda_gpus: int = 0, standalone: bool = False, **requirements: Any
+    ) -> tuple[list[str], dict[str, bool]]:
         reasons, marks = reasons_of(**requirements)
-        return reasons, marks | ({ON_CPU: True} if min_cuda_gpus else {})
+        return reasons, marks | {ON_CPU: min_cuda_gpus > 0, STANDALONE: standalone}
 
     @functools.wraps(initialise)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +36,7 @@ def ask_for_no_gpus() -> None:
             kwargs["accelerator"] = "cpu"
         initialise(self, *args, **kwargs)
 
-    testing._runif_reasons = without_gpus
+    testing._runif_reasons = fewer_reasons
     Trainer.__init__ = init  # type: ignore[method-assign]
 
 

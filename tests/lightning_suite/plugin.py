@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning_suite.on_cpu import ON_CPU, ask_for_no_gpus, train_on_cpu
+from tests.lightning_suite.on_cpu import ON_CPU, STANDALONE, skip_less, train_on_cpu
 from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, Record
 from tests.lightning_suite.selection import Mentions
 from tests.lightning_suite.stand_in import name_test, take_the_place_of_ddp
@@ -23,15 +23,15 @@ _tells = "LOCAL_RANK" not in os.environ  # other ranks run the same test; the fi
 
 if BASELINE_VARIABLE not in os.environ:
     take_the_place_of_ddp()
-ask_for_no_gpus()
+skip_less()
 
 
-def _moved_to_cpu(item: pytest.Item) -> bool:
-    return any(mark.kwargs.get(ON_CPU) for mark in item.iter_markers("skipif"))
+def _marked(item: pytest.Item, mark_name: str) -> bool:
+    return any(mark.kwargs.get(mark_name) for mark in item.iter_markers("skipif"))
 
 
 def _skip_reason(item: pytest.Item) -> str | None:
-    if _moved_to_cpu(item) and _OTHER_STRATEGIES.search(item.nodeid):
+    if _marked(item, ON_CPU) and _OTHER_STRATEGIES.search(item.nodeid):
         return "Requires: GPUs, and is about another strategy"
     for mark in item.iter_markers("skipif"):
         condition = mark.args[0] if mark.args else mark.kwargs.get("condition")
@@ -50,8 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = mentions.setdefault(item.path, Mentions(item.path.read_text()))
         name = item.nodeid.split("::")[1].partition("[")[0]
         if name in found:
-            details = {"skipped": _skip_reason(item), "moved": _moved_to_cpu(item)}
-            Record(_record_path, item.nodeid).write("collected", **details)
+            Record(_record_path, item.nodeid).write(
+                "collected",
+                standalone=_marked(item, STANDALONE),
+                moved=_marked(item, ON_CPU),
+                skipped=_skip_reason(item),
+            )
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -67,7 +71,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    train_on_cpu(_moved_to_cpu(item))
+    train_on_cpu(_marked(item, ON_CPU))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

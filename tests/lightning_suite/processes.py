@@ -20,7 +20,8 @@ from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, rea
 __all__ = ["CollectedTest", "Runner"]
 
 
-_STANDALONE_VARIABLE = "PL_RUN_STANDALONE_TESTS"  # Lightning's own: collect its standalone tests, and no others
+# Lightning's own, which leave out tests, and ours.
+_SELECTING = ("PL_RUN_STANDALONE_TESTS", "RUN_ONLY_CUDA_TESTS", "PL_RUN_TPU_TESTS", BASELINE_VARIABLE)
 _ROOT = Path(__file__).parents[2]
 # Lightning's tests make an error of each FutureWarning, also of those that newer versions of torch have.
 _IGNORED = "ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"
@@ -66,21 +67,19 @@ class Runner:
 
     def collect(self) -> tuple[list[CollectedTest], dict[str, str]]:
         """The tests that mention ddp, and files that cannot be imported with the reason."""
-        tests: dict[str, CollectedTest] = {}
+        tests: list[CollectedTest] = []
         unreadable: dict[str, str] = {}
         files = self._checkout.files_that_mention_ddp()
-        for standalone in (True, False):  # with both kinds, Lightning skips those that are standalone
-            with tempfile.TemporaryDirectory() as folder:
-                record = Path(folder) / "record"
-                arguments = ["--collect-only", "--quiet", "--quiet", "--continue-on-collection-errors", *files]
-                self._run(arguments, record, self._environment(record, standalone=standalone), len(files) * 30.0)
-                for event in read_events(record):
-                    if event["kind"] == "unreadable":
-                        unreadable[event["test"]] = event["message"]
-                    elif event["kind"] == "collected":
-                        name = event["test"]
-                        tests.setdefault(name, CollectedTest(name, standalone, event["moved"], event["skipped"]))
-        return list(tests.values()), unreadable
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "record"
+            arguments = ["--collect-only", "--quiet", "--quiet", "--continue-on-collection-errors", *files]
+            self._run(arguments, record, _environment(record), len(files) * self._timeout)
+            for event in read_events(record):
+                if event["kind"] == "unreadable":
+                    unreadable[event["test"]] = event["message"]
+                elif event["kind"] == "collected":
+                    tests.append(CollectedTest(event["test"], event["standalone"], event["moved"], event["skipped"]))
+        return tests, unreadable
 
     def run(self, tests: Sequence[CollectedTest], *, baseline: bool = False) -> dict[str, Outcome]:
         """Runs tests of one file; standalone ones each in a process of their own.
@@ -92,20 +91,20 @@ class Runner:
         outcomes: dict[str, Outcome] = {}
         for test in tests:
             if test.standalone:
-                outcomes.update(self._run_some([test.name], standalone=True, baseline=baseline))
+                outcomes.update(self._run_some([test.name], baseline=baseline))
         waiting = [test.name for test in tests if not test.standalone]
         while waiting:
-            came = self._run_some(waiting, standalone=False, baseline=baseline)
+            came = self._run_some(waiting, baseline=baseline)
             if not came:  # the process ended before its first test
                 came = {waiting[0]: Outcome()}
             outcomes.update(came)
             waiting = [name for name in waiting if name not in came]
         return outcomes
 
-    def _run_some(self, names: list[str], *, standalone: bool, baseline: bool) -> dict[str, Outcome]:
+    def _run_some(self, names: list[str], *, baseline: bool) -> dict[str, Outcome]:
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "record"
-            environment = self._environment(record, standalone=standalone)
+            environment = _environment(record)
             if baseline:
                 environment[BASELINE_VARIABLE] = "1"
             arguments = [f"--timeout={self._timeout}", f"--basetemp={folder}/tmp", *names]
@@ -115,14 +114,6 @@ class Runner:
             if outcome.result == "lost":
                 outcome.message = output[-4000:]
         return outcomes
-
-    def _environment(self, record: Path, *, standalone: bool) -> dict[str, str]:
-        environment = {k: v for k, v in os.environ.items() if k not in (_STANDALONE_VARIABLE, BASELINE_VARIABLE)}
-        environment[RECORD_VARIABLE] = str(record)
-        environment["PYTHONPATH"] = str(_ROOT)  # of the plugin, also in ranks that are started as processes
-        if standalone:
-            environment[_STANDALONE_VARIABLE] = "1"
-        return environment
 
     def _run(self, arguments: list[str], record: Path, environment: dict[str, str], patience: float) -> str:
         """Ends the process and all that it started when nothing was recorded for ``patience`` seconds."""
@@ -166,3 +157,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _environment(record: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _SELECTING}
+    environment[RECORD_VARIABLE] = str(record)
+    environment["PYTHONPATH"] = str(_ROOT)  # of the plugin, also in ranks that are started as processes
+    return environment
