@@ -2,11 +2,17 @@
 # Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
+# Lightning's own tests of ddp, with bytescheduler in its place (half an hour; in an environment of their own, because
+# what they need changes what Lightning does by default):
+#                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+CHECKOUT ?=
+SUITE_ARGS ?=
 
 VENV := .venv
+SUITE := build/lightning-suite
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check --no-input
 # -qq: warnings are left out, errors are not.
@@ -15,13 +21,14 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint lightning-suite clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
 	@echo "make lint    check style, format and types"
 	@echo "make clean   remove what the others made"
+	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
 
 demo: $(VENV)/.demo
 	$(RUN) -m examples.demo
@@ -33,6 +40,9 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+lightning-suite: $(SUITE)/.ready
+	$(SUITE)/bin/python -m tests.lightning_suite $(SUITE_ARGS) -- "$(CHECKOUT)"
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints
@@ -68,3 +78,12 @@ $(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/__about__.py
 	@echo "Installing the project and what its tests need (minutes on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.demo $@
+
+$(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightning_bytescheduler/__about__.py
+	@echo "Installing the project and what Lightning's tests need (minutes on a slow connection)"
+	@rm -rf $(SUITE)
+	@$(RUN) -m venv $(SUITE)
+	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt hatchling
+	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt \
+	  --no-build-isolation -e ".[dev]" -r tests/lightning_suite/requirements.txt
+	@touch $@
