@@ -34,6 +34,8 @@ def skip_less() -> None:
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         if _on_cpu and kwargs.get("accelerator") in ("gpu", "cuda"):
             kwargs["accelerator"] = "cpu"
+            if isinstance(kwargs.get("devices"), list):  # CPUs have no indices
+                kwargs["devices"] = len(kwargs["devices"])
         initialise(self, *args, **kwargs)
 
     testing._runif_reasons = fewer_reasons

@@ -19,7 +19,6 @@ from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, rea
 
 __all__ = ["CollectedTest", "Runner"]
 
-
 # Lightning's own, which leave out tests, and ours.
 _SELECTING = ("PL_RUN_STANDALONE_TESTS", "RUN_ONLY_CUDA_TESTS", "PL_RUN_TPU_TESTS", BASELINE_VARIABLE)
 _ROOT = Path(__file__).parents[2]
@@ -107,7 +106,7 @@ class Runner:
             environment = _environment(record)
             if baseline:
                 environment[BASELINE_VARIABLE] = "1"
-            arguments = [f"--timeout={self._timeout}", f"--basetemp={folder}/tmp", *names]
+            arguments = [f"--timeout={self._timeout}", *names]
             output = self._run(arguments, record, environment, self._timeout + _GRACE_S)
             outcomes = summarise(read_events(record))
         for outcome in outcomes.values():
@@ -162,5 +161,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _environment(record: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _SELECTING}
     environment[RECORD_VARIABLE] = str(record)
+    # A folder for all, where each rank's pytest makes its own; with --basetemp they would empty each other's.
+    environment["PYTEST_DEBUG_TEMPROOT"] = str(record.parent)
     environment["PYTHONPATH"] = str(_ROOT)  # of the plugin, also in ranks that are started as processes
     return environment
