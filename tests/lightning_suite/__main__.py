@@ -41,17 +41,24 @@ def main() -> int:
             began += 1
 
         runner = Runner(checkout, timeout=options.timeout, on_progress=on_progress)
-        collected, report.unreadable = runner.collect()
+        collected, unreadable = runner.collect()
         if options.only is None:
-            report.stale = stale_skips(skips, (test.name for test in collected))
+            report.stale = stale_skips(skips, [*unreadable, *(test.name for test in collected)])
+            report.unreadable = {file: why for file, why in unreadable.items() if skip_of(file, skips) is None}
         tests = _to_run([test for test in collected if (options.only or "") in test.name], skips, report)
-        progress.update(bar, total=len(tests))
-        for _, of_file in itertools.groupby(tests, key=lambda test: test.file):
-            report.outcomes |= runner.run(list(of_file))
-        failed = [test for test in tests if test.name in report.failures(ours=True)]
-        progress.update(bar, total=len(tests) + len(failed))
-        for _, of_file in itertools.groupby(failed, key=lambda test: test.file):
-            report.with_ddp |= runner.run(list(of_file), baseline=True)
+        expected = len(tests)
+        progress.update(bar, total=expected)
+        for file, grouped in itertools.groupby(tests, key=lambda test: test.file):
+            of_file = list(grouped)
+            report.outcomes |= runner.run(of_file)
+            failed = [test for test in of_file if test.name in report.failures(ours=True)]
+            progress.update(bar, total=(expected := expected + len(failed)))
+            report.with_ddp |= runner.run(failed, baseline=True)
+            if not console.is_terminal:  # where bars are not shown
+                console.print(f"{began} of {expected} begun, {file} done", highlight=False)
+            for test in failed:
+                verdict = "FAILED" if test.name in report.failures(ours=True) else "fails with ddp too"
+                progress.console.print(f"{verdict}: {test.name}", markup=False, highlight=False)
         progress.update(bar, completed=began, description="done")
     report.show(console)
     return 0 if report.holds else 1

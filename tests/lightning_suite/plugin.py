@@ -19,7 +19,7 @@ from tests.lightning_suite.stand_in import name_test, take_the_place_of_ddp
 _OTHER_STRATEGIES = re.compile(r"fsdp|deepspeed|model_parallel|xla|tensorrt|onnx", re.IGNORECASE)
 
 _record_path = os.environ[RECORD_VARIABLE]
-_tells = "LOCAL_RANK" not in os.environ  # other ranks run the same test; the first one's outcome is the test's
+_tells = "LOCAL_RANK" not in os.environ  # other ranks run the same test and tell only if it fails
 
 if BASELINE_VARIABLE not in os.environ:
     take_the_place_of_ddp()
@@ -75,6 +75,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # A test that fails while it is cleaned up has failed as well.
-    if _tells and (report.when == "call" or report.outcome != "passed"):
+    # A test that fails while it is cleaned up, or on another rank only, has failed as well.
+    if report.failed or (_tells and (report.when == "call" or report.outcome != "passed")):
         Record(_record_path, report.nodeid).write(report.outcome, message=report.longreprtext[-20000:])

@@ -24,7 +24,7 @@ class SuiteReport:
         with_ddp: The same of those that failed, with ddp itself.
         skipped: What our list of skips leaves out, with the reason.
         not_here: What Lightning skips on this machine, with its reason.
-        unreadable: Files that cannot be imported here, with the reason.
+        unreadable: Files that cannot be imported here and are not left out, with the reason.
         stale: Skips that match no test any more.
     """
 
@@ -50,9 +50,9 @@ class SuiteReport:
 
     @property
     def holds(self) -> bool:
-        """Nothing failed that passes with ddp, each skip is of use, and tests did train with our strategy."""
+        """No test failed that passes with ddp, none is missing, each skip is of use, and some trained with ours."""
         trained = any(outcome.ranks > 1 for outcome in self.passed.values())
-        return trained and not self.failures(ours=True) and not self.stale
+        return trained and not self.failures(ours=True) and not self.unreadable and not self.stale
 
     def show(self, console: Console) -> None:
         """Tracebacks of what failed, then all lists, then the table."""

@@ -36,9 +36,10 @@ def test_a_failure_counts_unless_ddp_fails_as_well(result: str) -> None:
     assert "Fail with ddp itself too:\n  b: boom" in _shown(report)
 
 
-def test_does_not_hold_when_nothing_trained_or_a_skip_is_stale() -> None:
+def test_does_not_hold_when_nothing_trained_or_a_skip_is_stale_or_a_file_is_missing() -> None:
     assert not SuiteReport({"b": Outcome("passed", made=1)}).holds
     assert not SuiteReport({"a": _TRAINED}, stale=[Skip("x", "why")]).holds
+    assert not SuiteReport({"a": _TRAINED}, unreadable={"file": "no module"}).holds
 
 
 def test_tests_that_never_made_the_strategy_are_listed_apart() -> None:
