@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _SKIPS = Path(__file__).with_name("skips.txt")
 
 def main() -> int:
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the test's processes end too
     console = Console()
     try:
         checkout = Checkout(options.checkout, any_version=options.any_version)
