@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.lightning_suite.checkout import Checkout, CheckoutError
 from tests.lightning_suite.processes import CollectedTest, Runner
 from tests.lightning_suite.report import SuiteReport
-from tests.lightning_suite.skips import Skip, read_skips, skip_of, stale_skips
+from tests.lightning_suite.skips import Skip, SkipFileError, read_skips, skip_of, stale_skips
 
 _SKIPS = Path(__file__).with_name("skips.txt")
 
@@ -24,10 +24,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the test's processes end too
     console = Console()
     try:
-        checkout = Checkout(options.checkout, any_version=options.any_version)
-    except CheckoutError as error:
+        report = _run(options, console)
+    except (CheckoutError, SkipFileError) as error:
         print(error, file=sys.stderr)
         return 2
+    report.show(console)
+    return 0 if report.holds else 1
+
+
+def _run(options: argparse.Namespace, console: Console) -> SuiteReport:
+    checkout = Checkout(options.checkout, any_version=options.any_version)
     report = SuiteReport()
     skips = read_skips(_SKIPS)
     progress = Progress(
@@ -62,8 +68,7 @@ def main() -> int:
                 verdict = "FAILED" if test.name in report.failures(ours=True) else "fails with ddp too"
                 progress.console.print(f"{verdict}: {test.name}", markup=False, highlight=False)
         progress.update(bar, completed=began, description="done")
-    report.show(console)
-    return 0 if report.holds else 1
+    return report
 
 
 def _to_run(tests: list[CollectedTest], skips: list[Skip], report: SuiteReport) -> list[CollectedTest]:

@@ -13,7 +13,7 @@ _URL = "https://github.com/Lightning-AI/pytorch-lightning"
 
 
 class CheckoutError(Exception):
-    """The folder is no checkout of the Lightning that is installed."""
+    """The folder is no checkout of the Lightning that is installed, or its tests cannot be read."""
 
 
 class Checkout:

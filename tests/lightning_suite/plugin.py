@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 moved=_marked(item, ON_CPU),
                 skipped=_skip_reason(item),
             )
+    Record(_record_path, "").write("all collected")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lightning_suite.checkout import Checkout
+from tests.lightning_suite.checkout import Checkout, CheckoutError
 from tests.lightning_suite.outcome import Outcome, summarise
 from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, read_events
 
@@ -65,15 +65,22 @@ class Runner:
         self._on_progress = on_progress
 
     def collect(self) -> tuple[list[CollectedTest], dict[str, str]]:
-        """The tests that mention ddp, and files that cannot be imported with the reason."""
+        """The tests that mention ddp, and files that cannot be imported with the reason.
+
+        Raises:
+            CheckoutError: If pytest gave up on it.
+        """
         tests: list[CollectedTest] = []
         unreadable: dict[str, str] = {}
         files = self._checkout.files_that_mention_ddp()
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "record"
             arguments = ["--collect-only", "--quiet", "--quiet", "--continue-on-collection-errors", *files]
-            self._run(arguments, record, _environment(record), len(files) * self._timeout)
-            for event in read_events(record):
+            output = self._run(arguments, record, _environment(record), len(files) * self._timeout)
+            events = list(read_events(record))
+            if all(event["kind"] != "all collected" for event in events):
+                raise CheckoutError(f"Lightning's tests could not be collected.\n{output[-4000:]}")
+            for event in events:
                 if event["kind"] == "unreadable":
                     unreadable[event["test"]] = event["message"]
                 elif event["kind"] == "collected":

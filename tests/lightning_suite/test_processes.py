@@ -117,3 +117,10 @@ def test_another_version_is_refused_unless_it_is_asked_for(tmp_path: Path) -> No
 def test_any_other_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckoutError, match=r"no checkout of Lightning's repository. Get it with: git clone"):
         Checkout(tmp_path)
+
+
+def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path) -> None:
+    path = _checkout(tmp_path, lightning=version("lightning"), tests="import os\n\nDDP = os._exit(3)\n")
+
+    with pytest.raises(CheckoutError, match="could not be collected"):
+        Runner(Checkout(path), timeout=250, on_progress=str).collect()
