@@ -123,7 +123,8 @@ class Runner:
 
     def _run(self, arguments: list[str], record: Path, environment: dict[str, str], patience: float) -> str:
         """Ends the process and all that it started when nothing was recorded for ``patience`` seconds."""
-        command = [sys.executable, "-m", "pytest", "-p", "tests.lightning_suite.plugin", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "tests.lightning_suite.pytest_main", "-p", "tests.lightning_suite.plugin"]
+        command += ["-p", "no:cacheprovider"]
         # Lightning's own settings, but for the doctests and the strict markers (of plugins that this needs not).
         command += ["-c", str(self._checkout.path / "pyproject.toml"), "-o", "addopts=", "--rootdir=."]
         command += ["-W", _IGNORED, *arguments]

@@ -25,10 +25,15 @@ def run_if(**needs):
     return pytest.mark.skipif(condition=bool(reasons), reason=str(reasons), **marks)
 
 
+class Derived(DDPStrategy):
+    pass
+
+
 def test_trains(tmp_path):
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_spawn", max_steps=3, limit_val_batches=0, default_root_dir=tmp_path,
-        logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+        accelerator="cpu", devices=2, strategy=Derived(start_method="spawn"), max_steps=3, limit_val_batches=0,
+        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        enable_progress_bar=False,
     )
     trainer.fit(BoringModel())
 
