@@ -1,7 +1,4 @@
-"""The pytest plugin in each test process: puts our strategy in ddp's place, selects tests, and says what happened.
-
-What it does is chosen by environment variables, as ranks that are started as processes of their own load it again.
-"""
+"""The pytest plugin in each test process: selects tests, and says what happened."""
 
 from __future__ import annotations
 
@@ -12,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.lightning_suite.on_cpu import ON_CPU, STANDALONE, skip_less, train_on_cpu
-from tests.lightning_suite.record import BASELINE_VARIABLE, RECORD_VARIABLE, Record
+from tests.lightning_suite.record import RECORD_VARIABLE, Record
 from tests.lightning_suite.selection import Mentions
-from tests.lightning_suite.stand_in import name_test, take_the_place_of_ddp
+from tests.lightning_suite.stand_in import name_test
 
 _OTHER_STRATEGIES = re.compile(r"fsdp|deepspeed|model_parallel|xla|tensorrt|onnx", re.IGNORECASE)
 
 _record_path = os.environ[RECORD_VARIABLE]
 _tells = "LOCAL_RANK" not in os.environ  # other ranks run the same test and tell only if it fails
 
-if BASELINE_VARIABLE not in os.environ:
-    take_the_place_of_ddp()
 skip_less()
 
 
