@@ -2,12 +2,18 @@
 # Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make bench   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
+# Lightning's own tests of ddp, with bytescheduler in its place (half an hour; in an environment of their own, because
+# what they need changes what Lightning does by default):
+#                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHECKOUT ?=
+SUITE_ARGS ?=
 
 VENV := .venv
+SUITE := build/lightning-suite
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check --no-input
 # -qq: warnings are left out, errors are not.
@@ -16,7 +22,7 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench lightning-suite clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
@@ -24,6 +30,7 @@ help:
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
+	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
 
 demo: $(VENV)/.demo
 	$(RUN) -m examples.demo
@@ -38,6 +45,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.demo
 	$(RUN) -m benchmarks $(BENCH_ARGS)
+
+lightning-suite: $(SUITE)/.ready
+	$(SUITE)/bin/python -m tests.lightning_suite $(SUITE_ARGS) -- "$(CHECKOUT)"
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints
@@ -73,3 +83,12 @@ $(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/__about__.py
 	@echo "Installing the project and what its tests need (minutes on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.demo $@
+
+$(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightning_bytescheduler/__about__.py
+	@echo "Installing the project and what Lightning's tests need (minutes on a slow connection)"
+	@rm -rf $(SUITE)
+	@$(RUN) -m venv $(SUITE)
+	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt hatchling
+	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt \
+	  --no-build-isolation -e ".[dev]" -r tests/lightning_suite/requirements.txt
+	@touch $@
