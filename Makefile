@@ -2,9 +2,11 @@
 # Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
+# Random trainings against DDP:         make fuzz FUZZ_ARGS="--seed 7 --count 50"
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -15,11 +17,12 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test fuzz lint clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
+	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format and types"
 	@echo "make clean   remove what the others made"
 
@@ -28,6 +31,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev
+	$(RUN) -m tests.parity.fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
