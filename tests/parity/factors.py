@@ -6,7 +6,7 @@ The matrix of combinations, the fuzz and the README's compatibility table are al
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -107,13 +107,12 @@ class Forbidden(NamedTuple):
     why: str
 
 
-_DENSE_ONLY = tuple(o for o in FACTORS["optimizer"] if o not in ("SGD-momentum", "Adagrad"))
+_DENSE_ONLY = tuple(o for o in FACTORS["optimizer"] if o not in ("SGD-momentum", "Adagrad", "LBFGS", "own-step"))
 _CLIPPED = ("value", "norm", "norm-unreached")
 
 FORBIDDEN = (
     Forbidden("optimizer", ("LBFGS",), "precision", ("fp16-scaler",), "Lightning: LBFGS cannot be scaled"),
     Forbidden("optimizer", ("LBFGS",), "groups", ("three-groups",), "LBFGS has one parameter group"),
-    Forbidden("optimizer", ("LBFGS",), "accumulation", ("2", "3"), "each call of the closure would add gradients"),
     Forbidden("optimizer", _DENSE_ONLY, "model", ("sparse",), "the optimizer takes no sparse gradients"),
     Forbidden("model", ("sparse",), "clipping", _CLIPPED, "torch: sparse gradients are not clipped"),
     Forbidden("model", ("checkpoint-reentrant",), "ddp", ("find-unused",), "DDP: parameters would be ready twice"),
@@ -153,10 +152,19 @@ def allowed(one: tuple[str, str], other: tuple[str, str]) -> bool:
     return True
 
 
-def random_combination(generator: random.Random) -> Combination:
-    """Any allowed combination."""
+def random_combination(generator: random.Random, rare: Container[tuple[str, str]] = ()) -> Combination:
+    """Any allowed combination.
+
+    Args:
+        generator: Of random numbers.
+        rare: Values of which a factor has one only now and then, in one of eight combinations.
+    """
     while True:
-        values = {factor: generator.choice(list(values)) for factor, values in FACTORS.items()}
+        values = {}
+        for factor, of_factor in FACTORS.items():
+            seldom = [value for value in of_factor if (factor, value) in rare]
+            often = [value for value in of_factor if value not in seldom]
+            values[factor] = generator.choice(seldom if seldom and generator.random() < 1 / 8 else often)
         pairs = list(values.items())
         if all(allowed(one, other) for index, one in enumerate(pairs) for other in pairs[index + 1 :]):
             return Combination(**values)

@@ -75,6 +75,7 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
     scale = scale or Scale()
     ours = Run(**{"options": scale.options, "network": "late", **run})
     training = recipe(combination, scale)
+    beginning = None  # of a training that goes on from a checkpoint
     if rule.comparison(combination) is rule.Comparison.ONE_STEP:
         _check_one_step(pool, combination, folder, scale, ours)
         runs = checks.train_on(pool, training, checks.DDP, ours)
@@ -83,6 +84,7 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
         first = replace(training, steps=SAVED_AT, callbacks=(*training.callbacks, partial(SavesAt, SAVED_AT, folder)))
         saved = checks.train_on(pool, first, checks.DDP, ours)
         checks.assert_same(*saved)
+        beginning = saved[0][0]
         training = replace(training, resume=str(folder / "ByteSchedulerStrategy.ckpt"), steps=training.steps + SAVED_AT)
         runs = checks.train_on(pool, training, checks.DDP, ours)
         checks.assert_same(runs[0], runs[1])
@@ -91,8 +93,8 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
         checks.assert_same(runs[0], runs[1])
     for outcome in runs[1]:
         _assert_mode(combination, scale, outcome)
-    if combination.precision == "fp16-scaler" and combination.loop != "resumed":
-        _assert_skipped(runs[0][0])
+    if combination.precision == "fp16-scaler":
+        _assert_skipped(beginning or runs[0][0])
 
 
 class SavesAt(Callback):
@@ -227,7 +229,7 @@ def _check_one_step(pool: RankPool, combination: Combination, folder: Path, scal
     for one, other in zip(expected, actual, strict=True):
         assert one.losses == other.losses, "the state before the step that is compared is not the same"
         assert other.statistics is not None
-        assert other.statistics.deferred_updates > 0
+        assert other.statistics.deferred_updates > 0 or rule.mode(combination) is rule.Mode.PARTLY
     _assert_close(expected, actual, _COARSE_TYPES.get(combination.precision, ONE_STEP_TOLERANCE))
 
 

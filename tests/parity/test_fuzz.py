@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.parity import fuzz as fuzz_module
+from tests.parity import rule
 from tests.parity.factors import allowed
 from tests.parity.fuzz import case, fuzz
 from tests.parity.matrix import check
@@ -40,6 +41,12 @@ def test_a_seed_is_a_training() -> None:
     assert len({str(case(seed)) for seed in range(100)}) == 100
     for seed in range(100):
         assert all(allowed(*pair) for pair in map(tuple, pairs_in(case(seed)[0].items())))
+
+
+def test_about_half_of_the_trainings_overlap() -> None:
+    modes = [rule.mode(case(seed)[0]) for seed in range(400)]
+    assert 0.4 < modes.count(rule.Mode.OVERLAPPED) / len(modes) < 0.7
+    assert set(modes) == set(rule.Mode)
 
 
 def test_trainings_that_are_ddps(pool: RankPool) -> None:
