@@ -128,6 +128,8 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "AdamW": partial(optim.AdamW, lr=0.005, weight_decay=0.1),
     "AdamW-foreach": partial(optim.AdamW, lr=0.005, foreach=True),
     "AdamW-amsgrad": partial(optim.AdamW, lr=0.005, amsgrad=True),
+    "ASGD": partial(optim.ASGD, lr=0.05, t0=5),
+    "Adafactor": partial(optim.Adafactor, lr=0.01),
     "Adagrad": partial(optim.Adagrad, lr=0.02, lr_decay=0.01),
     "RMSprop": partial(optim.RMSprop, lr=0.002, momentum=0.5, centered=True),
     "Adadelta": partial(optim.Adadelta, lr=0.5),

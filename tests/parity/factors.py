@@ -20,6 +20,8 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "AdamW": "`AdamW`",
         "AdamW-foreach": "`AdamW`",
         "AdamW-amsgrad": "`AdamW`",
+        "ASGD": "`ASGD`",
+        "Adafactor": "`Adafactor`",
         "Adagrad": "`Adagrad`",
         "RMSprop": "`RMSprop`",
         "Adadelta": "`Adadelta`",
