@@ -2,6 +2,8 @@
 # Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make bench   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
+# Random trainings against DDP:         make fuzz FUZZ_ARGS="--seed 7 --count 50"
+
 # Lightning's own tests of ddp, with bytescheduler in its place (half an hour; in an environment of their own, because
 # what they need changes what Lightning does by default):
 #                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
@@ -11,6 +13,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECKOUT ?=
 SUITE_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 SUITE := build/lightning-suite
@@ -22,11 +25,12 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint bench lightning-suite clean
+.PHONY: help demo test fuzz lint bench lightning-suite clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
+	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
@@ -37,6 +41,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev
+	$(RUN) -m tests.parity.fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .

@@ -202,3 +202,15 @@ class AccumulatesHooks(Callback):
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         for parameter in module.layers.parameters():
             parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+class KeepsOptimizerState(Callback):
+    """Asks for the optimizer's state once, and looks at what it was given from then on."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if self.kept is None:
+            self.kept = trainer.optimizers[0].state_dict()["state"]
+        module.notes.append([values["exp_avg"].sum().item() for values in self.kept.values()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +27,18 @@ def bit_differences(expected: Any, actual: Any, path: str = "") -> list[str]:
         for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
             found += bit_differences(one, other, f"{path}[{index}]")
         return found
-    return [] if expected == actual else [f"{path}: {expected!r} became {actual!r}"]
+    if isinstance(expected, float):
+        same = struct.pack("d", expected) == struct.pack("d", actual)
+    else:
+        same = expected == actual
+    return [] if same else [f"{path}: {expected!r} became {actual!r}"]
 
 
 def _tensor_differences(expected: Tensor, actual: Tensor, path: str) -> list[str]:
+    if expected.layout != actual.layout:
+        return [f"{path}: {expected.layout} became {actual.layout}"]
+    if expected.is_sparse:  # a momentum of sparse gradients
+        expected, actual = expected.to_dense(), actual.to_dense()
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         return [f"{path}: {expected.dtype} {tuple(expected.shape)} became {actual.dtype} {tuple(actual.shape)}"]
     if _bits(expected) != _bits(actual):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def model_reasons(model: nn.Module) -> list[str]:
     ]
     if sparse:
         reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
-    shared = _sharing_storage(model)
+    shared = _sharing_memory(model)
     if shared:
         reasons.append(
             f"parameters {shared[0]!r} and {shared[1]!r} are different tensors over the same memory "
@@ -53,15 +54,22 @@ def model_reasons(model: nn.Module) -> list[str]:
     return reasons
 
 
-def _sharing_storage(model: nn.Module) -> tuple[str, str] | None:
-    owner: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter):
-            address = parameter.untyped_storage().data_ptr()
-            if address in owner:
-                return owner[address], name
-            owner[address] = name
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Two parameters that overlap; neighbours in one storage, as cuDNN wants those of an LSTM, do not."""
+    ranges = sorted(
+        (parameter.data_ptr(), _end(parameter), name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter)
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            return name, other
     return None
+
+
+def _end(parameter: nn.Parameter) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr() + (reach + 1) * parameter.element_size()
 
 
 def unseen_parameters(model: nn.Module) -> set[int]:

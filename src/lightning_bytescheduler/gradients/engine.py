@@ -36,6 +36,7 @@ from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, Update
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gate import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
+from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.partial_step import (
@@ -112,6 +113,7 @@ class GradientEngine:
         self._gates_closed = False
         self._last_index = sys.maxsize
         self._optimizer: Optimizer | None = None
+        self._default_dtype = torch.get_default_dtype()
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
@@ -295,7 +297,8 @@ class GradientEngine:
                     self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            if not deferrable or not self._gates_closed or has_step_hooks(optimizer):
+            whole = not self._gates_closed or has_step_hooks(optimizer) or state_is_kept(optimizer)
+            if whole or not deferrable:
                 self._land()
                 self.count_synchronised_step(optimizer)
                 return None if self._transforms.leaves_step_out() else step()
@@ -320,6 +323,7 @@ class GradientEngine:
                 self.statistics.deferred_updates += len(update.chosen)
                 self.statistics.updates += len(update.chosen)
             self._optimizer = optimizer
+            self._default_dtype = torch.get_default_dtype()
             close_state(optimizer, self.flush)
             self.statistics.overlapped_steps += 1
             if now:
@@ -415,7 +419,7 @@ class GradientEngine:
         self._wait(update.task)
         update.open_gate()
         update.state = UpdateState.REDUCED
-        with plain_mode(self._device):
+        with plain_mode(self._device, torch.get_default_dtype()):
             self._transforms.apply(update)
             self._transforms.handed_out(update)
 
@@ -428,7 +432,10 @@ class GradientEngine:
         if not update.chosen or self._optimizer is None:
             return
         start = self._clock()
-        with profiled(f"bytescheduler::deferred step bucket {update.index}"), plain_mode(self._device):
+        with (
+            profiled(f"bytescheduler::deferred step bucket {update.index}"),
+            plain_mode(self._device, self._default_dtype),
+        ):
             self._transforms.apply(update)
             if not self._transforms.leaves_step_out():
                 step_partially(self._optimizer, update.hyperparameters, update.chosen)

@@ -74,7 +74,9 @@ class Unscale:
         """See :class:`GradientTransform`."""
         for gradient in gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(
-                [gradient], torch.zeros(1, device=gradient.device), self._inverse_scale.to(gradient.device)
+                [gradient],
+                torch.zeros(1, dtype=torch.float32, device=gradient.device),
+                self._inverse_scale.to(gradient.device),
             )
 
 

@@ -125,13 +125,21 @@ def step_partially(
 
 
 @contextmanager
-def plain_mode(device: torch.device) -> Iterator[None]:
+def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[None]:
     """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
 
-    Validation touches parameters under inference mode, a forward under autocast or a default-device context; optimizer
-    state made there would be of the wrong kind. Selective activation checkpointing replays what it sees of a forward.
+    Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
+    or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
+    Selective activation checkpointing replays what it sees of a forward.
+
+    Args:
+        device: Where the parameters live.
+        default_dtype: What was the default at the step boundary.
     """
     with ExitStack() as stack:
+        if torch.get_default_dtype() is not default_dtype:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(default_dtype)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):

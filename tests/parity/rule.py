@@ -1,0 +1,107 @@
+"""What each value of a factor does to the overlap, and how its training is compared with DDP's: the one rule.
+
+Values that are not in these tables keep the overlap, and the weights are DDP's bit for bit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tests.parity.factors import Combination
+
+__all__ = ["EFFECTS", "OTHER_ORDER", "Comparison", "Effect", "Mode", "comparison", "mode", "reasons"]
+
+
+class Mode(enum.IntEnum):
+    """What becomes of a step; where several values have their say, the highest wins."""
+
+    OVERLAPPED = 0  # its updates cross the step boundary
+    PARTLY = 1  # those of some parameters do not
+    READ = 2  # its gradients are waited for before the step
+    SYNCHRONISED = 3  # decided at the start, for a reason that is told
+
+
+class Effect(NamedTuple):
+    """Of one value of a factor.
+
+    Attributes:
+        mode: Of a combination with this value, if no other value has a stronger effect.
+        word: Occurs in the reason that the strategy gives, if the mode is synchronised.
+        why: For the README.
+        instead: What keeps the overlap, for the README.
+    """
+
+    mode: Mode
+    word: str
+    why: str
+    instead: str
+
+
+_OPTIMIZER = "it is not known to update each parameter on its own"
+_OPAQUE = Effect(
+    Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "compile what is small"
+)
+_MANUAL = Effect(Mode.SYNCHRONISED, "manual", "the step is yours", "automatic optimization with parameter groups")
+
+EFFECTS: Mapping[tuple[str, str], Effect] = {
+    ("optimizer", "LBFGS"): Effect(Mode.SYNCHRONISED, "LBFGS", _OPTIMIZER, "one of the above"),
+    ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "SignDescent", _OPTIMIZER, "one of the above"),
+    ("model", "sparse"): Effect(
+        Mode.SYNCHRONISED, "sparse", "sparse gradients cannot be cut into partitions", "`sparse=False`"
+    ),
+    ("model", "traced"): _OPAQUE,
+    ("model", "compiled"): _OPAQUE,
+    ("ddp", "no-bucket-views"): Effect(
+        Mode.SYNCHRONISED,
+        "gradient_as_bucket_view",
+        "DDP copies gradients at the end of the backward pass",
+        "the default, `True`",
+    ),
+    ("loop", "unfreezing"): Effect(
+        Mode.PARTLY,
+        "",
+        "DDP does not reduce what was frozen when it wrapped the model; each rank steps that at the step, as with DDP",
+        "a new `fit` once they are unfrozen",
+    ),
+    ("loop", "reads-gradients"): Effect(
+        Mode.READ, "", "what is read has to be there", "read them every few steps only"
+    ),
+    ("loop", "step-hooks"): Effect(Mode.SYNCHRONISED, "step hooks", "hooks expect whole steps", "remove them"),
+    ("loop", "manual"): _MANUAL,
+    ("loop", "two-optimizers"): _MANUAL,
+}
+
+OTHER_ORDER: frozenset[tuple[str, str]] = frozenset({("clipping", "norm")})
+"""Values with which an overlapped step adds up some number in another order than DDP does."""
+
+
+class Comparison(enum.Enum):
+    """How a training is compared with DDP's."""
+
+    BITS = "the same bits"
+    ONE_STEP = "one step from an identical state is the same within rounding"
+
+
+def mode(combination: Combination) -> Mode:
+    """What is expected of the steps of ``combination``."""
+    return max((EFFECTS[item].mode for item in combination.items() if item in EFFECTS), default=Mode.OVERLAPPED)
+
+
+def reasons(combination: Combination) -> list[str]:
+    """Words of the reasons that the strategy gives at the start; where steps are manual it asks no optimizer."""
+    found = {item: EFFECTS[item] for item in combination.items() if item in EFFECTS}
+    if _MANUAL in found.values():
+        found = {item: effect for item, effect in found.items() if item[0] != "optimizer"}
+    return [effect.word for effect in found.values() if effect.mode is Mode.SYNCHRONISED]
+
+
+def comparison(combination: Combination) -> Comparison:
+    """How ``combination`` is to be compared with DDP: synchronised steps are DDP's own, whatever they sum up.
+
+    Where gradients are only read it is not DDP's sum either: ranks that read nothing have to do the same.
+    """
+    own = mode(combination) is Mode.SYNCHRONISED
+    other_order = any(item in OTHER_ORDER for item in combination.items())
+    return Comparison.ONE_STEP if other_order and not own else Comparison.BITS
