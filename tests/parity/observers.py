@@ -17,6 +17,7 @@ __all__ = [
     "CopiesModule",
     "HooksAllSteps",
     "HooksSteps",
+    "KeepsOptimizerState",
     "PicklesModule",
     "ReadsGradients",
     "ReadsOneGradient",

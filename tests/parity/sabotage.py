@@ -31,6 +31,7 @@ __all__ = [
     "blind_between_steps",
     "blind_to_aliases",
     "blind_to_gradients",
+    "blind_to_kept_state",
     "blind_to_overflow",
     "blind_to_weights_and_state",
     "every_read_is_seen",
@@ -244,4 +245,11 @@ def no_gate_on_scaler(module: LightningModule) -> Iterator[None]:
 def blind_to_aliases(module: LightningModule) -> Iterator[None]:
     """Believe that nobody keeps an alias of a parameter."""
     with patch.object(AliasDetector, "find", lambda _: set()):
+        yield
+
+
+@contextmanager
+def blind_to_kept_state(module: LightningModule) -> Iterator[None]:
+    """Believe that nobody keeps the optimizer's state."""
+    with patch.object(engine_module, "state_is_kept", lambda _: False):
         yield

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from tests.parity import observers
 from tests.parity.checks import assert_same_as_ddp
 from tests.parity.gate_models import Conditional
-from tests.parity.sabotage import blind_between_steps, blind_to_gradients, no_gate_on_state
+from tests.parity.sabotage import blind_between_steps, blind_to_gradients, blind_to_kept_state, no_gate_on_state
 from tests.support.fit import Recipe
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -81,6 +81,11 @@ def test_hooks_on_parameters(two_ranks: RankPool) -> None:
 def test_optimizer_state_between_steps(two_ranks: RankPool, callback: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=no_gate_on_state)
+
+
+def test_optimizer_state_that_somebody_keeps(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=model, steps=STEPS, callbacks=(observers.KeepsOptimizerState,))
+    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_kept_state)
 
 
 @pytest.mark.parametrize("callback", [observers.HooksSteps, observers.HooksAllSteps])
