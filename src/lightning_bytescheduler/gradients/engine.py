@@ -117,6 +117,7 @@ class GradientEngine:
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
+        self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
         self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
         self._in_forward = False
@@ -140,17 +141,17 @@ class GradientEngine:
             self._last_hook = self._clock()
             self.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
             return self._merged.reduce(buffer, last=bucket.is_last())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[self._device] if self._device.type == "cuda" else None
-        )
         reduction = self._reduction
         if reduction is None:
             raise RuntimeError("DDP reduced a bucket outside a backward pass.")
         parameters = cast("list[nn.Parameter]", bucket.parameters())
-        on_end = None if self._deferring else partial(_complete, future, buffer)
-        task = reduction.reduce(index, parameters, buffer, self._priority(index, parameters), on_end)
-        if self._deferring:
-            future.set_result(buffer)
+        priority = self._priority(index, parameters)
+        if not self._deferring:
+            future = self._new_future()
+            reduction.reduce(index, parameters, buffer, priority, partial(_complete, future, buffer))
+        else:
+            future = self._completed_future(index, buffer)
+            task = reduction.reduce(index, parameters, buffer, priority)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
             if bucket.is_last():
                 reduction.close()
@@ -158,6 +159,19 @@ class GradientEngine:
                 for update in self._updates:
                     update.close_gate()
         self._last_hook = self._clock()
+        return future
+
+    def _new_future(self) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
+
+    def _completed_future(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
+        made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
+        known, future = self._completed.get(index, (None, None))
+        if future is None or known != made_for:
+            future = self._new_future()
+            future.set_result(buffer)
+            self._completed[index] = (made_for, future)
         return future
 
     def _begin_step(self) -> None:
