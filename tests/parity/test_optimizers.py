@@ -119,10 +119,15 @@ def test_schedule_that_steps_with_every_step(two_ranks: RankPool, optimizer: Any
 
 
 def test_sizes_that_follow_the_link(two_ranks: RankPool) -> None:
-    """`Trainer(strategy="bytescheduler")` and nothing else: link probe and default sizes."""
-    assert_same_as_ddp(
-        two_ranks, Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001))), options={}
-    )
+    """Link probe and default sizes."""
+    recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)))
+    assert_same_as_ddp(two_ranks, recipe, options={"mode": "overlapped"})
+
+
+def test_nothing_but_the_name(two_ranks: RankPool) -> None:
+    """With what comes by default: sizes by the link, and a trial of both ways to step."""
+    recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)), steps=60)
+    assert_same_as_ddp(two_ranks, recipe, options={}, network="late", overlap=False)
 
 
 def test_optimizer_of_some_parameters_only(two_ranks: RankPool) -> None:
