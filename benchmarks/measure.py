@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,10 @@ def _ranks(command: list[str], workers: int, mbit: float | None) -> Iterator[lis
     if mbit is not None:
         with ShapedLink(hosts=workers, mbit=mbit) as link:
             environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            yield [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
+            ranks = [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
+            with ExitStack() as pipes:
+                _close_later(pipes, ranks)
+                yield ranks
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -128,6 +131,15 @@ def _ranks(command: list[str], workers: int, mbit: float | None) -> Iterator[lis
                     command, env={**os.environ, **variables}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
                 )
             )
-        yield ranks
+        with ExitStack() as pipes:
+            _close_later(pipes, ranks)
+            yield ranks
     finally:
         stop_sessions(ranks)
+
+
+def _close_later(pipes: ExitStack, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        for pipe in (rank.stdin, rank.stdout):
+            if pipe is not None:
+                pipes.enter_context(pipe)

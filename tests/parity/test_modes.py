@@ -46,6 +46,8 @@ def test_steps_as_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_updates == 0
     assert ours[0].statistics.bytes_sent > 0
+    assert ours[0].plan is not None
+    assert ours[0].plan.as_ddp
 
 
 @pytest.mark.parametrize("prefers_ddp", [False, True])
@@ -60,3 +62,5 @@ def test_ranks_agree_on_what_rank_zero_found(two_ranks: RankPool, prefers_ddp: b
     for outcome in ours:
         assert outcome.statistics is not None
         assert outcome.statistics.overlapped_steps == expected
+        assert outcome.plan is not None
+        assert outcome.plan.as_ddp == prefers_ddp

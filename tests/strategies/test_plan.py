@@ -38,3 +38,9 @@ def test_an_overlapped_plan_says_how() -> None:
 
 def test_the_plain_case_is_short() -> None:
     assert OverlapPlan(steps="overlapped").summary() == "updates cross the step boundary."
+
+
+def test_steps_taken_as_ddps() -> None:
+    plan = OverlapPlan(steps="overlapped", as_ddp=True)
+    assert plan.summary() == "steps are taken as DDP takes them."
+    assert "steps: as DDP takes them, at present" in repr(plan)

@@ -385,6 +385,8 @@ class GradientEngine:
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
                     self._apply(update)
+            if self._transforms.known:
+                self._transforms.settle()  # a loss scale goes with the step it was updated for
             self.close()
         return applied, lost
 

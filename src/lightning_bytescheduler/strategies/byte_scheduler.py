@@ -396,14 +396,20 @@ class ByteSchedulerStrategy(DDPStrategy):
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note
             engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
-            engine.on_mode = announce_mode
+            engine.on_mode = self._note_mode
+            self._plan = replace(plan, as_ddp=engine.mode is True)
             optimizer = self.optimizers[0]
             # The optimizer's state is read without touching a parameter.
             self._optimizer_handles = [
                 optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
-        rank_zero_info(f"bytescheduler: {plan.summary()}")
+        rank_zero_info(f"bytescheduler: {self._plan.summary()}")
+
+    def _note_mode(self, as_ddp: bool, overlapped_s: float, as_ddp_s: float) -> None:
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=as_ddp)
+        announce_mode(as_ddp, overlapped_s, as_ddp_s)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

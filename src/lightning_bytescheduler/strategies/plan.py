@@ -26,6 +26,8 @@ class OverlapPlan:
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
+        as_ddp: Whether steps that could overlap are taken as DDP takes them at present, because of ``mode="ddp"`` or
+            because a trial found that faster.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
     """
@@ -35,6 +37,7 @@ class OverlapPlan:
     gradients: Literal["all-reduce", "reduce-scatter"] = "all-reduce"
     norm_needed_by: tuple[str, ...] = ()
     gated_at_start: tuple[str, ...] = ()
+    as_ddp: bool = False
     early_readers: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -46,6 +49,8 @@ class OverlapPlan:
         """One line for the log."""
         if not self.overlapped:
             return f"steps are synchronised, because {'; '.join(self.reasons)}."
+        if self.as_ddp:
+            return "steps are taken as DDP takes them."
         line = "updates cross the step boundary"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
@@ -59,7 +64,8 @@ class OverlapPlan:
         return f"{shown} and {more} more" if more > 0 else shown
 
     def __repr__(self) -> str:
-        lines = [f"steps: {self.steps}" + (", except the first" if self.overlapped else "")]
+        how = ", except the first" if self.overlapped else ""
+        lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.overlapped:
             lines.append(

@@ -1,0 +1,36 @@
+"""What is emulated has the shape of the network and the totals that were asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.configuration import Configuration
+from benchmarks.emulation import EmulatedModel, scaled
+from lightning_bytescheduler.simulation import NETWORKS, network_profile
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("ratio", "workers"), [(0.5, 2), (2.0, 4)])
+def test_totals_and_bounds(network: str, ratio: float, workers: int) -> None:
+    configuration = Configuration(network=network, ratio=ratio, workers=workers)
+    profile = configuration.profile
+    assert profile.parameter_bytes == pytest.approx(20e6, rel=1e-4)
+    assert configuration.communication_seconds / profile.compute_seconds == pytest.approx(ratio)
+    # 2(n-1)/n of the bytes over what 500 Mbit/s leave for payload.
+    assert configuration.communication_seconds == pytest.approx(2 * (workers - 1) / workers * 20e6 / 59.8e6, rel=1e-3)
+    bounds = configuration.bounds(profile.compute_seconds)
+    longest = max(profile.compute_seconds, configuration.communication_seconds)
+    assert longest < bounds["any order"] <= bounds["barrier"] < longest * 2.0
+    assert bounds["norm clipping"] >= bounds["any order"] * (1 - 1e-12)
+
+
+def test_layers_keep_their_shares() -> None:
+    original = network_profile("vgg16")
+    small = scaled(original, parameter_bytes=1_000_000, compute_seconds=0.3)
+    assert small.compute_seconds == pytest.approx(0.3)
+    for layer, whole in zip(small.layers, original.layers, strict=True):
+        share = whole.parameter_bytes / original.parameter_bytes
+        assert layer.parameter_bytes == pytest.approx(1e6 * share, abs=4)
+        assert layer.forward_seconds * original.compute_seconds == pytest.approx(whole.forward_seconds * 0.3)
+    parameters = sum(p.numel() for p in EmulatedModel(small).parameters())
+    assert 4 * parameters == small.parameter_bytes

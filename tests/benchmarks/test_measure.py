@@ -1,0 +1,46 @@
+"""A measurement on loopback, from end to end; and one whose ranks fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.measure import MeasurementFailed, measure
+from benchmarks.report import Cell, draw, save, show
+
+CONTENDERS = ["alone", "ddp", "bytescheduler, as ddp"]
+
+
+def test_contenders_are_measured_in_turn(tmp_path: Path) -> None:
+    turns: list[str] = []
+    small = {"emulated": {"network": "uniform", "ratio": 1.0, "workers": 2, "mbit": 8000.0, "megabytes": 0.5}}
+    found = measure(small, CONTENDERS, workers=2, mbit=None, steps=2, rounds=2, on_contender=turns.append)
+    assert turns == CONTENDERS * 2
+    assert all(len(found[name].seconds) == 4 and len(found[name].round_medians) == 2 for name in CONTENDERS)
+    cell = Cell(
+        name="uniform",
+        ratio=1.0,
+        network="uniform",
+        workers=2,
+        communication_seconds=0.1,
+        bounds={"any order": 0.1, "barrier": 0.2, "norm clipping": 0.1},
+        measured=found,
+    )
+    assert cell.best_ddp == "ddp"
+    console = Console(record=True, width=100)
+    show(console, cell)
+    assert "× bound" in console.export_text()
+    save(tmp_path / "result.json", [cell])
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert kept["cells"][0]["measured"]["ddp"]["seconds"] == found["ddp"].seconds
+    assert kept["machine"]["torch"]
+    draw(tmp_path / "result.png", [cell])
+    assert (tmp_path / "result.png").stat().st_size > 1000
+
+
+def test_ranks_that_fail_are_an_error() -> None:
+    with pytest.raises(MeasurementFailed, match="ended with codes"):
+        measure({"model": "none"}, ["ddp"], workers=2, mbit=None, steps=1, rounds=1, on_contender=lambda _: None)
