@@ -242,6 +242,7 @@ class ByteSchedulerStrategy(DDPStrategy):
         finally:
             self._release()
             super().teardown()
+            self._failed = False  # what is asked of the ranks from here on is the user's affair, as with DDP
 
     def _release(self) -> None:
         for handle in self._optimizer_handles:
