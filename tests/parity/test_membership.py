@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import ASGD, AdamW
 
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.gate_models import Conditional, PartlyFrozen, WithUnused
@@ -86,6 +86,30 @@ def test_layer_used_by_one_rank_only(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(DiffersByRank, optimizer=adamw), steps=STEPS, ddp=UNUSED)
     # What has a gradient in the first step and was not used there looks as if it had been read unseen.
     assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("optimizer", [adamw, partial(ASGD, lr=0.05, t0=5)], ids=["AdamW", "ASGD"])
+def test_state_made_in_the_forward_pass_is_of_the_steps_own_type(
+    two_ranks: RankPool, precision: str, optimizer: Any
+) -> None:
+    """Lightning changes the default type for the forward pass, where a layer's first step may be taken."""
+    recipe = Recipe(
+        model=partial(Conditional, optimizer=optimizer), steps=STEPS, ddp=UNUSED, trainer={"precision": precision}
+    )
+    assert_same_as_ddp(two_ranks, recipe, network="late")
+
+
+class Unreduced(Tower):
+    """Has DDP leave a layer alone; each rank steps its own."""
+
+    _ddp_params_and_buffers_to_ignore = ("layers.1.weight", "layers.1.bias")
+
+
+def test_parameters_ddp_is_told_to_ignore(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Unreduced, optimizer=adamw), steps=STEPS)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=only_buckets_step)
+    assert not torch.equal(ddp[0].weights["layers.1.weight"], ddp[1].weights["layers.1.weight"])
 
 
 def test_layer_used_now_and_then_with_accumulated_gradients(two_ranks: RankPool) -> None:
