@@ -81,7 +81,7 @@ def _sent_bytes(interface: str) -> int:
 def main(folder: str, seconds: str) -> None:
     torch.set_num_threads(1)
     counter = CountBytes()
-    strategy = ByteSchedulerStrategy(timeline=f"{folder}/trace.json")
+    strategy = ByteSchedulerStrategy(timeline=f"{folder}/trace.json", mode="overlapped")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

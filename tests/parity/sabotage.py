@@ -23,7 +23,7 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
-from lightning_bytescheduler.strategies import byte_scheduler as strategy_module
+from lightning_bytescheduler.strategies import planning as planning_module
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
@@ -152,7 +152,7 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
-    with patch.object(strategy_module, "optimizer_reasons", lambda _: []):
+    with patch.object(planning_module, "optimizer_reasons", lambda _: []):
         yield
 
 

@@ -82,7 +82,9 @@ def test_synchronised_batch_norm_is_refused_on_a_cpu_by_torch(two_ranks: RankPoo
 def test_sizes_of_its_own_accord(two_ranks: RankPool) -> None:
     """With the sizes that follow from model and link, all of a small model is one bucket."""
     recipe = Recipe(model=partial(Encoder, optimizer=adamw), steps=STEPS)
-    assert_same_as_ddp(two_ranks, recipe, options={}, broken=partial(no_gate_on, names=("last.bias",)))
+    assert_same_as_ddp(
+        two_ranks, recipe, options={"mode": "overlapped"}, broken=partial(no_gate_on, names=("last.bias",))
+    )
 
 
 def test_a_deep_network(two_ranks: RankPool) -> None:
