@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import link_probe
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.tuning.link import LinkEstimate
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, let_go
 
 
 class Link:
@@ -55,6 +55,7 @@ def probe_on(rank: int) -> LinkEstimate:
         group = dist.new_group(backend="gloo")
         return probe_link(group, torch.device("cpu"))
     finally:
+        let_go()
         dist.destroy_process_group()
 
 

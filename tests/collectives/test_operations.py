@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import operations
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import shard_of, shards_over
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, let_go
 
 SIZES = (1, 2, 3, 5, 8, 1000)
 KINDS = (torch.float32, torch.float64, torch.bfloat16)
@@ -89,6 +89,7 @@ def run_operations(rank: int, world_size: int) -> list[str]:
             wrong.append("exchange")
     finally:
         assert thread.stop(5.0)
+        let_go()
         dist.destroy_process_group()
     return wrong
 

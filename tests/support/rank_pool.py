@@ -26,12 +26,21 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-__all__ = ["RankPool", "RanksFailed"]
+__all__ = ["RankPool", "RanksFailed", "let_go"]
 
 _PRELOADED = ["lightning.pytorch", "torch.distributed"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
 _GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
 _STOP_S = 5.0
+
+
+def let_go() -> None:
+    """Give gloo's threads a moment to drop the last collective, before its group goes.
+
+    With torch 2.6 a group that is destroyed in the same instant can hang: one of its threads wants the GIL to drop a
+    tensor, and whoever destroys the group holds it.
+    """
+    time.sleep(0.1)
 
 
 class RanksFailed(AssertionError):
