@@ -134,9 +134,13 @@ def test_a_compiled_method_reads_its_own_modules_parameters_unseen() -> None:
     assert unseen_parameters(model) == {id(p) for p in model[1].parameters()}
 
 
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
 def test_a_compiled_function_that_is_handed_all_it_reads_is_no_reason() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2))
-    model.loss = torch.compile(lambda outputs, targets: (outputs - targets).square().mean(), backend="eager")
+    model.loss = torch.compile(squared_error, backend="eager")
     assert unseen_parameters(model) == set()
 
 
