@@ -134,7 +134,7 @@ class CompletionThread:
             for work in works:
                 if self._stopping.is_set():
                     return False
-                work.wait()
+                work.wait()  # ends with the group's timeout, or when stop() breaks the group's connections
         except RuntimeError:
             if self._stopping.is_set():
                 return False

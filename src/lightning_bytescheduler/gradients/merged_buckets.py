@@ -25,13 +25,9 @@ class MergedBuckets:
     Args:
         group: The scheduler's data group.
         device: Where gradients live.
-
-    Attributes:
-        sent: Bytes of all that was reduced.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.sent = 0
         self._group = group
         self._scale = 1.0 / group.size()
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
@@ -61,7 +57,6 @@ class MergedBuckets:
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self.sent += self._waiting_bytes
         self._waiting_bytes = 0
         buffers = [buffer for buffer, _ in waiting]
         torch._foreach_mul_(buffers, self._scale)

@@ -18,7 +18,7 @@ from lightning_bytescheduler.gradients.eligibility import model_reasons, optimiz
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.step_deferral import scales_losses, steps_plainly
 
-__all__ = ["make_plan", "names_of"]
+__all__ = ["make_plan"]
 
 
 def make_plan(
@@ -70,11 +70,11 @@ def make_plan(
         steps="overlapped",
         gradients="reduce-scatter" if needed_by else "all-reduce",
         norm_needed_by=needed_by,
-        gated_at_start=names_of(module, unseen),
+        gated_at_start=_names_of(module, unseen),
     )
 
 
-def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
+def _names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
     """Names of the parameters with these ids."""
     ids = set(parameters)
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
