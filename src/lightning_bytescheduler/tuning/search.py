@@ -112,13 +112,16 @@ def propose(
     errors = [merged[point][1] / merged[point][0] for point in tried]
     near = [point for point, target in zip(tried, targets, strict=True) if target >= -_NOT_BAD]
     near = near or [max(zip(targets, tried, strict=True), key=lambda entry: entry[0])[1]]
-    candidates = [
-        point
+    away = {
+        point: min(distance(point, other) for other in near)
         for point in space.points(octaves=_OCTAVES)
-        if point not in merged and any(distance(point, other) <= _REACH for other in near)
-    ]
-    if not candidates:
+        if point not in merged
+    }
+    if not away:
         return Proposal(None, 0.0, 0.0)
+    # All that was tried may be outside the space, or on the far side of a gap in it.
+    reach = max(_REACH, min(away.values()) + _OCTAVES)
+    candidates = [point for point, octaves in away.items() if octaves <= reach]
     limit = math.log1p(affordable) if affordable > 0 else 0.0
     ceiling = -math.log(plain_ddp_seconds / best) if plain_ddp_seconds is not None else -math.inf
     gains, probably_lost = _improvements(space, tried, targets, errors, candidates, ceiling)

@@ -99,6 +99,23 @@ class SearchSpace:
         most = max(min(most, whole), least)
         return cls(credits=(least, most), partitions=(low, high))
 
+    def including(self, point: TuningPoint) -> SearchSpace:
+        """This space, made large enough for a point that measurements of the link suggest.
+
+        The published ranges come from fast networks. Where links are slow, starting a message costs so little beside
+        its bytes that smaller partitions than theirs are better.
+
+        Raises:
+            OptionError: If the point is plain DDP.
+        """
+        credit, partition = point.sizes
+        partitions = self.partitions
+        if self.tunes_partitions:
+            partitions = (min(partitions[0], partition), max(partitions[1], partition))
+        return SearchSpace(
+            credits=(min(self.credits[0], credit), max(self.credits[1], credit)), partitions=partitions
+        )
+
     @property
     def tunes_partitions(self) -> bool:
         """Whether there is more than one partition size."""
