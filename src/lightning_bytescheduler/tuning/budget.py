@@ -5,7 +5,8 @@ search began, and from the start to that share of the first few hundred: with 2%
 That is little. A point that doubles the step time costs one of the ten at each step, and four steps pass before it is
 left for good reason: the one in which it comes into force, two that are measured, and the one in which the change back
 comes into force. So points that are expected to be far off are not tried before it is affordable, and when there is
-nothing affordable to try, training goes on with the best that is known until there is.
+nothing affordable to try, training goes on with the best that is known until there is. What no account can prevent is
+that a point turns out far slower than expected when little is left: the steps until this is noticed are lost.
 """
 
 from __future__ import annotations

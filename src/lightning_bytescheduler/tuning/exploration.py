@@ -111,10 +111,11 @@ class Exploration:
         if steps < self._ask_at:
             return Plan()
         affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
+        # A prediction may be wrong, so this also holds for what the search proposes.
+        if affordable < _UNKNOWN_LOSS:
+            self._ask_at = steps + _ASK_AGAIN
+            return Plan()
         if self._queue:
-            if affordable < _UNKNOWN_LOSS:
-                self._ask_at = steps + _ASK_AGAIN
-                return Plan()
             return Plan(*self._queue.pop(0))
         self._future = self._asked(affordable)
         return self._take(steps) if self._future.done() else Plan()

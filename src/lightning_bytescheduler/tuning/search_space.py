@@ -112,9 +112,7 @@ class SearchSpace:
         partitions = self.partitions
         if self.tunes_partitions:
             partitions = (min(partitions[0], partition), max(partitions[1], partition))
-        return SearchSpace(
-            credits=(min(self.credits[0], credit), max(self.credits[1], credit)), partitions=partitions
-        )
+        return SearchSpace(credits=(min(self.credits[0], credit), max(self.credits[1], credit)), partitions=partitions)
 
     @property
     def tunes_partitions(self) -> bool:
