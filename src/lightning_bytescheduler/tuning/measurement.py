@@ -49,7 +49,7 @@ class StepTime:
         ordered = sorted(samples)
         # Of an even number the lower of the middle two: one of two, or two of four, may be disturbed.
         seconds = statistics.median_low(ordered)
-        scale = _CONSISTENT * statistics.median(abs(sample - seconds) for sample in ordered)
+        scale = _CONSISTENT * statistics.median_low(abs(sample - seconds) for sample in ordered)
         noise = usual_noise if len(ordered) < _TRUSTED else 0.0
         scale = max(scale, seconds * max(_LEAST_SCALE, noise))
         return cls(seconds, _MEDIAN_ERROR * scale / math.sqrt(len(ordered)), scale, len(ordered))

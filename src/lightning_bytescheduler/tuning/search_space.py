@@ -87,7 +87,7 @@ class SearchSpace:
         whole = _aligned(parameters, up=True)
 
         low, high = _PARTITIONS[architecture]
-        high = min(high, whole)
+        high = min(_aligned(high), whole)
         if largest_bucket is not None:
             high = min(high, _aligned(require_whole("largest_bucket", largest_bucket, 1), up=True))
         low = min(max(_aligned(low * scale), _LEAST_PARTITION), high)
@@ -96,7 +96,7 @@ class SearchSpace:
 
         least, most = _CREDITS[architecture]
         least = max(_aligned(least * scale), low)
-        most = max(min(most, whole), least)
+        most = max(min(_aligned(most), whole), least)
         return cls(credits=(least, most), partitions=(low, high))
 
     def including(self, point: TuningPoint) -> SearchSpace:
