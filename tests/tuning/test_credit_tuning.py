@@ -113,13 +113,13 @@ def test_a_space_of_one_point() -> None:
 def test_evaluations_and_the_first_steps_after_a_change_are_not_measured() -> None:
     seconds = bowl(OPTIMUM)
     tuner = tuning(options=TuningOptions(warm_up=5, settle=2))
-    point, change = tuner.current, None
+    point, change, fresh = tuner.current, None, 0
     for step in range(3000):
         if change is not None and change.step == step:
             point, fresh = change.point, 2
             change = None
         else:
-            fresh = max(fresh - 1, 0) if step else 0
+            fresh = max(fresh - 1, 0)
         slow = step < 5 or step % 10 == 7 or fresh
         took = seconds(point) * (1.2 if slow else 1.0)
         change = tuner.note(step, took, counts=step % 10 != 7) or change
@@ -290,9 +290,9 @@ def test_a_state_that_is_none_is_refused_as_a_whole(path: str, value: object) ->
     with pytest.raises(OptionError, match="state"):
         fresh.load_state_dict(damaged(state, path, value))
     assert fresh.state_dict() == before
-    for other in (None, [], "text", {}):
+    for nothing in (None, [1], "text", {"version": 1}):
         with pytest.raises(OptionError, match="state"):
-            fresh.load_state_dict(other)
+            fresh.load_state_dict(nothing)
 
 
 # Misuse.

@@ -81,3 +81,14 @@ def test_a_search_that_fails_ends_with_the_best_so_far(monkeypatch: pytest.Monke
     failed = [entry for entry in training.tuning.entries if entry.kind == "failed"]
     assert [entry.note for entry in failed] == ["ValueError: not positive definite"]
     assert training.tuning.current == training.tuning.entries[0].point
+
+
+def test_an_executor_that_is_shut_down_ends_the_search() -> None:
+    later = Later()
+    training = Training(tuning(submit=later.submit), bowl(OPTIMUM))
+    while not later.waiting:
+        training.run(1)
+    later.waiting[0][0].cancel()
+    training.run(300)
+    assert training.tuning.is_settled
+    assert "CancelledError" in next(entry.note for entry in training.tuning.entries if entry.kind == "failed")

@@ -46,7 +46,7 @@ def test_identical_points_and_a_constant_objective() -> None:
     first = propose(SPACE, same)
     assert first.point is not None
     everywhere = [Observation(point, 0.3, 0.001) for point in GRID]
-    assert propose(SPACE, everywhere).gain_anywhere < 0.005
+    assert propose(SPACE, everywhere).gain_anywhere < 0.003
 
 
 def test_noise_does_not_pass_for_an_optimum() -> None:
@@ -114,6 +114,6 @@ def test_guesses_are_the_best_predicted_and_apart() -> None:
 def test_guesses_of_a_prediction_that_is_none() -> None:
     for nothing in (math.nan, 0.0, -1.0, None):
         with pytest.raises(OptionError, match="predicted_seconds"):
-            first_guesses(SPACE, lambda point, nothing=nothing: nothing)
+            first_guesses(SPACE, dict.fromkeys(GRID, nothing).__getitem__)
     with pytest.raises(OptionError, match="count"):
         first_guesses(SPACE, lambda point: 1.0, count=-1)

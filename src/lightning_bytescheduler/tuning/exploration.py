@@ -135,7 +135,7 @@ class Exploration:
         future: Future[Proposal] = Future()
         try:
             future.set_result(compute())
-        except (ValueError, ArithmeticError) as error:
+        except Exception as error:  # see _take
             future.set_exception(error)
         return future
 
@@ -143,8 +143,9 @@ class Exploration:
         future, self._future = self._future, None
         try:
             proposal = future.result(timeout=0) if future is not None else None
-        except (ValueError, ArithmeticError) as error:
-            # A matrix that is not positive definite, say: no reason to stop a training. Goes into the record.
+        except Exception as error:
+            # A matrix that is not positive definite, an executor that was shut down: whatever it is, no reason to stop
+            # a training. It goes into the record.
             return Plan(done=True, note=f"{type(error).__name__}: {error}")
         if proposal is None or proposal.gain_anywhere <= 0:
             return Plan(done=True)

@@ -34,7 +34,7 @@ class TuningOptions:
     steps_per_trial: int = 100
     precision: float = 0.01
     plain_ddp: bool = True
-    least_gain: float = 0.005
+    least_gain: float = 0.003
     cost_share: float = 0.02
     cost_steps: int = 500
     warm_up: int = 10

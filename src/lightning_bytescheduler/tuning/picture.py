@@ -84,13 +84,18 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
                 capsize=2,
                 label=label,
             )
-    label: str | None = "best so far"
-    for _, group in itertools.groupby(numbered, key=lambda entry: entry[1].search):
+    for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda entry: entry[1].search)):
         search = list(group)
         measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for _, entry in search]
         best = list(itertools.accumulate(measured, min))
-        ax.step([number for number, _ in search], best, where="post", color=_INK, linewidth=1.2, label=label)
-        label = None
+        ax.step(
+            [trial for trial, _ in search],
+            best,
+            where="post",
+            color=_INK,
+            linewidth=1.2,
+            label=None if number else "best so far",
+        )
         if search[0][0] > 1:
             ax.axvline(search[0][0] - 0.5, color=_RED, linewidth=1, linestyle=":")
     for index, entry in enumerate(entry for entry in record if entry.kind == "chosen"):
@@ -107,7 +112,7 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
     ax.set_title("Step time of each trial", loc="left", color=_INK)
     ax.set_xlabel("trial")
     ax.set_ylabel("step time (ms)")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.legend(frameon=False)
 
 
