@@ -21,7 +21,7 @@ def imported() -> None:
     prepare()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seen=st.lists(st.tuples(st.sampled_from(GRID), st.floats(1e-4, 100), st.floats(0, 0.5)), min_size=1, max_size=15),
     ddp=st.none() | st.floats(1e-4, 100),

@@ -40,14 +40,15 @@ from lightning_bytescheduler.tuning.identity import TuningIdentity
 from lightning_bytescheduler.tuning.measurement import StepTime, is_clearly_slower
 from lightning_bytescheduler.tuning.options import TuningOptions
 from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
-from lightning_bytescheduler.tuning.record import TrialEntry
+from lightning_bytescheduler.tuning.record import KINDS, TrialEntry
 from lightning_bytescheduler.tuning.search_space import SearchSpace
 from lightning_bytescheduler.tuning.turn import Turn
 
 __all__ = ["CreditTuning", "Decision"]
 
 _VERSION = 1
-_PLAIN = ("_last_step", "_steps", "_search", "_in_force_from", "_before", "_phase", "_kind")
+_PLAIN = ("_steps", "_search", "_before", "_phase", "_kind")
+_PHASES = ("trial", "waiting", "confirming", "settled")
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
 _WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
 _FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
@@ -362,8 +363,8 @@ class CreditTuning:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Go on where ``state_dict`` was called, if it was for the same model, workers and link, and the same space.
 
-        The first steps, ``warm_up`` of this object's, do not count again. Put ``current`` in force before the
-        first of them.
+        Put ``current`` in force before the next step; steps may be numbered anew from there. The first ones,
+        ``warm_up`` of this object's, do not count.
 
         Returns:
             Whether the state was used; if not, nothing was changed.
@@ -381,6 +382,10 @@ class CreditTuning:
             credit, partition = state["current"]
             current = TuningPoint(credit=credit, partition_size=partition)
             plain = {name: state[name.lstrip("_")] for name in _PLAIN}
+            if plain["_phase"] not in _PHASES or plain["_kind"] not in KINDS:
+                raise ValueError(f"phase {plain['_phase']!r}, kind {plain['_kind']!r}")
+            require_whole("steps", plain["_steps"], 0)
+            require_whole("search", plain["_search"], 0)
             turn = Turn.from_state_dict(state["turn"])
             confirmation = state["confirmation"] and Confirmation.from_state_dict(state["confirmation"])
             drift = state["drift"] and DriftDetector.from_state_dict(state["drift"])
@@ -392,4 +397,5 @@ class CreditTuning:
             setattr(self, name, value)
         self._current, self._turn, self._confirmation, self._drift = current, turn, confirmation, drift
         self._budget.lost = lost_seconds
+        self._last_step, self._in_force_from = -1, 0
         return True
