@@ -52,7 +52,7 @@ def test_the_budget_also_holds_where_everything_else_is_far_worse() -> None:
     def cliff(point: TuningPoint) -> float:
         return 0.3 if point == START else 0.6
 
-    for seed in range(5):
+    for seed in range(3):
         training = Training(tuning(), cliff, seed=seed, outliers=0.0).run(500)
         assert sum(training.seconds) - 500 * 0.3 <= 0.02 * 500 * 0.3
         training.run(6000, until_settled=True)
@@ -181,7 +181,7 @@ def test_searches_follow_each_other_slowly_on_a_link_that_never_rests() -> None:
     random_ = random.Random(0)
     training, slower = settled()
     start = training.step
-    for _ in range(30):
+    for _ in range(15):
         slower[0] = random_.choice([0.5, 1.0, 2.0])
         training.run(100)
     searches = {entry.search for entry in training.tuning.entries}
@@ -211,7 +211,7 @@ def test_a_crash_at_any_step_changes_no_decision() -> None:
         whole.run(1)
         pieces.run(1)
         state = json.loads(json.dumps(pieces.tuning.state_dict()))
-        if step % 7 == 0 or step > 650:  # all phases, affordably
+        if step % 3 == 0:
             resumed = tuning()
             assert resumed.load_state_dict(state)
             assert resumed.current == pieces.tuning.current

@@ -8,17 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint, first_guesses, prepare
+from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint, first_guesses
 from lightning_bytescheduler.tuning.first_guesses import distance
 from lightning_bytescheduler.tuning.search import Observation, propose
 from tests.tuning.training import SPACE, START
 
 GRID = SPACE.points(octaves=1.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    prepare()
 
 
 @settings(max_examples=25, deadline=None)

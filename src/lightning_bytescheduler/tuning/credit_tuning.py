@@ -77,7 +77,7 @@ class CreditTuning:
         guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes.
         options: Limits.
         submit: Computes proposals elsewhere, such as an executor's ``submit``; whoever owns the executor ends it. By
-            default they are computed in ``note``, in some tens of milliseconds.
+            default they are computed in ``note``, in about ten milliseconds.
 
     Raises:
         OptionError: If ``start`` is plain DDP, a guess is outside the space, or partitions are not tuned and

@@ -13,7 +13,7 @@ The search itself is the package ``bayesian-optimization``'s, with four things s
   far from what was measured, and only where the time that a trial would probably lose is affordable.
 
 The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A
-call after that takes some tens of milliseconds.
+call after that takes about ten milliseconds of a processor.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Proposal:
     Attributes:
         point: It, or ``None`` if nothing is affordable.
         gain: Expected improvement, as a share of the best step time, of this point.
-        gain_anywhere: The same of the best point that is not affordable or that is; how much there is left to win.
+        gain_anywhere: The same of the most promising point of all, affordable or not.
     """
 
     point: TuningPoint | None
