@@ -1,0 +1,88 @@
+"""The fastest few, measured again in turns before one is chosen.
+
+The fastest of many noisy measurements is fast in part by luck, and the machine may have drifted between the first
+trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_bytescheduler.tuning.measurement import StepTime
+from lightning_bytescheduler.tuning.point import TuningPoint
+
+__all__ = ["TURN_STEPS", "Confirmation"]
+
+TURN_STEPS = 6
+"""Measured steps of a turn."""
+
+_ROUNDS = 4
+_WORTH_IT = 0.99  # of plain DDP's time; a tie goes to DDP, which has fewer moving parts
+
+
+class Confirmation:
+    """Whose turn it is, and who wins.
+
+    Args:
+        points: Which to measure, the fastest so far first.
+    """
+
+    def __init__(self, points: Sequence[TuningPoint]) -> None:
+        self._points = tuple(points)
+        self._turns_taken = 0
+        self._samples: list[list[float]] = [[] for _ in self._points]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all turns were taken; a lone point needs none."""
+        return len(self._points) < 2 or self._turns_taken >= _ROUNDS * len(self._points)
+
+    @property
+    def point(self) -> TuningPoint:
+        """Whose turn it is."""
+        return self._points[self._index]
+
+    @property
+    def _index(self) -> int:
+        lap, position = divmod(self._turns_taken, len(self._points))
+        return position if lap % 2 == 0 else len(self._points) - 1 - position
+
+    def take(self, samples: Sequence[float]) -> None:
+        """Take down the steps of this turn, and go on to the next."""
+        self._samples[self._index] += samples
+        self._turns_taken += 1
+
+    def times(self) -> dict[TuningPoint, StepTime]:
+        """What was measured here, so far."""
+        return {
+            point: StepTime.of(samples) for point, samples in zip(self._points, self._samples, strict=True) if samples
+        }
+
+    def winner(self) -> TuningPoint:
+        """The fastest point, of those that were all measured as often; the one that was fastest before otherwise."""
+        times = self.times()
+        if len(times) < len(self._points):
+            return self._points[0]
+        return preferred({point: time.seconds for point, time in times.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "points": [[point.credit, point.partition_size] for point in self._points],
+            "turns_taken": self._turns_taken,
+            "samples": [list(samples) for samples in self._samples],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Confirmation:
+        """Go on from ``state_dict()``."""
+        made = cls([TuningPoint(credit=credit, partition_size=partition) for credit, partition in state["points"]])
+        made._turns_taken = state["turns_taken"]
+        made._samples = [list(samples) for samples in state["samples"]]
+        return made
+
+
+def preferred(seconds: dict[TuningPoint, float]) -> TuningPoint:
+    """The fastest point; plain DDP if nothing is worth leaving it for."""
+    return min(seconds, key=lambda point: seconds[point] * (_WORTH_IT if point.is_plain_ddp else 1.0))

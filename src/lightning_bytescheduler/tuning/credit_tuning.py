@@ -1,0 +1,401 @@
+"""Tunes credit and partition size while a training runs: what to change, and before which step.
+
+One rank tunes, by its own clock, and says `Decision(step, point)`: from that step on, the point is in force. Every
+rank must put it in force before the *same* step. The partition size and plain DDP say which messages a step consists
+of; if one rank cut a bucket of step 100 into four pieces and another into two, the first piece of one would be added to
+twice as much of the other, or both would wait for messages that never come. The credit only says how many messages
+may be in flight; where one rank decides the order of launches for all, its own credit is the one that matters. So a
+decision has to reach all ranks before the step it names: ``lead`` steps after the one in which it is made. How it
+travels is not decided here. It may come with what ranks exchange before the first gradient of step ``k + 1`` is ready;
+if it cannot, ``lead`` is made larger, and the steps in between are still steps at the old point.
+
+A search is four things, one after the other.
+
+1. *Exploration*: the point in force is measured, then plain DDP, guesses from outside, and points that the search
+   proposes, until the trials are used up or nothing promises enough. A trial ends when its step time is known precisely
+   enough, when it is clearly slower than the best, or when it costs too much. While there is nothing affordable to
+   try, or a proposal is being computed elsewhere, training goes on with the best point.
+2. *Confirmation*: the best few are measured again in turns.
+3. *Settled*: the winner stays in force. Steps are watched.
+4. When the step time has drifted for good, the next search starts from the point in force; not before the last one
+   began so many steps ago that both together stay within what may be lost.
+
+Pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the same decisions,
+also through `state_dict` and `load_state_dict` at any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.tuning.budget import TimeBudget
+from lightning_bytescheduler.tuning.checks import require_not_negative, require_positive, require_whole
+from lightning_bytescheduler.tuning.confirmation import TURN_STEPS, Confirmation
+from lightning_bytescheduler.tuning.drift import DriftDetector
+from lightning_bytescheduler.tuning.exploration import Exploration, Submit
+from lightning_bytescheduler.tuning.identity import TuningIdentity
+from lightning_bytescheduler.tuning.measurement import StepTime, is_clearly_slower
+from lightning_bytescheduler.tuning.options import TuningOptions
+from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
+from lightning_bytescheduler.tuning.record import KINDS, TrialEntry
+from lightning_bytescheduler.tuning.search_space import SearchSpace
+from lightning_bytescheduler.tuning.turn import Turn
+
+__all__ = ["CreditTuning", "Decision"]
+
+_VERSION = 1
+_PLAIN = ("_steps", "_search", "_before", "_phase", "_kind")
+_PHASES = ("trial", "waiting", "confirming", "settled")
+_LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
+_WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
+_FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change.
+
+    Attributes:
+        step: The first step at the point.
+        point: What to put in force on all ranks before that step.
+    """
+
+    step: int
+    point: TuningPoint
+
+
+class CreditTuning:
+    """Decides, step by step.
+
+    Args:
+        space: Where to look.
+        start: The point in force when training starts; not plain DDP. It need not be in the space.
+        identity: What the results hold for.
+        guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes.
+        options: Limits.
+        submit: Computes proposals elsewhere, such as an executor's ``submit``; whoever owns the executor ends it. By
+            default they are computed in ``note``, in about ten milliseconds.
+
+    Raises:
+        OptionError: If ``start`` is plain DDP, a guess is outside the space, or partitions are not tuned and
+            ``start`` has another size than the space.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        start: TuningPoint,
+        identity: TuningIdentity,
+        guesses: Sequence[TuningPoint] = (),
+        options: TuningOptions | None = None,
+        submit: Submit | None = None,
+    ) -> None:
+        _, partition = start.sizes
+        if not space.tunes_partitions and partition != space.partitions[0]:
+            raise OptionError("start", start, f"with the partition size {space.partitions[0]}, which is not tuned")
+        for guess in guesses:
+            if guess not in space:
+                raise OptionError("guesses", guess, f"within {space}")
+        self._space = space
+        self._start = start
+        self._guesses = tuple(guesses)
+        self._identity = identity
+        self._options = options or TuningOptions()
+        self._submit = submit
+        self._entries: list[TrialEntry] = []
+        self._last_step = -1
+        self._warm_up_left = self._options.warm_up
+        self._search = 0
+        self._begin_search(start)
+
+    @property
+    def current(self) -> TuningPoint:
+        """The point in force, or to be put in force by the last decision. After a resume: what to start with."""
+        return self._current
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a choice was made that holds until the step time drifts."""
+        return self._phase == "settled"
+
+    @property
+    def entries(self) -> tuple[TrialEntry, ...]:
+        """All that happened since this object was made, in order: for loggers and the record."""
+        return tuple(self._entries)
+
+    @property
+    def lost_seconds(self) -> float:
+        """What this search has cost so far, against the best that was known."""
+        return self._budget.lost
+
+    def note(self, step: int, seconds: float, *, counts: bool = True) -> Decision | None:
+        """Take down how long a step took.
+
+        Args:
+            step: Its number; larger than the one before.
+            seconds: From the start of this step to the start of the next.
+            counts: False for a step with an evaluation, a checkpoint or the like in it.
+
+        Returns:
+            What to put in force on all ranks, or ``None`` to go on as it is.
+
+        Raises:
+            OptionError: If the step is not larger than the one before, or ``seconds`` is not a finite number above 0.
+        """
+        require_whole("step", step, self._last_step + 1)
+        require_positive("seconds", seconds)
+        self._last_step = step
+        if self._warm_up_left:
+            self._warm_up_left -= 1
+            return None
+        self._steps += 1
+        if step < self._in_force_from:
+            if counts:
+                self._lose(seconds)  # still at the point that the last decision left
+            return None
+        measured = self._turn.note(seconds, counts=counts)
+        if self._phase == "trial":
+            return self._end_trial() if self._trial_is_over() else None
+        if self._phase == "confirming":
+            return self._end_turn() if len(self._turn.samples) >= TURN_STEPS else None
+        return self._watch(seconds, measured=measured)
+
+    # Exploration.
+
+    def _begin_search(self, in_force: TuningPoint) -> None:
+        options = self._options
+        wanted = [in_force, *([PLAIN_DDP] if options.plain_ddp else []), self._start, *self._guesses]
+        self._steps = 0  # since the search began
+        self._budget = TimeBudget(share=options.cost_share, first_steps=options.cost_steps)
+        self._exploration = Exploration(
+            self._space,
+            first=list(dict.fromkeys(wanted)),
+            budget=self._budget,
+            options=options,
+            submit=self._submit,
+        )
+        self._confirmation: Confirmation | None = None
+        self._drift: DriftDetector | None = None
+        self._phase, self._kind = "trial", "start"
+        self._before: float | None = None  # step time at the point before
+        self._current = in_force
+        self._in_force_from = 0
+        self._turn = Turn(settle=0)
+        self._exploration.plan(0)
+
+    def _next_trial(self) -> Decision | None:
+        plan = self._exploration.plan(self._steps)
+        best = self._exploration.best
+        if plan.note and best is not None:
+            self._enter("failed", best.point, best.step_time, note=plan.note)
+        if plan.done:
+            return self._confirm()
+        if plan.point is not None:
+            self._phase, self._kind = "trial", plan.kind
+            return self._go_to(plan.point)
+        if best is None or self._phase == "waiting":
+            return None
+        self._phase = "waiting"
+        self._drift = DriftDetector(best.step_time)
+        return self._go_to(best.point)
+
+    def _trial_is_over(self) -> bool:
+        turn, options, best = self._turn, self._options, self._exploration.best
+        steps, time = len(turn.samples), turn.time(usual_noise=self._exploration.usual_noise)
+        if time is None:
+            return False
+        if steps >= options.steps_per_trial:
+            return True
+        if best is None:
+            return steps >= _FIRST_LEAST_STEPS and time.error <= options.precision / 2 * time.seconds
+        precise = steps >= _LEAST_STEPS and time.error <= options.precision * time.seconds
+        return precise or is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)
+
+    def _is_too_costly(self, best_seconds: float) -> bool:
+        """Whether another step, and those until a change is in force, would cost more than may be lost."""
+        another = (1 + self._options.lead) * self._turn.loses_each_step(best_seconds)
+        left = self._exploration.left_seconds(self._steps)
+        return another > 0 and self._turn.lost(best_seconds, before_seconds=self._before) + another > left
+
+    def _end_trial(self) -> Decision | None:
+        turn, best = self._turn, self._exploration.best
+        time = turn.time(usual_noise=self._exploration.usual_noise)
+        if time is None:
+            return None
+        outcome = "measured"
+        if best is not None and (is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)):
+            outcome = "abandoned"
+        lost = self._close_turn()
+        self._exploration.take(self._enter(self._kind, self._current, time, outcome=outcome, lost_seconds=lost))
+        return self._next_trial()
+
+    # Confirmation.
+
+    def _confirm(self) -> Decision | None:
+        self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
+        self._phase = "confirming"
+        return self._choose() if self._confirmation.is_done else self._go_to(self._confirmation.point)
+
+    def _end_turn(self) -> Decision | None:
+        confirmation, best = self._confirmation, self._exploration.best
+        if confirmation is None or best is None:
+            return None
+        confirmation.take(self._turn.samples)
+        self._close_turn()
+        left = self._budget.left(steps=self._steps, step_seconds=best.step_seconds)
+        if confirmation.is_done or left <= 0:
+            return self._choose()
+        return self._go_to(confirmation.point)
+
+    def _choose(self) -> Decision | None:
+        confirmation = self._confirmation
+        if confirmation is None:
+            return None
+        again = confirmation.times()
+        for point, time in again.items():
+            self._enter("confirm", point, time)
+        chosen = confirmation.winner()
+        # Not what was measured now: if the machine has changed since the trials, they are of no use, and this is how
+        # it comes out.
+        explored = next(entry.step_time for entry in self._exploration.contenders() if entry.point == chosen)
+        self._enter("chosen", chosen, again.get(chosen, explored))
+        self._confirmation = None
+        self._phase = "settled"
+        self._drift = DriftDetector(explored)
+        return self._go_to(chosen)
+
+    # Settled, or waiting.
+
+    def _watch(self, seconds: float, *, measured: bool) -> Decision | None:
+        """At the best point known: look for a drift, and for something to try."""
+        del self._turn.samples[:-_WATCHED]
+        if measured and self._drift is not None:
+            drifted = self._drift.note(seconds)
+            # Not before: what two searches lose must stay within what may be lost in their steps.
+            if drifted and self._steps >= self._options.cost_steps:
+                return self._search_again()
+        return self._next_trial() if self._phase == "waiting" else None
+
+    def _search_again(self) -> Decision | None:
+        here = self._turn.time()
+        if here is not None:
+            self._enter("drift", self._current, here)
+        self._search += 1
+        self._begin_search(self._current)
+        return None
+
+    # Changes.
+
+    def _go_to(self, point: TuningPoint) -> Decision | None:
+        self._close_turn()
+        if point == self._current:
+            self._turn = Turn(settle=0)
+            return None
+        self._current = point
+        self._in_force_from = self._last_step + self._options.lead
+        self._turn = Turn(settle=self._options.settle)
+        return Decision(self._in_force_from, point)
+
+    def _close_turn(self) -> float:
+        """Account for what the steps at this point have lost; once."""
+        time, best = self._turn.time(), self._exploration.best
+        lost = 0.0
+        if best is not None and self._phase != "settled":
+            lost = self._turn.lost(best.step_seconds, before_seconds=self._before)
+            self._budget.lose(lost)
+        self._before = time.seconds if time is not None else self._before
+        self._turn = Turn(settle=0)
+        return lost
+
+    def _lose(self, seconds: float) -> None:
+        best = self._exploration.best
+        if best is not None:
+            self._budget.lose(seconds - best.step_seconds)
+
+    def _enter(
+        self,
+        kind: str,
+        point: TuningPoint,
+        time: StepTime,
+        *,
+        outcome: str = "measured",
+        lost_seconds: float = 0.0,
+        note: str = "",
+    ) -> TrialEntry:
+        entry = TrialEntry(
+            search=self._search,
+            kind=kind,
+            step=self._last_step,
+            credit=point.credit,
+            partition_size=point.partition_size,
+            step_seconds=time.seconds,
+            error_seconds=time.error,
+            noise=time.noise,
+            steps=time.steps,
+            outcome=outcome,
+            lost_seconds=lost_seconds,
+            note=note,
+        )
+        self._entries.append(entry)
+        return entry
+
+    # Resume.
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions depend on, as plain types: numbers, texts, lists and dictionaries."""
+        return {
+            "version": _VERSION,
+            "identity": self._identity.state_dict(),
+            "space": {"credits": list(self._space.credits), "partitions": list(self._space.partitions)},
+            **{name.lstrip("_"): getattr(self, name) for name in _PLAIN},
+            "current": [self._current.credit, self._current.partition_size],
+            "lost_seconds": self._budget.lost,
+            "exploration": self._exploration.state_dict(),
+            "turn": self._turn.state_dict(),
+            "confirmation": self._confirmation.state_dict() if self._confirmation is not None else None,
+            "drift": self._drift.state_dict() if self._drift is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on where ``state_dict`` was called, if it was for the same model, workers and link, and the same space.
+
+        Put ``current`` in force before the next step; steps may be numbered anew from there. The first ones,
+        ``warm_up`` of this object's, do not count.
+
+        Returns:
+            Whether the state was used; if not, nothing was changed.
+
+        Raises:
+            OptionError: If it is no state of this version's; nothing was changed.
+        """
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise OptionError("state", state, f"made by state_dict() with version {_VERSION}")
+        try:
+            identity = TuningIdentity.from_state_dict(state["identity"])
+            space = SearchSpace(**{name: tuple(bounds) for name, bounds in state["space"].items()})
+            if not identity.matches(self._identity) or space != self._space:
+                return False
+            credit, partition = state["current"]
+            current = TuningPoint(credit=credit, partition_size=partition)
+            plain = {name: state[name.lstrip("_")] for name in _PLAIN}
+            if plain["_phase"] not in _PHASES or plain["_kind"] not in KINDS:
+                raise ValueError(f"phase {plain['_phase']!r}, kind {plain['_kind']!r}")
+            require_whole("steps", plain["_steps"], 0)
+            require_whole("search", plain["_search"], 0)
+            turn = Turn.from_state_dict(state["turn"])
+            confirmation = state["confirmation"] and Confirmation.from_state_dict(state["confirmation"])
+            drift = state["drift"] and DriftDetector.from_state_dict(state["drift"])
+            lost_seconds = require_not_negative("lost_seconds", state["lost_seconds"])
+            self._exploration.load_state_dict(state["exploration"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise OptionError("state", state, f"made by state_dict() ({type(error).__name__}: {error})") from error
+        for name, value in plain.items():
+            setattr(self, name, value)
+        self._current, self._turn, self._confirmation, self._drift = current, turn, confirmation, drift
+        self._budget.lost = lost_seconds
+        self._last_step, self._in_force_from = -1, 0
+        return True

@@ -1,0 +1,191 @@
+"""Which point is tried next, and when there is nothing left to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_bytescheduler.tuning.budget import TimeBudget
+from lightning_bytescheduler.tuning.options import TuningOptions
+from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
+from lightning_bytescheduler.tuning.record import TrialEntry
+from lightning_bytescheduler.tuning.search import Observation, Proposal, propose
+from lightning_bytescheduler.tuning.search_space import SearchSpace
+
+__all__ = ["Exploration", "Plan", "Submit"]
+
+Submit = Callable[[Callable[[], Proposal]], "Future[Proposal]"]
+"""Starts a computation elsewhere, as ``concurrent.futures.Executor.submit`` does."""
+
+_UNKNOWN_LOSS = 0.25  # of the step time: what a point of which nothing is known may cost each step
+_OF_WHAT_IS_LEFT = 0.5  # one trial is not meant to use up all that may be lost
+_RESERVE = 0.2  # of what may be lost from the start: kept for measuring the best again
+_LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
+_ASK_AGAIN = 50  # steps of waiting until more may be lost
+_CONTENDERS = 3
+_CONTENDS = 0.02  # of the best step time, beside errors
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do next.
+
+    Attributes:
+        point: Where the next trial is; ``None`` to stay with the best that is known.
+        kind: Of the trial.
+        done: Whether there is nothing left to try.
+        note: Why, where the search could not go on.
+    """
+
+    point: TuningPoint | None = None
+    kind: str = ""
+    done: bool = False
+    note: str = ""
+
+
+class Exploration:
+    """The trials of one search.
+
+    Args:
+        space: Where to look.
+        first: Points to measure before the search has a say, the one in force first.
+        budget: What may be lost.
+        options: Limits.
+        submit: Computes proposals elsewhere; by default they are computed when they are asked for.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        first: Sequence[TuningPoint],
+        budget: TimeBudget,
+        options: TuningOptions,
+        submit: Submit | None = None,
+    ) -> None:
+        self._space = space
+        self._budget = budget
+        self._options = options
+        self._submit = submit
+        self._queue = [(point, "start" if index == 0 else _kind(point)) for index, point in enumerate(first)]
+        self._future: Future[Proposal] | None = None
+        self._ask_at = 0
+        self.trials: list[TrialEntry] = []
+
+    def take(self, trial: TrialEntry) -> None:
+        """Take down a trial."""
+        self.trials.append(trial)
+
+    @property
+    def best(self) -> TrialEntry | None:
+        """The fastest point that was measured to the end."""
+        measured = (trial for trial in self.trials if trial.outcome == "measured")
+        return min(measured, key=lambda trial: trial.step_seconds, default=None)
+
+    @property
+    def usual_noise(self) -> float:
+        """Of steps of this training, as a share; the median of the trials."""
+        noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
+        return noises[len(noises) // 2] if noises else 0.0
+
+    def left_seconds(self, steps: int) -> float:
+        """What may still be lost by trying points, ``steps`` after the search began."""
+        best = self.best
+        if best is None:
+            return float("inf")  # nothing is known to be better than the point in force
+        reserve = _RESERVE * self._options.cost_share * self._options.cost_steps * best.step_seconds
+        return self._budget.left(steps=steps, step_seconds=best.step_seconds) - reserve
+
+    def plan(self, steps: int) -> Plan:
+        """Say what to do, ``steps`` after the search began; asked again at each step of waiting."""
+        best = self.best
+        if best is None:
+            return Plan(*self._queue.pop(0)) if self._queue else Plan(done=True)
+        if len(self.trials) >= self._options.trials:
+            return Plan(done=True)
+        if self._future is not None:
+            return self._take(steps) if self._future.done() else Plan()
+        if steps < self._ask_at:
+            return Plan()
+        affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
+        # A prediction may be wrong, so this also holds for what the search proposes.
+        if affordable < _UNKNOWN_LOSS:
+            self._ask_at = steps + _ASK_AGAIN
+            return Plan()
+        if self._queue:
+            return Plan(*self._queue.pop(0))
+        self._future = self._asked(affordable)
+        return self._take(steps) if self._future.done() else Plan()
+
+    def _asked(self, affordable: float) -> Future[Proposal]:
+        sized = [trial for trial in self.trials if not trial.point.is_plain_ddp]
+        ddp = [trial.step_seconds for trial in self.trials if trial.point.is_plain_ddp]
+        compute = partial(
+            propose,
+            self._space,
+            [Observation(trial.point, trial.step_seconds, trial.error_seconds) for trial in sized],
+            plain_ddp_seconds=min(ddp, default=None),
+            affordable=affordable,
+        )
+        if self._submit is not None:
+            return self._submit(compute)
+        future: Future[Proposal] = Future()
+        try:
+            future.set_result(compute())
+        except Exception as error:  # see _take
+            future.set_exception(error)
+        return future
+
+    def _take(self, steps: int) -> Plan:
+        future, self._future = self._future, None
+        try:
+            proposal = future.result(timeout=0) if future is not None else None
+        except Exception as error:
+            # A matrix that is not positive definite, an executor that was shut down: whatever it is, no reason to stop
+            # a training. It goes into the record.
+            return Plan(done=True, note=f"{type(error).__name__}: {error}")
+        if proposal is None or proposal.gain_anywhere <= 0:
+            return Plan(done=True)
+        sized = {trial.point for trial in self.trials if not trial.point.is_plain_ddp}
+        least = self._options.least_gain if len(sized) >= _LEAST_POINTS else 0.0
+        if proposal.gain_anywhere < least:
+            return Plan(done=True)
+        if proposal.point is None or proposal.gain < least:
+            self._ask_at = steps + _ASK_AGAIN
+            return Plan()
+        return Plan(proposal.point, "search")
+
+    def contenders(self) -> list[TrialEntry]:
+        """The fastest point and those that may be as fast, the fastest first."""
+        best = self.best
+        if best is None:
+            return []
+        reach = best.step_seconds * (1 + _CONTENDS)
+        close = [
+            trial
+            for trial in self.trials
+            if trial.outcome == "measured" and trial.step_seconds - 2 * trial.error_seconds <= reach
+        ]
+        return sorted(close, key=lambda trial: trial.step_seconds)[:_CONTENDERS]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types. A proposal that is being computed is asked for again."""
+        return {
+            "queue": [[point.credit, point.partition_size, kind] for point, kind in self._queue],
+            "ask_at": self._ask_at,
+            "trials": [trial.state_dict() for trial in self.trials],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()``."""
+        queue = [(TuningPoint(credit=credit, partition_size=size), kind) for credit, size, kind in state["queue"]]
+        ask_at, trials = state["ask_at"], [TrialEntry(**trial) for trial in state["trials"]]
+        # From here on nothing can fail, so that a state is used as a whole or not at all.
+        self._queue, self._ask_at, self.trials, self._future = queue, ask_at, trials, None
+
+
+def _kind(point: TuningPoint) -> str:
+    return "ddp" if point == PLAIN_DDP else "guess"

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.tuning import PLAIN_DDP, LinkEstimate, TuningIdentity, TuningOptions, TuningPoint
+from lightning_bytescheduler.tuning.search_space import SearchSpace
+from tests.tuning.training import IDENTITY, OPTIONS, PARAMETERS, SPACE, START, Training, tuning
+
+FASTEST = 0.3
+OPTIMUM = TuningPoint(credit=1_048_576, partition_size=131_072)
+
+
+def bowl(optimum: TuningPoint, *, a: float = 0.03, b: float = 0.02, c: float = 0.0, ddp: float = 1.3):
+    def seconds(point: TuningPoint) -> float:
+        if point.is_plain_ddp:
+            return FASTEST * ddp
+        x, y = (math.log2(size / best) for size, best in zip(point.sizes, optimum.sizes, strict=True))
+        return FASTEST * (1 + a * x * x + b * y * y + c * x * y)
+
+    return seconds
+
+
+def random_bowl(seed: int) -> Callable[[TuningPoint], float]:
+    random_ = random.Random(1000 + seed)
+    optimum = random_.choice(SPACE.points(octaves=0.1))
+    a, b, c = (random_.uniform(low, high) for low, high in ((0.01, 0.05), (0.01, 0.05), (-0.01, 0.01)))
+    return bowl(optimum, a=a, b=b, c=c)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_noisy_function_is_solved_within_15_trials_and_the_budget(seed: int) -> None:
+    seconds = random_bowl(seed)
+    training = Training(tuning(), seconds, seed=seed)
+    training.run(500)
+    lost = sum(training.seconds) - 500 * seconds(START)
+    assert lost <= 0.02 * 500 * seconds(START)
+    training.run(2500, until_settled=True)
+    assert training.tuning.is_settled
+    assert seconds(training.tuning.current) <= 1.05 * FASTEST
+    assert training.trials <= 15
+
+
+def test_the_budget_also_holds_where_everything_else_is_far_worse() -> None:
+    """The start is the best of all, and a little way off the step takes twice as long."""
+
+    def cliff(point: TuningPoint) -> float:
+        return 0.3 if point == START else 0.6
+
+    for seed in range(3):
+        training = Training(tuning(), cliff, seed=seed, outliers=0.0).run(500)
+        assert sum(training.seconds) - 500 * 0.3 <= 0.02 * 500 * 0.3
+        training.run(6000, until_settled=True)
+        assert training.tuning.current == START
+        assert sum(training.seconds) - len(training.seconds) * 0.3 <= 0.02 * max(500, len(training.seconds)) * 0.3
+
+
+def test_what_is_said_to_be_lost_is_what_was_lost() -> None:
+    seconds = bowl(START, a=0.05, b=0.05)
+    training = Training(tuning(), seconds, noise=0.0, outliers=0.0).run(3000, until_settled=True)
+    lost = sum(training.seconds) - len(training.seconds) * seconds(START)
+    assert training.tuning.lost_seconds == pytest.approx(lost, rel=0.05, abs=0.05 * FASTEST)
+    assert lost > 0
+
+
+@pytest.mark.parametrize("ddp", [0.9, 1.0])
+def test_plain_ddp_wins_where_nothing_is_gained(ddp: float) -> None:
+    training = Training(tuning(), lambda point: 0.3 * ddp if point.is_plain_ddp else 0.3, seed=3, noise=0.005)
+    training.run(4000, until_settled=True)
+    assert training.tuning.current == PLAIN_DDP
+    assert training.point == PLAIN_DDP or training.decisions[-1].point == PLAIN_DDP
+
+
+def test_plain_ddp_is_not_tried_where_it_is_not_wanted() -> None:
+    options = TuningOptions(warm_up=0, plain_ddp=False)
+    training = Training(tuning(options=options), lambda point: 0.2 if point.is_plain_ddp else 0.3)
+    training.run(3000, until_settled=True)
+    assert not training.tuning.current.is_plain_ddp
+    assert PLAIN_DDP not in {decision.point for decision in training.decisions}
+
+
+def test_only_the_credit_moves_where_partitions_are_not_tuned() -> None:
+    space = SearchSpace.for_model(PARAMETERS, partition_size=START.partition_size)
+    seconds = bowl(TuningPoint(credit=2_000_896, partition_size=97_280), a=0.05)
+    training = Training(tuning(space), seconds, seed=1).run(3000, until_settled=True)
+    assert {e.partition_size for e in training.tuning.entries if e.credit is not None} == {START.partition_size}
+    assert seconds(training.tuning.current) <= 1.03 * FASTEST
+
+
+def test_guesses_come_first() -> None:
+    guess = SPACE.points()[40]
+    tuner = tuning(guesses=[guess])
+    Training(tuner, bowl(OPTIMUM)).run(500)
+    kinds = [(entry.kind, entry.point) for entry in tuner.entries][:3]
+    assert kinds == [("start", START), ("ddp", PLAIN_DDP), ("guess", guess)]
+
+
+def test_a_space_of_one_point() -> None:
+    one = TuningPoint(credit=1024, partition_size=1024)
+    training = Training(tuning(SearchSpace.for_model(100), one), lambda point: 0.3 if point == one else 0.5)
+    training.run(1000, until_settled=True)
+    assert training.tuning.current == one
+
+
+# Steps that do not count.
+
+
+def test_evaluations_and_the_first_steps_after_a_change_are_not_measured() -> None:
+    seconds = bowl(OPTIMUM)
+    tuner = tuning(options=TuningOptions(warm_up=5, settle=2))
+    point, change, fresh = tuner.current, None, 0
+    for step in range(3000):
+        if change is not None and change.step == step:
+            point, fresh = change.point, 2
+            change = None
+        else:
+            fresh = max(fresh - 1, 0)
+        slow = step < 5 or step % 10 == 7 or fresh
+        took = seconds(point) * (1.2 if slow else 1.0)
+        change = tuner.note(step, took, counts=step % 10 != 7) or change
+        if tuner.is_settled:
+            break
+    assert tuner.is_settled
+    for entry in tuner.entries:
+        assert entry.step_seconds == pytest.approx(seconds(entry.point), rel=1e-6), entry
+
+
+def test_decisions_lead_by_as_many_steps_as_asked_for() -> None:
+    options = TuningOptions(warm_up=0, lead=3)
+    seconds = bowl(OPTIMUM)
+    training = Training(tuning(options=options), seconds, outliers=0.0, noise=0.001).run(3000, until_settled=True)
+    for entry in training.tuning.entries:
+        assert entry.step_seconds == pytest.approx(seconds(entry.point), rel=0.01)
+    assert seconds(training.tuning.current) <= 1.03 * FASTEST
+
+
+# Drift.
+
+
+def settled(**given) -> tuple[Training, list[float]]:
+    slower = [1.0]
+    shape = bowl(OPTIMUM)
+    training = Training(tuning(**given), lambda point: slower[0] * shape(point))
+    training.run(3000, until_settled=True)
+    training.run(600)
+    assert training.tuning.is_settled
+    return training, slower
+
+
+@pytest.mark.parametrize("factor", [1.5, 0.7])
+def test_it_searches_again_when_the_step_time_has_changed_for_good(factor: float) -> None:
+    training, slower = settled()
+    slower[0] = factor
+    training.run(100)
+    assert "drift" in {entry.kind for entry in training.tuning.entries}
+    assert not training.tuning.is_settled
+    training.run(3000, until_settled=True)
+    assert training.tuning.entries[-1].kind == "chosen"
+    assert training.tuning.entries[-1].search == 1
+
+
+@pytest.mark.parametrize("blip", [1, 10, 35])
+def test_a_blip_is_no_drift(blip: int) -> None:
+    training, slower = settled()
+    decisions = len(training.decisions)
+    for _ in range(4):
+        slower[0] = 3.0
+        training.run(blip)
+        slower[0] = 1.0
+        training.run(100)
+    assert training.tuning.is_settled
+    assert len(training.decisions) == decisions
+
+
+def test_searches_follow_each_other_slowly_on_a_link_that_never_rests() -> None:
+    random_ = random.Random(0)
+    training, slower = settled()
+    start = training.step
+    for _ in range(15):
+        slower[0] = random_.choice([0.5, 1.0, 2.0])
+        training.run(100)
+    searches = {entry.search for entry in training.tuning.entries}
+    assert len(searches) <= 2 + (training.step - start) // OPTIONS.cost_steps
+
+
+def test_after_a_drift_it_finds_the_new_optimum() -> None:
+    shape = [bowl(OPTIMUM)]
+    training = Training(tuning(), lambda point: shape[0](point), seed=5).run(1500)
+    moved = bowl(TuningPoint(credit=262_144, partition_size=65_536), a=0.05)
+    shape[0] = lambda point: 2 * moved(point)
+    training.run(4000)
+    assert training.tuning.is_settled
+    assert shape[0](training.tuning.current) <= 1.05 * 2 * FASTEST
+
+
+# Resume.
+
+
+def test_a_crash_at_any_step_changes_no_decision() -> None:
+    slower = [1.0]
+    shape = bowl(OPTIMUM)
+    whole = Training(tuning(), lambda point: slower[0] * shape(point), seed=11)
+    pieces = Training(tuning(), lambda point: slower[0] * shape(point), seed=11)
+    for step in range(1200):
+        slower[0] = 1.0 if step < 700 else 1.6
+        whole.run(1)
+        pieces.run(1)
+        state = json.loads(json.dumps(pieces.tuning.state_dict()))
+        if step % 5 == 0:
+            resumed = tuning()
+            assert resumed.load_state_dict(state)
+            assert resumed.current == pieces.tuning.current
+            pieces.tuning = resumed
+    assert whole.decisions == pieces.decisions
+    assert len({entry.search for entry in whole.tuning.entries}) == 2, "a drift was part of it"
+
+
+def test_a_resumed_training_starts_tuned_and_its_first_steps_do_not_count() -> None:
+    training, _ = settled()
+    resumed = tuning(options=TuningOptions(warm_up=80))
+    assert resumed.load_state_dict(training.tuning.state_dict())
+    assert resumed.is_settled
+    assert resumed.current == training.tuning.current != START
+    for step in range(80):  # numbered anew
+        assert resumed.note(step, 9.0) is None
+    for step in range(80, 200):
+        assert resumed.note(step, bowl(OPTIMUM)(resumed.current)) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"parameters": PARAMETERS + 1},
+        {"workers": 5},
+        {"backend": "nccl"},
+        {"bytes_per_parameter": 2},
+        {"link": LinkEstimate(alpha=1e-3, beta=5e-8)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_the_state_of_another_model_or_link_is_not_used(other: dict) -> None:
+    link = LinkEstimate(alpha=1e-3, beta=1e-8)
+    values = {"parameters": PARAMETERS, "bytes_per_parameter": 4, "workers": 4, "backend": "gloo", "link": link}
+    state = Training(tuning(identity=TuningIdentity(**values)), bowl(OPTIMUM)).run(100).tuning.state_dict()
+    fresh = tuning(identity=TuningIdentity(**{**values, **other}))
+    before = fresh.state_dict()
+    assert not fresh.load_state_dict(state)
+    assert fresh.state_dict() == before
+    probed_again = LinkEstimate(alpha=1.2e-3, beta=0.9e-8)
+    assert tuning(identity=TuningIdentity(**{**values, "link": probed_again})).load_state_dict(state)
+
+
+def test_the_state_of_another_space_is_not_used() -> None:
+    state = tuning().state_dict()
+    assert not tuning(SearchSpace.for_model(PARAMETERS, partition_size=97_280)).load_state_dict(state)
+
+
+def damaged(state: dict, path: str, value: object) -> dict:
+    copy = json.loads(json.dumps(state))
+    *parents, last = path.split(".")
+    inner = copy
+    for name in parents:
+        inner = inner[name]
+    inner[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("version", 99),
+        ("identity", None),
+        ("current", [3]),
+        ("current", [5, 10]),
+        ("turn", {}),
+        ("lost_seconds", -1.0),
+        ("phase", "lost"),
+        ("kind", None),
+        ("steps", 1.5),
+        ("exploration.trials", [{"kind": "?"}]),
+        ("exploration.queue", None),
+    ],
+)
+def test_a_state_that_is_none_is_refused_as_a_whole(path: str, value: object) -> None:
+    state = Training(tuning(), bowl(OPTIMUM)).run(60).tuning.state_dict()
+    fresh = tuning()
+    before = fresh.state_dict()
+    with pytest.raises(OptionError, match="state"):
+        fresh.load_state_dict(damaged(state, path, value))
+    assert fresh.state_dict() == before
+    for nothing in (None, [1], "text", {"version": 1}):
+        with pytest.raises(OptionError, match="state"):
+            fresh.load_state_dict(nothing)
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, "1", None, True], ids=repr)
+def test_a_step_takes_some_time(seconds) -> None:
+    with pytest.raises(OptionError, match="seconds"):
+        tuning().note(0, seconds)
+
+
+def test_steps_go_on_and_on() -> None:
+    tuner = tuning()
+    tuner.note(5, 0.3)
+    for step in (5, 4, True, 6.0, None):
+        with pytest.raises(OptionError, match="step"):
+            tuner.note(step, 0.3)
+    tuner.note(9, 0.3)
+
+
+def test_starts_and_guesses_that_cannot_be() -> None:
+    with pytest.raises(OptionError, match="plain DDP has none"):
+        tuning(start=PLAIN_DDP)
+    with pytest.raises(OptionError, match="guesses"):
+        tuning(guesses=[TuningPoint(credit=1, partition_size=1)])
+    with pytest.raises(OptionError, match="guesses"):
+        tuning(guesses=[PLAIN_DDP])
+    with pytest.raises(OptionError, match="which is not tuned"):
+        tuning(SearchSpace.for_model(PARAMETERS, partition_size=65_536))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("trials", 0),
+        ("steps_per_trial", 3),
+        ("precision", 0),
+        ("precision", 1.0),
+        ("least_gain", -0.1),
+        ("cost_share", math.nan),
+        ("cost_steps", 0),
+        ("warm_up", -1),
+        ("settle", True),
+        ("lead", 0),
+        ("plain_ddp", 1),
+    ],
+)
+def test_options_that_cannot_be(option: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"^{option}="):
+        TuningOptions(**{option: value})
+
+
+def test_an_identity_is_checked() -> None:
+    assert IDENTITY.matches(IDENTITY)
+    with pytest.raises(OptionError, match="workers"):
+        TuningIdentity(parameters=1, bytes_per_parameter=4, workers=0, backend="gloo")
+    with pytest.raises(OptionError, match="backend"):
+        TuningIdentity(parameters=1, bytes_per_parameter=4, workers=1, backend=None)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
+from lightning_bytescheduler.tuning.command import RECORD_NAME, add_arguments, tuning_table
+from lightning_bytescheduler.tuning.fixed_options import fixed_options
+from lightning_bytescheduler.tuning.picture import draw_tuning
+from tests.tuning.test_credit_tuning import OPTIMUM, bowl
+from tests.tuning.training import PARAMETERS, START, Training, tuning
+
+ENTRY = TrialEntry(
+    search=0,
+    kind="start",
+    step=20,
+    credit=2048,
+    partition_size=1024,
+    step_seconds=0.3,
+    error_seconds=0.01,
+    noise=0.03,
+    steps=20,
+)
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[TrialEntry, ...]:
+    """Two searches, the second after the link has become slower."""
+    slower = [1.0]
+    shape = bowl(OPTIMUM)
+    training = Training(tuning(), lambda point: slower[0] * shape(point)).run(900)
+    slower[0] = 1.5
+    return training.run(2500).tuning.entries
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_a_record_grows_and_is_read_back(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:
+    file = tmp_path / "run" / RECORD_NAME
+    for entry in searched:
+        append_entries(file, [entry])
+    assert read_record(file) == searched
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / RECORD_NAME
+    append_entries(file, [ENTRY, replace(ENTRY, kind="ddp", credit=None, partition_size=None)])
+    whole = file.read_bytes()
+    for length in range(whole.index(b"\n") + 1, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert read_record(file) == (ENTRY,) or length == len(whole) - 1
+    file.write_bytes(whole[:40] + b"\n" + whole)
+    with pytest.raises(OptionError, match=r"tuning\.jsonl:1'"):
+        read_record(file)
+
+
+@pytest.mark.parametrize("line", ["[]", "1", "{}", '"text"', "nonsense", "\xff"])
+def test_what_is_no_record(tmp_path: Path, line: str) -> None:
+    file = tmp_path / RECORD_NAME
+    file.write_bytes(line.encode("latin-1") + b"\n")
+    with pytest.raises(OptionError, match="lines of a tuning record"):
+        read_record(file)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "?"),
+        ("outcome", ""),
+        ("step", -1),
+        ("steps", 1.5),
+        ("step_seconds", float("nan")),
+        ("noise", float("inf")),
+        ("lost_seconds", -1.0),
+        ("credit", 0),
+        ("partition_size", None),
+    ],
+)
+def test_entries_that_cannot_be(field: str, value: object) -> None:
+    with pytest.raises(OptionError):
+        replace(ENTRY, **{field: value})
+
+
+def test_the_command_lists_trials_and_says_how_to_keep_the_result(
+    tmp_path: Path, searched: tuple[TrialEntry, ...]
+) -> None:
+    append_entries(tmp_path / RECORD_NAME, searched)
+    title, rows = tuning_table(parsed(str(tmp_path)))
+    assert RECORD_NAME in title
+    chosen = searched[-1]
+    assert chosen.kind == "chosen"
+    text = dict(rows)
+    assert f"partition_size={chosen.partition_size}, credit={chosen.credit}" in text["to keep it (argument)"]
+    assert "BYTESCHEDULER_CREDIT_TUNING=0" in text["to keep it (environment)"]
+    assert len(rows) == len(searched) + 2
+    assert tuning_table(parsed(str(tmp_path / RECORD_NAME)))[1] == rows
+
+
+def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
+    file = tmp_path / RECORD_NAME
+    append_entries(file, [ENTRY, replace(ENTRY, kind="failed", note="singular")])
+    assert tuning_table(parsed(str(file)))[1][-2:] == [("", "singular"), ("chosen", "nothing yet")]
+    file.write_text("")
+    with pytest.raises(OptionError, match="at least one trial"):
+        tuning_table(parsed(str(file)))
+    with pytest.raises(FileNotFoundError):
+        tuning_table(parsed(str(tmp_path / "missing")))
+
+
+def test_options_to_paste() -> None:
+    assert fixed_options(PLAIN_DDP) == {"argument": 'ByteSchedulerStrategy(mode="ddp")'}
+    options = fixed_options(TuningPoint(credit=262_144, partition_size=65_536))
+    assert options["argument"] == "ByteSchedulerStrategy(partition_size=65536, credit=262144)"
+
+
+def test_a_picture(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    append_entries(tmp_path / RECORD_NAME, searched)
+    out = tmp_path / "new" / "search.png"
+    tuning_table(parsed(str(tmp_path), "--png", str(out)))
+    assert out.stat().st_size > 5000
+
+
+def test_pictures_of_little(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_tuning([ENTRY], tmp_path / "one.png")
+    ddp = replace(ENTRY, kind="ddp", credit=None, partition_size=None)
+    draw_tuning([ddp, replace(ddp, kind="chosen")], tmp_path / "ddp.png")
+    space = SearchSpace.for_model(PARAMETERS, partition_size=START.partition_size)
+    entries = Training(tuning(space), bowl(OPTIMUM)).run(300).tuning.entries
+    draw_tuning(entries, tmp_path / "credits.png")
+    assert len(list(tmp_path.glob("*.png"))) == 3
+    with pytest.raises(OptionError, match="out"):
+        draw_tuning([ENTRY], tmp_path / "search.nonsense")
+    with pytest.raises(OptionError, match="at least one trial"):
+        draw_tuning([replace(ENTRY, kind="chosen")], tmp_path / "none.png")

@@ -1,0 +1,105 @@
+"""Step times of simulated models on simulated links: no worse than 3% off the best of a grid."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lightning_bytescheduler.simulation import NETWORKS, LinkModel, ModelProfile, Schedule, network_profile, simulate
+from lightning_bytescheduler.tuning import (
+    PLAIN_DDP,
+    LinkEstimate,
+    SchedulerSizes,
+    SearchSpace,
+    TuningPoint,
+    default_sizes,
+    first_guesses,
+)
+from tests.tuning.training import Training, tuning
+
+LINKS = {
+    "500 Mbit/s": LinkModel(workers=4, bandwidth=500e6 / 8, latency=1e-4, overhead=2e-4),
+    "1 Gbit/s": LinkModel(workers=4, bandwidth=1e9 / 8, latency=1e-4, overhead=2e-4),
+    "20 ms round trip": LinkModel(workers=4, bandwidth=1e9 / 8, latency=1e-2, overhead=2e-4),
+}
+
+
+def sizes_for(profile: ModelProfile, link: LinkModel) -> SchedulerSizes:
+    estimate = LinkEstimate(alpha=link.overhead_seconds + link.latency_seconds, beta=link.seconds_per_byte)
+    return default_sizes(parameters=profile.parameter_bytes // 4, bytes_per_parameter=4, link=estimate)
+
+
+def step_times(profile: ModelProfile, link: LinkModel, bucket_bytes: int) -> Callable[[TuningPoint], float]:
+    @functools.cache
+    def seconds(point: TuningPoint) -> float:
+        schedule = Schedule.ddp()
+        if not point.is_plain_ddp:
+            credit, partition = point.sizes
+            schedule = Schedule.scheduled(
+                partition_bytes=4 * partition, credit_bytes=4 * credit, bucket_bytes=bucket_bytes
+            )
+        return simulate(profile, link, schedule, steps=1).step_seconds
+
+    return seconds
+
+
+def grid(space: SearchSpace) -> set[TuningPoint]:
+    """4 x 4 points, those above the diagonal moved onto it."""
+
+    def along(low: int, high: int) -> list[int]:
+        return [round(low * (high / low) ** (index / 3)) for index in range(4)]
+
+    return {
+        TuningPoint(credit=credit, partition_size=min(partition, credit))
+        for credit in along(*space.credits)
+        for partition in along(*space.partitions)
+    }
+
+
+@pytest.mark.parametrize(
+    ("network", "link", "guessing"),
+    [
+        *((network, link, False) for network in NETWORKS for link in LINKS),
+        *((network, "20 ms round trip", True) for network in NETWORKS),
+    ],
+)
+def test_within_three_percent_of_the_best_of_a_grid(network: str, link: str, guessing: bool) -> None:
+    model = LINKS[link]
+    profile = network_profile(network)
+    profile = profile.scaled_to(0.9 * profile.parameter_bytes * model.seconds_per_byte)
+    sizes = sizes_for(profile, model)
+    start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
+    space = SearchSpace.for_model(profile.parameter_bytes // 4).including(start)
+    seconds = step_times(profile, model, sizes.bucket_bytes)
+    best = min(map(seconds, {*grid(space), PLAIN_DDP}))
+    guesses: tuple[TuningPoint, ...] = ()
+    if guessing:
+        # By a prediction that is wrong by a factor of two in all of the link's properties.
+        wrong = replace(model, bandwidth=model.bandwidth / 2, latency=2 * model.latency, overhead=2 * model.overhead)
+        guesses = first_guesses(space, step_times(profile, wrong, sizes.bucket_bytes))
+    training = Training(tuning(space, start, guesses=guesses), seconds).run(500)
+    assert sum(training.seconds) <= 1.02 * 500 * seconds(start)
+    training.run(3000, until_settled=True)
+    assert training.tuning.is_settled
+    assert training.trials <= 15
+    assert seconds(training.tuning.current) <= 1.03 * best
+
+
+def test_a_link_that_is_reshaped_in_mid_run() -> None:
+    """From 1 Gbit/s to 200 Mbit/s: it ends within 5% of what is best there."""
+    profile = network_profile("resnet50").scaled_to(0.3)
+    sizes = sizes_for(profile, LINKS["1 Gbit/s"])
+    start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
+    space = SearchSpace.for_model(profile.parameter_bytes // 4).including(start)
+    slow = replace(LINKS["1 Gbit/s"], bandwidth=200e6 / 8)
+    before, after = (step_times(profile, link, sizes.bucket_bytes) for link in (LINKS["1 Gbit/s"], slow))
+    now = [before]
+    training = Training(tuning(space, start), lambda point: now[0](point)).run(800)
+    now[0] = after
+    training.run(3000)
+    assert training.tuning.is_settled
+    assert {entry.search for entry in training.tuning.entries} == {0, 1}
+    assert after(training.tuning.current) <= 1.05 * min(map(after, {*grid(space), PLAIN_DDP}))

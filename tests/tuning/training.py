@@ -1,0 +1,68 @@
+"""A training that is not there: step times from a function, with noise, outliers and whatever a test does to it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_bytescheduler.tuning import CreditTuning, Decision, TuningIdentity, TuningOptions, TuningPoint, prepare
+from lightning_bytescheduler.tuning.search_space import SearchSpace
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what old versions of SciPy and scikit-learn say when they are imported
+    prepare()
+
+PARAMETERS = 6_250_000
+IDENTITY = TuningIdentity(parameters=PARAMETERS, bytes_per_parameter=4, workers=4, backend="gloo")
+SPACE = SearchSpace.for_model(PARAMETERS)
+START = TuningPoint(credit=389_120, partition_size=97_280)
+OPTIONS = TuningOptions(warm_up=0)
+StepTimes = Callable[[TuningPoint], float]
+
+
+def tuning(space: SearchSpace = SPACE, start: TuningPoint = START, **given) -> CreditTuning:
+    return CreditTuning(space, **{"start": start, "identity": IDENTITY, "options": OPTIONS, **given})
+
+
+@dataclass
+class Training:
+    """Takes steps; decisions come into force at the step that they name."""
+
+    tuning: CreditTuning
+    step_times: StepTimes
+    seed: int = 0
+    noise: float = 0.03
+    outliers: float = 0.02
+    step: int = 0
+    seconds: list[float] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.point = self.tuning.current
+        self._next: Decision | None = None
+
+    def run(self, steps: int, *, until_settled: bool = False) -> Training:
+        for _ in range(steps):
+            if self._next is not None and self._next.step == self.step:
+                self.point, self._next = self._next.point, None
+            seconds = self.step_times(self.point)
+            self.seconds.append(seconds)
+            seen = seconds * max(1 + self.noise * self._random.gauss(0, 1), 0.5)
+            if self._random.random() < self.outliers:
+                seen *= 5
+            decision = self.tuning.note(self.step, seen)
+            if decision is not None:
+                assert decision.step > self.step
+                self.decisions.append(decision)
+                self._next = decision
+            self.step += 1
+            if until_settled and self.tuning.is_settled:
+                break
+        return self
+
+    @property
+    def trials(self) -> int:
+        return sum(entry.is_trial for entry in self.tuning.entries)
