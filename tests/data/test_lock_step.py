@@ -13,7 +13,7 @@ from lightning_bytescheduler.data.lock_step import LockStepEpoch, Stage
 from lightning_bytescheduler.exceptions import OptionError
 
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
-RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=6) | st.lists(st.just(1), min_size=1, max_size=8)
 SHORTAGES = st.sampled_from(["pad", "drop"])
 
 
@@ -115,6 +115,12 @@ def test_fewer_samples_than_ranks_are_padded_or_dropped_and_it_is_said():
     assert [samples(padded, rank) for rank in range(5)] == [[(0, 0)], [(0, 1)], [(0, 0)], [(0, 1)], [(0, 0)]]
     assert (dropped.steps, dropped.padded, dropped.dropped) == (0, 0, 2)
     assert make([2], [4] * 2, stages=dropped.after(0)).steps == 1
+
+
+def test_what_some_ranks_drop_is_left_for_others():
+    epoch = make([5], [1, 1, 1], shortage="drop")
+    assert (epoch.steps, epoch.dropped) == (1, 2)
+    assert make([5], [1, 1], stages=epoch.after(1)).left == 2
 
 
 def test_no_samples_are_no_steps():

@@ -200,7 +200,7 @@ def test_repeated_and_late_reports_change_nothing():
     grant = worker.ask().grant
     for trained in (6, 2, 6):
         assert tracker.progress(Progress(session=worker.session, grant=grant, trained=trained)).accepted
-    assert tracker.report().trained == 6
+        assert tracker.report().trained == 6
     assert tracker.done(Done(session=worker.session, grant=grant)).accepted
     assert tracker.done(Done(session=worker.session, grant=grant)).verdict is Verdict.FINISHED
     late = Progress(session=worker.session, grant=grant, trained=3)

@@ -38,6 +38,15 @@ class TrackerMachine(RuleBasedStateMachine):
         self.mail: list[tuple[str, object]] = []
         self.processes = 0
         self.saved = None
+        self.join("a", set())
+        self.join("b", set())
+
+    def worker(self, data):
+        """One of those that are there, joining first if nobody is."""
+        self.expire()
+        if not self.workers:
+            self.join("c", set())
+        return self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
 
     def expire(self):
         """Nobody's lease ends unnoticed; those who have not joined since a state was loaded did not die."""
@@ -61,20 +70,17 @@ class TrackerMachine(RuleBasedStateMachine):
             cached=tuple(f"slice{i}" for i in cached),
         )
 
-    @rule(name=NAMES, lose=st.booleans())
-    def ask(self, name, lose):
-        self.expire()
-        if name in self.workers:
-            self.workers[name].ask(lose_answer=lose)
+    @rule(data=st.data(), lose=st.booleans())
+    def ask(self, data, lose):
+        self.worker(data).ask(lose_answer=lose)
 
-    @rule(name=NAMES, samples=st.integers(1, 12), copies=st.integers(0, 2))
-    def train(self, name, samples, copies):
+    @rule(data=st.data(), samples=st.integers(1, 12), copies=st.integers(0, 2))
+    def train(self, data, samples, copies):
         """Reports are put in the mail; a report that is lost is made up for by a later one, but that a slice is done
         is repeated until it is answered."""
-        self.expire()
-        if name not in self.workers:
-            return
-        worker = self.workers[name]
+        worker = self.worker(data)
+        name = worker.name
+        worker.ask()
         if not worker.train(samples, report=False):
             return
         held = worker.held[0]
@@ -108,33 +114,30 @@ class TrackerMachine(RuleBasedStateMachine):
             if worker.held and worker.held[0].begun:
                 worker.report()
 
-    @rule(name=NAMES, noticed=st.booleans())
-    def die(self, name, noticed):
-        self.expire()
-        if self.workers.pop(name, None) is None:
-            return
+    @rule(data=st.data(), noticed=st.booleans())
+    def die(self, data, noticed):
+        name = self.worker(data).name
+        del self.workers[name]
         if noticed:
             self.tracker.release(name)
             self.deaths = True
         else:
             self.dead.add(name)
 
-    @rule(name=NAMES)
-    def leave(self, name):
-        self.expire()
-        if name in self.workers:
-            self.deliver_all([name])
-            self.workers.pop(name).leave()
+    @rule(data=st.data())
+    def leave(self, data):
+        name = self.worker(data).name
+        self.deliver_all([name])
+        self.workers.pop(name).leave()
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, LEASE]))
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, LEASE / 2]))
     def wait(self, seconds):
         self.clock.now += seconds
 
     @rule(data=st.data())
     def quarantine(self, data):
-        self.expire()
-        if self.workers and len(self.tracker.report().quarantined) < 2:
-            worker = self.workers[min(self.workers)]
+        worker = self.worker(data)
+        if len(self.tracker.report().quarantined) < 2:
             index = data.draw(st.integers(0, len(self.counts) - 1))
             self.tracker.quarantine(Quarantine(session=worker.session, key=f"slice{index}", reason="broken"))
             self.deaths = True  # its holder may train on a batch or two more, which nobody counts

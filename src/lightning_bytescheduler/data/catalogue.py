@@ -79,8 +79,7 @@ class SliceCatalogue(Sequence[Slice]):
     def __getitem__(self, index: int | slice) -> Slice | list[Slice]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if index < 0:
-            index += len(self)
+        index = range(len(self))[index]  # as a list does it, with its error
         return Slice(
             key=self._keys[index],
             url=self._urls[index],

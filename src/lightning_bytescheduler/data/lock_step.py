@@ -156,7 +156,7 @@ class LockStepEpoch:
         for rank, share in enumerate(self._shares.samples):
             start = offset + self._shares.samples_until(rank, steps)
             offset += share
-            left += self._on_line(start, min(offset, self.left))  # a repeat beyond the end is nobody's to train on
+            left += self._on_line(start, offset)  # which has no repeats: they lie beyond its end
         # Dropped samples are a matter of these ranks: others may have a step for them.
         return left + self._on_line(offset, self.left) if self.dropped else left
 
