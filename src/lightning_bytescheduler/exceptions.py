@@ -70,7 +70,7 @@ class LaunchOrderError(ByteSchedulerError, RuntimeError):
 
 
 class TrackerStateError(ByteSchedulerError, ValueError):
-    """A saved state of a slice tracker does not fit the slices that are there now, or is damaged; the message says how."""
+    """A saved state of a slice tracker does not fit the slices there are now, or is damaged; the message says how."""
 
 
 class RankFailedError(ByteSchedulerError, RuntimeError):

@@ -43,7 +43,7 @@ def test_a_slice_is_available_then_assigned_then_used():
 
 
 def test_one_worker_trains_on_each_sample_once_in_each_epoch():
-    counts, clock, trained = [3, 1, 7], Clock(), Counter()
+    counts, clock, trained = [3, 1, 7], Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(counts, clock)
     worker = Worker(tracker, "0", trained)
     for epoch in range(3):
@@ -56,7 +56,8 @@ def test_one_worker_trains_on_each_sample_once_in_each_epoch():
 def test_the_order_is_another_one_in_each_epoch_and_the_same_for_the_same_seed():
     def orders(seed, shuffle=True):
         tracker = make_tracker([1] * 50, seed=seed, shuffle=shuffle)
-        worker, found = Worker(tracker, "0", Counter()), []
+        worker = Worker(tracker, "0", Counter())
+        found: list[list[int]] = []
         for worker.epoch in (0, 1):
             found.append([])
             for _ in range(50):
@@ -120,7 +121,7 @@ def test_a_worker_gets_first_what_it_has_locally_in_the_epochs_order():
 
 
 def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
-    counts, clock, trained = [10], Clock(), Counter()
+    counts, clock, trained = [10], Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(counts, clock)
     dead = Worker(tracker, "dead", trained)
     dead.ask()
@@ -137,7 +138,7 @@ def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be()
 
 
 def test_at_most_once_only_what_was_not_begun_comes_back_from_the_dead():
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([10, 10], clock, delivery="at_most_once")
     dead = Worker(tracker, "dead", trained)
     dead.ask()
@@ -153,7 +154,7 @@ def test_at_most_once_only_what_was_not_begun_comes_back_from_the_dead():
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
 def test_who_leaves_gives_everything_back_where_it_stands(delivery):
-    counts, clock, trained = [10, 10], Clock(), Counter()
+    counts, clock, trained = [10, 10], Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(counts, clock, delivery=delivery)
     worker = Worker(tracker, "0", trained)
     worker.ask()
@@ -178,7 +179,7 @@ def test_a_silent_worker_is_taken_for_dead_and_any_message_keeps_it_alive():
 
 
 def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone():
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([10], clock, lease=10.0)
     late = Worker(tracker, "late", trained)
     late.ask()
@@ -210,7 +211,7 @@ def test_repeated_and_late_reports_change_nothing():
 
 
 def test_at_the_end_a_slice_ahead_of_the_slowest_goes_to_who_has_nothing_to_do():
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([100] * 5, clock, prefetch=2, shuffle=False)
     slow, slower, fast = (Worker(tracker, name, trained) for name in ("slow", "slower", "fast"))
     for worker in (slow, slower):
@@ -232,7 +233,7 @@ def test_at_the_end_a_slice_ahead_of_the_slowest_goes_to_who_has_nothing_to_do()
 
 
 def test_a_begin_decides_whose_slice_it_is():
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([100] * 3, clock, shuffle=False)
     busy = Worker(tracker, "busy", trained)
     for _ in range(2):
@@ -270,7 +271,7 @@ def test_nothing_is_stolen_that_would_not_be_done_sooner():
 
 
 def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([4, 4], clock)
     worker, other = Worker(tracker, "0", trained), Worker(tracker, "1", trained)
     worker.ask()
@@ -325,7 +326,7 @@ def test_an_epoch_can_be_abandoned():
 
 
 def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeated_join_does_not():
-    trained = Counter()
+    trained = Counter[tuple[str, int]]()
     tracker = make_tracker([10])
     first = Worker(tracker, "0", trained)
     first.ask()

@@ -94,7 +94,7 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver(self, data):
         self.expire()
-        name, message = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
+        _, message = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
         self.post(message)
 
     def post(self, message):

@@ -29,7 +29,7 @@ def round_trip(state):
 
 def in_mid_epoch(**options):
     """A tracker with two workers in mid-slice, one of them with slices ahead, and what was trained on."""
-    clock, trained = Clock(), Counter()
+    clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(COUNTS, clock, **options)
     workers = [Worker(tracker, name, trained) for name in "01"]
     for worker in (*workers, workers[0], workers[0]):
