@@ -15,7 +15,7 @@ def test_workers_in_threads_train_on_each_sample_once():
     tracker = make_tracker(counts)
     client = LocalTracker(tracker)
     assert client.join.__name__ in dir(TrackerClient)
-    trained = [Counter() for _ in range(4)]
+    trained = [Counter[tuple[str, int]]() for _ in range(4)]
 
     def work(rank: int) -> None:
         worker = Worker(client, str(rank), trained[rank])

@@ -33,7 +33,7 @@ def samples(epoch, rank, first_step=0):
 
 def train(epoch, ranks, steps):
     """What the ranks train on in the first steps."""
-    found = Counter()
+    found = Counter[tuple[int, int]]()
     for rank in range(ranks):
         count = sum(epoch.batch(rank, step) for step in range(steps))
         found.update(samples(epoch, rank)[:count])
@@ -65,7 +65,8 @@ def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
 @given(counts=COUNTS, stages=st.lists(st.tuples(RANKS, SHORTAGES, st.floats(0, 1)), max_size=4), last=RANKS)
 @settings(max_examples=150, deadline=None)
 def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_covered_exactly(counts, stages, last):
-    trained, taken, padded = Counter(), (), 0
+    trained, padded = Counter[tuple[int, int]](), 0
+    taken: tuple[Stage, ...] = ()
     for batch_sizes, shortage, part in stages:
         epoch = make(counts, batch_sizes, shortage=shortage, stages=taken)
         assert epoch.left == sum(counts) - len(trained)

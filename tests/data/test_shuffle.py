@@ -21,9 +21,9 @@ def test_an_order_is_a_permutation(count):
 
 
 def test_orders_of_seeds_epochs_and_slices_differ():
-    orders = [slice_order(100, seed=seed, epoch=epoch) for seed in (0, 1, 2**64 - 1) for epoch in (0, 1)]
-    orders += [sample_order(100, seed=0, epoch=0, slice_index=index) for index in (0, 1)]
-    assert len({tuple(order.tolist()) for order in orders}) == len(orders)
+    orders = [slice_order(100, seed=seed, epoch=epoch).tolist() for seed in (0, 1, 2**64 - 1) for epoch in (0, 1)]
+    orders += [sample_order(100, seed=0, epoch=0, slice_index=index).tolist() for index in (0, 1)]
+    assert len({tuple(order) for order in orders}) == len(orders)
 
 
 def test_every_place_is_as_likely():

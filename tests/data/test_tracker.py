@@ -297,6 +297,17 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     assert tracker.report().trained == 8
 
 
+def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_once():
+    tracker = make_tracker([4, 4])
+    worker = Worker(tracker, "0", Counter())
+    told = Quarantine(session=worker.session, key="slice0", reason="wrong checksum")
+    tracker.quarantine(told)
+    tracker.lift_quarantine("slice0")
+    tracker.quarantine(told)
+    assert (tracker.report().dropped, tracker.report().unfinished) == (4, 1)
+    finish(tracker, [worker], Clock())
+
+
 def test_the_next_epoch_starts_when_somebody_asks_for_it_and_others_learn_that_theirs_is_over():
     tracker = make_tracker([2, 2])
     first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())

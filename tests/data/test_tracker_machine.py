@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -37,7 +38,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.deaths = False
         self.mail: list[tuple[str, object]] = []
         self.processes = 0
-        self.saved = None
+        self.saved: Any = None
         self.join("a", set())
         self.join("b", set())
 

@@ -150,11 +150,11 @@ class EpochSlices:
         self._settle(index, SliceState.USED)
 
     def quarantine(self, index: int, reason: str) -> bool:
-        """Leave a slice out, of this epoch if it is not used yet; returns False if it was quarantined before."""
+        """Leave a slice out, of this epoch too if it is not settled; returns False if it was quarantined before."""
         if index in self.quarantined:
             return False
         self.quarantined[index] = reason
-        if self.states[index] != SliceState.USED:
+        if self.states[index] < SliceState.USED:  # it may be out already, as a quarantine is lifted for later epochs
             self.dropped += self.left(index)
             self._settle(index, SliceState.QUARANTINED)
         return True
