@@ -7,6 +7,7 @@ ByteSchedulerError
 ├── SchedulerClosedError (RuntimeError)  work was handed to a scheduler that has been shut down
 ├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
 ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
+├── TrackerStateError (ValueError)       a saved state of a slice tracker is of other data, or damaged
 └── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "SchedulerClosedError",
     "SchedulerTimeoutError",
     "TaskStateError",
+    "TrackerStateError",
     "UnsupportedError",
 ]
 
@@ -65,6 +67,10 @@ class SchedulerTimeoutError(ByteSchedulerError, TimeoutError):
 
 class LaunchOrderError(ByteSchedulerError, RuntimeError):
     """Rank 0's launch decision does not fit what this rank holds: the ranks run different programs."""
+
+
+class TrackerStateError(ByteSchedulerError, ValueError):
+    """A saved state of a slice tracker does not fit the slices there are now, or is damaged; the message says how."""
 
 
 class RankFailedError(ByteSchedulerError, RuntimeError):
