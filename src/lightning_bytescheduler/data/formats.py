@@ -51,7 +51,11 @@ class SliceFormat:
             ValueError: If the data is malformed.
             ImportError: If a library is missing that the format needs.
         """
-        return self.read(stream if self.compression is None else decompressed(stream, self.compression), first)
+        return self.read(self.opened(stream), first)
+
+    def opened(self, stream: SliceStream) -> SliceStream:
+        """The stream, decompressed if it is compressed."""
+        return stream if self.compression is None else decompressed(stream, self.compression)
 
 
 FORMATS = {

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["expand", "file_version", "join", "local_path", "make_folder", "read_range", "size_of"]
+__all__ = ["exists", "expand", "file_version", "join", "local_path", "make_folder", "read_range", "size_of"]
 
 Options = Mapping[str, Any]
 
@@ -95,6 +95,12 @@ def local_path(url: str) -> str | None:
     if "::" in url or ("://" in url and not url.startswith(("file://", "local://"))):
         return None
     return cast(str, LocalFileSystem._strip_protocol(url))
+
+
+def exists(url: str, options: Options) -> bool:
+    """Whether there is something at a URL."""
+    filesystem, path = url_to_fs(url, **options)
+    return bool(filesystem.exists(path))
 
 
 def make_folder(url: str, options: Options) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_bytescheduler.data.chunks import Bytes
 from lightning_bytescheduler.data.stream import SliceStream
 
-__all__ = ["NpyHeader", "read_npy"]
+__all__ = ["NpyHeader", "npy_slice", "read_npy"]
 
 _BEFORE_LENGTH = 8  # magic and version
 
@@ -59,6 +59,13 @@ class NpyHeader:
         """The rows in ``content``, as an array that shares its memory."""
         rows = len(content) // self.row_bytes
         return np.frombuffer(content, self.dtype).reshape((rows, *self.row_shape))
+
+
+def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
+    """The content of a .npy file with these rows."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
+    return file.getvalue()
 
 
 def read_npy(stream: SliceStream, first: int) -> Iterator[Any]:

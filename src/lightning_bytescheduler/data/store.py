@@ -167,8 +167,8 @@ class SliceStore:
         self._closed = False
         self._warned = threading.Event()
         self._counters = SliceCounters()
-        self._cache = None
-        self._prefetcher = None
+        self._cache: SliceCache | None = None
+        self._prefetcher: SlicePrefetcher | None = None
         options = self.options
         if options.cache_dir is None or all(local_path(slice_.url) is not None for slice_ in self.source.slices):
             return
