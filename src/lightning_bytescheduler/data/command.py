@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make = actions.add_parser(
         "make",
         help="cut files into slices with an index",
-        description="Cut .txt, .jsonl (also .gz and .zst), .npy and .parquet files into slices, with an index of counts "
-        "and checksums.",
+        description="Cut .txt, .jsonl (also .gz and .zst), .npy and .parquet files into slices, with an index of "
+        "counts and checksums.",
     )
     make.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or globs; any URL that fsspec opens")
     make.add_argument("folder", metavar="DST", help="folder of the slices; any URL that fsspec can write")

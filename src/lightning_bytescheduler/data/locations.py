@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
-import fsspec
+from fsspec import asyn
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -20,12 +20,12 @@ __all__ = ["exists", "expand", "file_version", "join", "local_path", "make_folde
 
 Options = Mapping[str, Any]
 
-if hasattr(os, "register_at_fork") and not hasattr(fsspec.asyn, "reset_after_fork"):
+if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
     # fsspec before 2024.10 leaves a forked process waiting for the event loop of a thread that it does not have.
     def _forget_event_loop() -> None:
-        fsspec.asyn.iothread[0] = None
-        fsspec.asyn.loop[0] = None
-        fsspec.asyn.reset_lock()
+        asyn.iothread[0] = None
+        asyn.loop[0] = None
+        asyn.reset_lock()
 
     os.register_at_fork(after_in_child=_forget_event_loop)
 

@@ -52,17 +52,16 @@ class SliceServer:
             raise OptionError("folder", folder, "a folder that exists")
         if (certificate is None) != (key is None):
             raise OptionError(
-                "key" if key is None else "certificate", None, "given, as TLS needs a certificate and a key"
+                "key" if key is None else "certificate", None, "given: TLS needs a certificate and its key"
             )
         if token is not None and not token.strip():
             raise OptionError("token", token, "a text that is not empty")
         if not _is_loopback(host) and (certificate is None or token is None):
-            raise OptionError(
-                "host",
-                host,
-                "an address of this machine alone, such as 127.0.0.1, unless a certificate, "
-                "its key and a token are given: otherwise anyone could read the data, and change it on its way",
+            allowed = (
+                "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
+                "given: otherwise anyone could read the data, and change it on its way"
             )
+            raise OptionError("host", host, allowed)
         self._token = token
         self._host = host
         self._port = port
