@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -19,6 +16,9 @@ from lightning_bytescheduler.data.cache_file import file_bytes
 from lightning_bytescheduler.data.cache_writer import CacheFull, DiskFailed
 from lightning_bytescheduler.data.chunks import ChunkPlan
 from lightning_bytescheduler.exceptions import OptionError
+
+# Fork is meant: processes that were forked share what is open.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 PLAN = ChunkPlan(size=2500, chunk_bytes=1000, digests=None)
 SIZE = file_bytes(PLAN)
@@ -165,39 +165,36 @@ def test_a_full_disk_makes_room_and_then_gives_up(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.partial"))
 
 
-PROGRAM = """
-import sys, time
-from lightning_bytescheduler.data.cache import SliceCache
-from lightning_bytescheduler.data.chunks import ChunkPlan
-
-plan = ChunkPlan(size=2500, chunk_bytes=1000, digests=None)
-cache = SliceCache(sys.argv[1], 10**6)
-if sys.argv[2] == "write":
-    writer = cache.begin("a", plan)
-    writer.write(b"x" * 1000)
-    print("ready", flush=True)
-    time.sleep(60)
-elif sys.argv[2] == "lock":
-    with cache._locked():
-        print("ready", flush=True)
+def _other(folder: Path, what: str, ready) -> None:
+    cache = SliceCache(folder, 10**6)
+    if what == "write":
+        writer = cache.begin("a", PLAN)
+        writer.write(b"x" * 1000)
+        ready.set()
         time.sleep(60)
-else:
-    pinned = cache.find("p", plan)
-    print("ready", flush=True)
-    time.sleep(60)
-"""
+    elif what == "lock":
+        with cache._locked():
+            ready.set()
+            time.sleep(60)
+    else:
+        pinned = cache.find("p", PLAN)
+        ready.set()
+        time.sleep(60)
+        pinned.close()
 
 
-def other_process(folder: Path, what: str) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), folder, what], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"ready\n"
+def other_process(folder: Path, what: str):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=_other, args=(folder, what, ready))
+    process.start()
+    assert ready.wait(30)
     return process
 
 
-def kill(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+def kill(process) -> None:
+    process.kill()
+    process.join()
 
 
 def test_kill_9_in_mid_write_leaves_nothing_behind(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
@@ -44,8 +46,6 @@ def test_slices_are_read_over_http(folder, tmp_path):
 
 
 def test_a_compressed_twin_is_not_sent_in_a_files_place(folder):
-    import gzip
-
     (folder / "slice-000000.txt.gz").write_bytes(gzip.compress(b"other"))
     with SliceServer(str(folder)) as server:
         request = urllib.request.Request(f"{server.url}slice-000000.txt", headers={"Accept-Encoding": "gzip"})
@@ -120,8 +120,6 @@ def test_tls(folder, tmp_path):
     except FileNotFoundError:
         pytest.skip("openssl is not installed, which makes the certificate")
     certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    import ssl
-
     with SliceServer(str(folder), host="0.0.0.0", token="t", certificate=certificate, key=key) as server:
         request = urllib.request.Request(
             server.url.replace("0.0.0.0", "127.0.0.1") + "slices.index", headers={"Authorization": "Bearer t"}

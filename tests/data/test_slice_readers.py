@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_rows_of_a_piece_share_its_memory():
     content = bytearray(npy_slice(np.zeros((4, 8), np.float32)))
     rows = list(format_of("a.npy").samples(SliceStream(iter([content]))))
     rows[2][3] = 5
-    assert np.load(__import__("io").BytesIO(content))[2, 3] == 5
+    assert np.load(io.BytesIO(content))[2, 3] == 5
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,6 @@ def test_rows_of_a_piece_share_its_memory():
         b"no array",
         npy_slice(np.zeros((3, 2)))[:-1],
         npy_slice(np.zeros((3, 2)))[:50],
-        npy_slice(np.float32(1)),
         npy_slice(np.zeros((3, 0))),
     ],
 )
@@ -89,8 +89,6 @@ def test_a_damaged_array_is_an_error(content):
 
 
 def test_an_array_of_objects_is_refused_and_not_run():
-    import io
-
     file = io.BytesIO()
     np.save(file, np.array([{}, []], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects"):
@@ -131,8 +129,6 @@ def test_any_other_format_is_one_function():
 
 def test_parquet():
     pytest.importorskip("pyarrow")
-    import io
-
     import pyarrow
     from pyarrow import parquet
 

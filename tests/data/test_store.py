@@ -23,6 +23,9 @@ from lightning_bytescheduler.exceptions import (
 )
 from tests.data.faults import CHUNK, FaultySource, VirtualTime, lines
 
+# Fork is meant: processes that were forked share what is open.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
 SLICE_BYTES = 20_000
 LONG = 60.0
 
@@ -105,9 +108,8 @@ def test_a_slice_that_stays_corrupt_is_named_and_the_next_one_is_read(options, c
     source.fault = lambda slice_, start, answer: b"x" * len(answer) if slice_.key == "s0" and start else answer
     with SliceStore(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
         read = []
-        with pytest.raises(SliceCorruptError, match="'s0' at test://s0.txt"):
-            for sample in store.samples(source.slices[0]):
-                read.append(sample)
+        with pytest.raises(SliceCorruptError, match=r"'s0' at test://s0\.txt"):
+            read.extend(store.samples(source.slices[0]))
         assert read == lines(0)[: len(read)]
         assert list(store.samples(source.slices[1])) == lines(1)
 
@@ -135,9 +137,9 @@ def test_a_source_that_stays_away_is_an_error(options, cached):
         raise OSError("gone")
 
     source.fault = away
-    with SliceStore(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
-        with pytest.raises(SourceUnavailableError, match=r"test://s0\.txt.*60\.0 s.*OSError: gone"):
-            list(store.samples(source.slices[0]))
+    store = SliceStore(source, options if cached else None, waiting=VirtualTime().waiting())
+    with store, pytest.raises(SourceUnavailableError, match=r"test://s0\.txt.*60\.0 s.*OSError: gone"):
+        list(store.samples(source.slices[0]))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -294,7 +296,7 @@ def test_its_threads_end_with_it(options):
 
 
 def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
-    with pytest.raises(OptionError, match="cache_bytes=1000 is not allowed.*largest slice, 's0'"):
+    with pytest.raises(OptionError, match=r"cache_bytes=1000 is not allowed.*largest slice, 's0'"):
         SliceStore(FaultySource(1), StoreOptions(cache_dir=tmp_path, cache_bytes=1000))
 
 

@@ -29,7 +29,9 @@ class NpyHeader:
     """
 
     def __init__(self, content: bytes) -> None:
-        version = np.lib.format.read_magic(io.BytesIO(content.ljust(_BEFORE_LENGTH, b"\0")))
+        if len(content) < _BEFORE_LENGTH and np.lib.format.MAGIC_PREFIX.startswith(content[:6]):
+            raise EOFError("The header of a .npy file is cut short.")
+        version = np.lib.format.read_magic(io.BytesIO(content[:_BEFORE_LENGTH]))
         width = 2 if version == (1, 0) else 4
         rows_at = _BEFORE_LENGTH + width + int.from_bytes(content[_BEFORE_LENGTH : _BEFORE_LENGTH + width], "little")
         if len(content) < max(_BEFORE_LENGTH + width, rows_at):

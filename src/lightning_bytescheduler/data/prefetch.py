@@ -196,8 +196,10 @@ class SlicePrefetcher:
             raise _Stopped
 
     def _run(self, planned: bool) -> None:
-        while not self._stopped.is_set():
+        while True:
             with self._changed:
+                if self._stopped.is_set():  # asked under the lock: whoever stops notifies only those who wait already
+                    return
                 job = self._next(planned)
                 if job is None:
                     self._changed.wait(_RETRY_SECONDS if self._plan and planned else None)

@@ -12,7 +12,7 @@ from lightning_bytescheduler.exceptions import SourceUnavailableError
 __all__ = ["ReadAhead"]
 
 _POLL_SECONDS = 0.1
-_JOIN_SECONDS = 2.0
+_JOIN_SECONDS = 1.0
 
 
 class ReadAhead:

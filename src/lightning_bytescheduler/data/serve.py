@@ -1,6 +1,7 @@
 """A data node: serves a folder over HTTP, read-only, with ranges, so that fsspec reads slices from it.
 
-aiohttp's static files do the serving: they keep to the folder, links that lead out of it included, and know ranges.
+aiohttp does the serving, ranges included. A path counts as what it is after all links and dots are resolved, and what
+is then not in the folder does not exist.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import hmac
 import ipaddress
 import ssl
 import threading
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.typedefs import Handler
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
@@ -122,7 +127,7 @@ class SliceServer:
 
     async def _start(self) -> None:
         application = web.Application(middlewares=[self._checked])
-        application.router.add_static("/", self._folder, show_index=True, follow_symlinks=False)
+        application.router.add_get("/{name:.*}", self._answer)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls)
@@ -130,12 +135,40 @@ class SliceServer:
         self._port = self._runner.addresses[0][1]
 
     @web.middleware
-    async def _checked(self, request: web.Request, handler: object) -> web.StreamResponse:
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         # Compared in a time that does not tell how much of it is right.
         if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
-        return await handler(request)  # type: ignore[operator, no-any-return]
+        return await handler(request)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            path = (self._folder / request.match_info["name"]).resolve()
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or a character no path has
+            raise web.HTTPNotFound from None
+        if path.is_relative_to(self._folder):
+            if path.is_file():
+                return _AsItIs(path)
+            if path.is_dir():
+                return web.Response(text=_listing(path), content_type="text/html")
+        raise web.HTTPNotFound
+
+
+class _AsItIs(web.FileResponse):
+    """A file, and not the .gz beside it, which aiohttp would send to a client that can unpack it: ranges are of the file."""
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        headers = request.headers.copy()
+        headers.popall("Accept-Encoding", None)
+        return await super().prepare(request.clone(headers=headers))
+
+
+def _listing(folder: Path) -> str:
+    """Links, in which fsspec finds what is in a folder."""
+    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    links = (f'<li><a href="{quote(name)}">{escape(name)}</a></li>' for name in names)
+    return f"<!doctype html><title>{escape(folder.name)}</title><ul>{''.join(links)}</ul>"
 
 
 def _is_loopback(host: str) -> bool:
