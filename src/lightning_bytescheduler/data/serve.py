@@ -156,7 +156,7 @@ class SliceServer:
 
 
 class _AsItIs(web.FileResponse):
-    """A file, and not the .gz beside it, which aiohttp would send to a client that can unpack it: ranges are of the file."""
+    """A file, and not the .gz beside it, which aiohttp would send to whoever can unpack it: ranges are of the file."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         headers = request.headers.copy()
