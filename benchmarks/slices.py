@@ -74,6 +74,11 @@ def throughput(*, rows: int, columns: int, batch_size: int = 64, rounds: int = 5
 class DistantSource(SliceSource):
     """A source behind a long way of limited bandwidth, which all requests share."""
 
+    way: float
+    bandwidth: float
+    link: threading.Lock
+    free_at: float
+
     @classmethod
     def behind(cls, source: SliceSource, *, seconds: float, bandwidth: float) -> DistantSource:
         """Put ``source`` at a round trip of ``seconds``, and ``bandwidth`` in bytes a second."""

@@ -80,6 +80,18 @@ def test_what_is_in_use_stays(tmp_path):
     used.close()
 
 
+def test_nothing_is_deleted_where_that_would_not_be_enough(tmp_path):
+    cache = SliceCache(tmp_path, 3 * SIZE)
+    used = [put(cache, "a"), put(cache, "b")]
+    put(cache, "c").close()
+    large = ChunkPlan(size=2 * PLAN.size, chunk_bytes=1000, digests=None)
+    with pytest.raises(CacheFull):
+        cache.begin("d", large)
+    assert held(cache, "c") == chunks("c")
+    for cached in used:
+        cached.close()
+
+
 def test_what_is_being_written_counts_with_its_full_size(tmp_path):
     cache = SliceCache(tmp_path, 2 * SIZE)
     first, second = cache.begin("a", PLAN), cache.begin("b", PLAN)

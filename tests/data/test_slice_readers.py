@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.data.formats import FORMATS, format_of
+from lightning_bytescheduler.data.formats import format_of
+from lightning_bytescheduler.data.line_readers import count_json_lines, count_text_lines
 from lightning_bytescheduler.data.npy_reader import npy_slice
 from lightning_bytescheduler.data.stream import SliceStream
 from lightning_bytescheduler.exceptions import OptionError
@@ -38,7 +39,7 @@ def test_text(lines, end, last, size, data):
         expected.pop()  # nothing stands behind the last line end
     first = data.draw(st.integers(0, len(expected)))
     assert read("a.txt", content, size, first) == expected[first:]
-    assert FORMATS[".txt"].count_lines(content) == len(expected)
+    assert count_text_lines(content) == len(expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,7 +53,7 @@ def test_jsonl(values, size, data):
     content = "".join(f"{blank}{json.dumps(value)}\n" for blank, value in zip(blanks, values, strict=True)).encode()
     first = data.draw(st.integers(0, len(values)))
     assert read("a.jsonl", content, size, first) == values[first:]
-    assert FORMATS[".jsonl"].count_lines(content) == len(values)
+    assert count_json_lines(content) == len(values)
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 5)])

@@ -54,6 +54,7 @@ def test_all_samples_and_the_second_time_from_the_cache(options):
         for _ in range(2):
             for number, slice_ in enumerate(source.slices):
                 assert list(store.samples(slice_)) == lines(number)
+            until(lambda: len(cached_names(options)) == 3)  # a slice can be read before it is durable
         statistics = store.statistics
     assert (statistics.cache_misses, statistics.cache_hits) == (3, 3)
     assert statistics.bytes_fetched == sum(map(len, source.contents.values()))
@@ -107,7 +108,7 @@ def test_a_slice_that_stays_corrupt_is_named_and_the_next_one_is_read(options, c
     source = FaultySource(2)
     source.fault = lambda slice_, start, answer: b"x" * len(answer) if slice_.key == "s0" and start else answer
     with SliceStore(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
-        read = []
+        read: list[str] = []
         with pytest.raises(SliceCorruptError, match=r"'s0' at test://s0\.txt"):
             read.extend(store.samples(source.slices[0]))
         assert read == lines(0)[: len(read)]
@@ -159,6 +160,7 @@ def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
     source = FaultySource(1)
     with SliceStore(source, options) as store:
         assert list(store.samples(source.slices[0])) == lines(0)
+        until(lambda: cached_names(options))
         (name,) = cached_names(options)
         path = f"{options.cache_dir}/{name}"
         with open(path, "r+b") as file:
@@ -166,6 +168,7 @@ def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
             file.write(b"\0")
         assert list(store.samples(source.slices[0])) == lines(0)
         assert store.statistics.corrupt_chunks == 1
+        until(lambda: cached_names(options))
         assert list(store.samples(source.slices[0])) == lines(0)
         assert store.statistics.cache_hits == 2
 
@@ -238,7 +241,12 @@ def test_a_wanted_slice_does_not_stand_behind_plans(options):
 
 def _read_in_another_process(options, gate, results):
     source = FaultySource(2)
-    source.fault = lambda slice_, start, answer: (time.sleep(0.01), answer)[1]
+
+    def slow(slice_, start, answer):
+        time.sleep(0.01)
+        return answer
+
+    source.fault = slow
     gate.wait(LONG)
     with SliceStore(source, options) as store:
         right = [list(store.samples(slice_)) == lines(number) for number, slice_ in enumerate(source.slices)]

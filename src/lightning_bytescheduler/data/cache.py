@@ -118,17 +118,30 @@ class SliceCache:
     def _make_room(self, size: int) -> bool:
         """The disk is full, although the bound is not reached: delete what nobody uses; whether something was."""
         with self._locked():
-            return self._evict(size) > 0
+            return self._evict(size, partly=True) > 0
 
-    def _evict(self, excess: int) -> int:
-        """Delete slices, longest unused first, until ``excess`` bytes are free or all others are in use."""
+    def _evict(self, excess: int, *, partly: bool = False) -> int:
+        """Delete slices, longest unused first, for ``excess`` bytes; nothing if the others in use are too many."""
+        unused: list[tuple[Path, int]] = []
         freed = 0
-        for path, size, _ in sorted(self._files(_COMPLETE), key=lambda file: file[2]):
-            if freed >= excess:
-                break
-            if self._delete_unused(path):
-                freed += size
-        return freed
+        try:
+            for path, size, _ in sorted(self._files(_COMPLETE), key=lambda file: file[2]):
+                if freed >= excess:
+                    break
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                unused.append((path, descriptor))
+                if lock_file(descriptor, exclusive=True):
+                    freed += size
+                else:
+                    os.close(unused.pop()[1])
+            if freed < excess and not partly:
+                return 0
+            for path, _ in unused:
+                path.unlink()
+            return freed
+        finally:
+            for _, descriptor in unused:
+                os.close(descriptor)
 
     def _reserved(self) -> int:
         """Bytes of the slices being written, as large as they will be."""

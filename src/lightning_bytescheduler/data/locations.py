@@ -40,7 +40,7 @@ def expand(url: str, options: Options) -> list[str]:
     if any(sign in path for sign in "*?[") and not (_is_http(url) and "*" not in path):
         found = [name for name, about in filesystem.glob(path, detail=True).items() if about["type"] == "file"]
     elif filesystem.isdir(path):
-        found = [name for name in filesystem.find(path) if not _is_hidden(name, path)]
+        found = [name for name in filesystem.find(path) if not (name.endswith("/") or _is_hidden(name, path))]
     else:
         found = [path] if filesystem.exists(path) else []
     if not found:

@@ -7,7 +7,6 @@ in another one of this machine. Given the slices that come next, ``SliceStore.pr
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -19,13 +18,14 @@ from typing import Any
 from lightning_bytescheduler.data.cache import SliceCache
 from lightning_bytescheduler.data.cache_file import GrowingSlice, file_bytes
 from lightning_bytescheduler.data.cache_writer import CacheFull, DiskFailed
-from lightning_bytescheduler.data.chunks import Bytes, ChunkPlan
+from lightning_bytescheduler.data.chunks import Bytes
 from lightning_bytescheduler.data.fetch import fetch_chunks
 from lightning_bytescheduler.data.locations import local_path
 from lightning_bytescheduler.data.patience import Waiting
 from lightning_bytescheduler.data.prefetch import FetchJob, SlicePrefetcher
 from lightning_bytescheduler.data.prefetch_depth import PrefetchDepth
 from lightning_bytescheduler.data.read_ahead import ReadAhead
+from lightning_bytescheduler.data.reading import Reading, mapped_chunks
 from lightning_bytescheduler.data.slice import Slice
 from lightning_bytescheduler.data.source import SliceSource
 from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
@@ -41,28 +41,6 @@ _CHUNKS_AHEAD = 16
 
 class _PastTheCache(Exception):
     """The cache cannot take the slice, or whoever writes it there makes no progress."""
-
-
-class _Reading:
-    """Where the reading of a slice stands."""
-
-    def __init__(self, slice_: Slice, plan: ChunkPlan) -> None:
-        self.slice = slice_
-        self.plan = plan
-        self.next = 0
-        """Number of the next chunk."""
-        self.waited = 0.0
-        """Seconds since the last chunk came."""
-        self.stalled = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return self.next >= self.plan.count
-
-    def got(self, chunk: Bytes) -> Bytes:
-        self.next += 1
-        self.waited = 0.0
-        return chunk
 
 
 class SliceStore:
@@ -111,7 +89,7 @@ class SliceStore:
         if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= slice_.samples:
             raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
         self._begin_in_this_process()
-        reading = _Reading(slice_, self.source.plan(slice_))
+        reading = Reading(slice_, self.source.plan(slice_))
         chunks = self._chunks(reading)
         started = time.monotonic()
         try:
@@ -201,10 +179,10 @@ class SliceStore:
             allowed = f"at least {needed}, the bytes that the largest slice, {largest.key!r}, takes in the cache"
             raise OptionError("cache_bytes", self.options.cache_bytes, allowed)
 
-    def _chunks(self, reading: _Reading) -> Generator[Bytes, None, None]:
+    def _chunks(self, reading: Reading) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
         if path is not None:
-            yield from self._mapped(reading, path)
+            yield from mapped_chunks(reading, path)
             # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
             yield from self._fetched(reading)
             return
@@ -215,27 +193,7 @@ class SliceStore:
                 self._counters.add(uncached=1)
         yield from self._read_ahead(reading)
 
-    def _mapped(self, reading: _Reading, path: str) -> Iterator[Bytes]:
-        slice_ = reading.slice
-        try:
-            with open(path, "rb") as file:
-                if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
-                    return
-                before = slice_.start % mmap.ALLOCATIONGRANULARITY
-                mapped = mmap.mmap(
-                    file.fileno(), before + slice_.size, access=mmap.ACCESS_COPY, offset=slice_.start - before
-                )
-        except OSError:
-            return
-        content = memoryview(mapped)[before:]
-        while not reading.is_over:
-            start, stop = reading.plan.bounds(reading.next)
-            chunk = content[start:stop]
-            if not reading.plan.is_right(reading.next, chunk):
-                return
-            yield reading.got(chunk)
-
-    def _through_cache(self, reading: _Reading, cache: SliceCache, prefetcher: SlicePrefetcher) -> Iterator[Bytes]:
+    def _through_cache(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher) -> Iterator[Bytes]:
         name = prefetcher.name_of(reading.slice)
         cached = cache.find(name, reading.plan)
         self._counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
@@ -255,9 +213,7 @@ class SliceStore:
             yield from self._followed(reading, cache, prefetcher, name)
             cached = cache.find(name, reading.plan)
 
-    def _followed(
-        self, reading: _Reading, cache: SliceCache, prefetcher: SlicePrefetcher, name: str
-    ) -> Iterator[Bytes]:
+    def _followed(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
         """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
         job = prefetcher.want(reading.slice)
         growing: GrowingSlice | None = None
@@ -283,7 +239,7 @@ class SliceStore:
             if growing is not None:
                 growing.close()
 
-    def _wait(self, reading: _Reading, job: FetchJob) -> None:
+    def _wait(self, reading: Reading, job: FetchJob) -> None:
         if self._closed:
             raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
         started = time.monotonic()
@@ -300,7 +256,7 @@ class SliceStore:
         if reading.waited > 2 * timeout:  # retries end after one; a request that does not return after none
             raise SourceUnavailableError(reading.slice.url, reading.waited, "a request that has not returned")
 
-    def _read_ahead(self, reading: _Reading) -> Iterator[Bytes]:
+    def _read_ahead(self, reading: Reading) -> Iterator[Bytes]:
         if reading.is_over:
             return
         options = self.options
@@ -318,11 +274,11 @@ class SliceStore:
         finally:
             fetched.close()
 
-    def _fetched(self, reading: _Reading) -> Iterator[Bytes]:
+    def _fetched(self, reading: Reading) -> Iterator[Bytes]:
         for chunk in self._fetch(reading):
             yield reading.got(chunk)
 
-    def _fetch(self, reading: _Reading) -> Iterator[bytearray]:
+    def _fetch(self, reading: Reading) -> Iterator[bytearray]:
         return fetch_chunks(
             reading.slice,
             reading.plan,

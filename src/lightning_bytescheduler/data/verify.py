@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+
+import xxhash
 
 from lightning_bytescheduler.data.fetch import FetchOptions, fetch_chunks
 from lightning_bytescheduler.data.slice import Slice
@@ -40,13 +42,23 @@ def verify_slices(
     for slice_ in source.slices:
         try:
             chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
-            for _ in source.samples(slice_, chunks):
+            whole = xxhash.xxh3_64()
+            noted = _noted(chunks, whole)
+            for _ in source.samples(slice_, noted):
                 pass
-            for _ in chunks:
+            for _ in noted:
                 pass  # a reader may stop before the end
+            if slice_.checksum not in (None, f"xxh3_64:{whole.hexdigest()}"):
+                bad.append((slice_, "its checksum is not that of its chunks."))
         except SliceCorruptError as error:
             bad.append((slice_, error.reason))
         done += slice_.size
         if progress is not None:
             progress(done, total)
     return bad
+
+
+def _noted(chunks: Iterator[bytearray], whole: xxhash.xxh3_64) -> Iterator[bytearray]:
+    for chunk in chunks:
+        whole.update(chunk)
+        yield chunk
