@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import zipfile
 from functools import partial
@@ -48,6 +49,19 @@ def test_a_cut_slice_is_verified(tmp_path):
         assert list(store.samples(source.slices[0]))
         with pytest.raises(SliceCorruptError, match="another checksum"):
             list(store.samples(source.slices[-1]))
+
+
+def test_a_file_that_changes_between_epochs_is_verified_again(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(TEXT))
+    source = open_source(str(path))
+    with SliceStore(source) as store:
+        for _ in range(2):
+            assert list(store.samples(source.slices[0])) == TEXT
+        path.write_text("\n".join(TEXT).replace("line 7\n", "line 8\n"))
+        os.utime(path, (1, 1))
+        with pytest.raises(SliceCorruptError, match="another checksum"):
+            list(store.samples(source.slices[0]))
 
 
 @pytest.mark.parametrize("slice_bytes", [100, 1000, 10**6])

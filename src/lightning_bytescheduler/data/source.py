@@ -16,6 +16,8 @@ from lightning_bytescheduler.exceptions import SliceCorruptError
 
 __all__ = ["SliceSource", "SourceFile"]
 
+_END = object()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
@@ -98,14 +100,12 @@ class SliceSource:
         stream = SliceStream(itertools.chain((file.header,), chunks) if headed else chunks)
         number = first
         try:
-            for sample in file.form.samples(stream, first):
-                if number == slice_.samples:
-                    break
+            samples = iter(file.form.samples(stream, first))
+            for number, sample in enumerate(itertools.islice(samples, slice_.samples - first), first + 1):
                 yield sample
-                number += 1
-            else:
-                if number < slice_.samples:
-                    raise ValueError(f"it holds {number} samples, where {slice_.samples} were counted.")
+            if number < slice_.samples:
+                raise ValueError(f"it holds {number} samples, where {slice_.samples} were counted.")
+            if next(samples, _END) is _END:  # which also takes the reader to the end of its bytes
                 return
         except (ValueError, EOFError) as error:
             reason = str(error) or type(error).__name__

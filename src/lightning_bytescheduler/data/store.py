@@ -25,7 +25,7 @@ from lightning_bytescheduler.data.patience import Waiting
 from lightning_bytescheduler.data.prefetch import FetchJob, SlicePrefetcher
 from lightning_bytescheduler.data.prefetch_depth import PrefetchDepth
 from lightning_bytescheduler.data.read_ahead import ReadAhead
-from lightning_bytescheduler.data.reading import Reading, mapped_chunks
+from lightning_bytescheduler.data.reading import FileStamp, Reading, mapped_chunks
 from lightning_bytescheduler.data.slice import Slice
 from lightning_bytescheduler.data.source import SliceSource
 from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
@@ -145,6 +145,7 @@ class SliceStore:
         self._closed = False
         self._warned = threading.Event()
         self._counters = SliceCounters()
+        self._verified: dict[str, FileStamp] = {}
         self._cache: SliceCache | None = None
         self._prefetcher: SlicePrefetcher | None = None
         options = self.options
@@ -182,7 +183,7 @@ class SliceStore:
     def _chunks(self, reading: Reading) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
         if path is not None:
-            yield from mapped_chunks(reading, path)
+            yield from mapped_chunks(reading, path, self._verified)
             # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
             yield from self._fetched(reading)
             return
