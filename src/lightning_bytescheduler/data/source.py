@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 from lightning_bytescheduler.data.chunks import CHUNK_BYTES, Bytes, ChunkPlan
@@ -98,16 +99,20 @@ class SliceSource:
         file = self._files[slice_.url]
         headed = slice_.start and file.header
         stream = SliceStream(itertools.chain((file.header,), chunks) if headed else chunks)
-        number = first
+        # What is between the reader and the training is counted without a Python frame: this is paid for each sample.
+        missing = itertools.repeat(True, slice_.samples - first)
         try:
             samples = iter(file.form.samples(stream, first))
-            for number, sample in enumerate(itertools.islice(samples, slice_.samples - first), first + 1):
-                yield sample
+            yield from itertools.compress(itertools.islice(samples, slice_.samples - first), missing)
+            number = slice_.samples - length_hint(missing)
             if number < slice_.samples:
                 raise ValueError(f"it holds {number} samples, where {slice_.samples} were counted.")
             if next(samples, _END) is _END:  # which also takes the reader to the end of its bytes
                 return
         except (ValueError, EOFError) as error:
+            number = slice_.samples - length_hint(missing)
             reason = str(error) or type(error).__name__
             raise SliceCorruptError(slice_.key, slice_.url, f"after sample {number}: {reason}") from error
-        raise SliceCorruptError(slice_.key, slice_.url, f"it holds more than the {number} samples that were counted.")
+        raise SliceCorruptError(
+            slice_.key, slice_.url, f"it holds more than the {slice_.samples} samples that were counted."
+        )
