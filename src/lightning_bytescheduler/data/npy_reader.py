@@ -72,6 +72,11 @@ def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
 
 def read_npy(stream: SliceStream, first: int) -> Iterator[Any]:
     """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file."""
+    return itertools.chain.from_iterable(_arrays(stream, first))  # a row costs no Python frame
+
+
+def _arrays(stream: SliceStream, first: int) -> Iterator[np.ndarray[Any, Any]]:
+    """The rows from number ``first`` on, as many together as a chunk holds."""
     chunks = stream.chunks()
     header, start = _header_and_rest(chunks)
     skip = first * header.row_bytes
@@ -86,10 +91,10 @@ def read_npy(stream: SliceStream, first: int) -> Iterator[Any]:
             view = view[missing:]
             if len(row) < header.row_bytes:
                 continue
-            yield header.rows_of(row)[0]
+            yield header.rows_of(row)
         whole = len(view) - len(view) % header.row_bytes
         if whole:
-            yield from header.rows_of(view[:whole])
+            yield header.rows_of(view[:whole])
         row = bytearray(view[whole:])
     if row:
         raise ValueError("The last row is cut short.")
