@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.data.command import add_arguments as add_slices_arguments
 from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
@@ -137,6 +138,15 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_slices(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "slices",
+        help="make, verify and serve slices of data",
+        description="Make slices of data, verify them, and serve them to trainings on other machines.",
+    )
+    add_slices_arguments(parser)
+
+
 def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     try:
         from rich.console import Console
@@ -156,4 +166,4 @@ def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline, _add_predict)
+_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline, _add_predict, _add_slices)

@@ -7,8 +7,11 @@ ByteSchedulerError
 ├── SchedulerClosedError (RuntimeError)  work was handed to a scheduler that has been shut down
 ├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
 ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
-├── TrackerStateError (ValueError)       a saved state of a slice tracker is of other data, or damaged
-└── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
+├── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
+├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
+├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
+├── SourceUnavailableError (OSError)     a source of slices does not answer; names it and how long was tried
+└── TrackerStateError (ValueError)       a saved state of a slice tracker is of other data, or damaged
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ __all__ = [
     "RankFailedError",
     "SchedulerClosedError",
     "SchedulerTimeoutError",
+    "SliceCorruptError",
+    "SliceIndexError",
+    "SourceUnavailableError",
     "TaskStateError",
     "TrackerStateError",
     "UnsupportedError",
@@ -89,3 +95,48 @@ class RankFailedError(ByteSchedulerError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[int | None, str]]:
         return (type(self), (self.rank, self.cause))
+
+
+class SliceIndexError(ByteSchedulerError, ValueError):
+    """An index of slices cannot be read: damaged, of another version, or no index at all."""
+
+
+class SliceCorruptError(ByteSchedulerError, RuntimeError):
+    """A slice does not hold what it should, however often it is fetched.
+
+    Args:
+        key: Identity of the slice.
+        url: Where its bytes are.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, key: str, url: str, reason: str) -> None:
+        super().__init__(f"Slice {key!r} at {url} is corrupt: {reason}")
+        self.key = key
+        self.url = url
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[SliceCorruptError], tuple[str, str, str]]:
+        return (type(self), (self.key, self.url, self.reason))
+
+
+class SourceUnavailableError(ByteSchedulerError, OSError):
+    """A source of slices stayed away.
+
+    Args:
+        url: What was asked for.
+        seconds: How long it was tried.
+        cause: What the last attempt said.
+    """
+
+    def __init__(self, url: str, seconds: float, cause: str) -> None:
+        super().__init__(
+            f"{url} cannot be read; it was tried for {seconds:.1f} s, and the last answer was: {cause}. "
+            "Check that the source is there and reachable, or raise the option 'timeout'."
+        )
+        self.url = url
+        self.seconds = seconds
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type[SourceUnavailableError], tuple[str, float, str]]:
+        return (type(self), (self.url, self.seconds, self.cause))

@@ -1,0 +1,300 @@
+"""The store of slices: samples of a slice while it is still on its way, and the next slices before they are wanted.
+
+This is what a data set needs of storage. Given a slice, ``SliceStore.samples`` yields its samples from verified chunks:
+of a file of this machine that is mapped into memory, of the cache, or of a fetch that is under way, in this process or
+in another one of this machine. Given the slices that come next, ``SliceStore.prefetch`` brings them into the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_bytescheduler.data.cache import SliceCache
+from lightning_bytescheduler.data.cache_file import GrowingSlice, file_bytes
+from lightning_bytescheduler.data.cache_writer import CacheFull, DiskFailed
+from lightning_bytescheduler.data.chunks import Bytes
+from lightning_bytescheduler.data.fetch import fetch_chunks
+from lightning_bytescheduler.data.locations import local_path
+from lightning_bytescheduler.data.patience import Waiting
+from lightning_bytescheduler.data.prefetch import FetchJob, SlicePrefetcher
+from lightning_bytescheduler.data.prefetch_depth import PrefetchDepth
+from lightning_bytescheduler.data.read_ahead import ReadAhead
+from lightning_bytescheduler.data.reading import FileStamp, Reading, mapped_chunks
+from lightning_bytescheduler.data.slice import Slice
+from lightning_bytescheduler.data.source import SliceSource
+from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
+from lightning_bytescheduler.data.store_options import StoreOptions
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
+
+__all__ = ["SliceStore"]
+
+_POLL_SECONDS = 0.002
+_CLOSE_SECONDS = 5.0
+_CHUNKS_AHEAD = 16
+
+
+class _PastTheCache(Exception):
+    """The cache cannot take the slice, or whoever writes it there makes no progress."""
+
+
+class SliceStore:
+    """Reads slices, and keeps the next ones local.
+
+    Threads begin with the first slice that is not on this machine, and end with ``close``. A process that is forked, or
+    that a store is sent to, begins anew. Slices may be read from several threads at once.
+
+    Args:
+        source: The slices.
+        options: How they are stored and fetched.
+        waiting: Time and chance.
+
+    Raises:
+        OptionError: If the cache is smaller than the largest slice.
+        OSError: If the cache's folder cannot be used.
+        UnsupportedError: If its file system has no file locks.
+    """
+
+    def __init__(
+        self, source: SliceSource, options: StoreOptions | None = None, *, waiting: Waiting | None = None
+    ) -> None:
+        self.source = source
+        self.options = options or StoreOptions()
+        self._waiting = waiting or Waiting()
+        self._begin()
+        self._require_room()
+
+    def samples(self, slice_: Slice, first: int = 0) -> Iterator[Any]:
+        """Read a slice.
+
+        Args:
+            slice_: One of the source's.
+            first: Number of the first sample that is wanted.
+
+        Yields:
+            The samples from there on, made of verified bytes.
+
+        Raises:
+            SliceCorruptError: If the slice is not what it should be, however often it is fetched. What was yielded
+                before is right.
+            SourceUnavailableError: If the source stays away.
+            ByteSchedulerError: If the store has been closed.
+            ImportError: If a library is missing that the URL or the format needs.
+        """
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= slice_.samples:
+            raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
+        self._begin_in_this_process()
+        reading = Reading(slice_, self.source.plan(slice_))
+        chunks = self._chunks(reading)
+        started = time.monotonic()
+        try:
+            yield from self.source.samples(slice_, chunks, first)
+        finally:
+            chunks.close()
+            self._counters.add(stall_seconds=reading.stalled)
+        if self._prefetcher is not None and not first:
+            busy = time.monotonic() - started - reading.stalled
+            self._prefetcher.consumed(max(busy, 0.0), stalled=reading.stalled > 0)
+
+    def prefetch(self, slices: Sequence[Slice]) -> None:
+        """Bring these into the cache, in this order and as far ahead as ``depth``; replaces what was planned before.
+
+        Raises:
+            ByteSchedulerError: If the store has been closed.
+        """
+        self._begin_in_this_process()
+        if self._prefetcher is not None:
+            self._prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
+
+    @property
+    def depth(self) -> int:
+        """How many slices it is worth to name to ``prefetch``, as consumption and fetching go at present."""
+        self._begin_in_this_process()
+        return 0 if self._prefetcher is None else self._prefetcher.depth
+
+    @property
+    def statistics(self) -> SliceStatistics:
+        """What reading has cost this process so far."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Stop the threads, waiting up to 5 s for them; what was fetched stays in the cache."""
+        if self._pid == os.getpid() and self._prefetcher is not None:
+            self._prefetcher.close(_CLOSE_SECONDS)
+        self._closed = True
+
+    def __enter__(self) -> SliceStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "options": self.options, "waiting": self._waiting}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["source"], state["options"], waiting=state["waiting"])  # type: ignore[misc]
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        self._warned = threading.Event()
+        self._counters = SliceCounters()
+        self._verified: dict[str, FileStamp] = {}
+        self._cache: SliceCache | None = None
+        self._prefetcher: SlicePrefetcher | None = None
+        options = self.options
+        if options.cache_dir is None or all(local_path(slice_.url) is not None for slice_ in self.source.slices):
+            return
+        self._cache = SliceCache(options.cache_dir, options.cache_bytes)
+        self._prefetcher = SlicePrefetcher(
+            self.source,
+            self._cache,
+            depth=PrefetchDepth(most=options.most_prefetch, fixed=options.prefetch),
+            threads=options.fetch_threads,
+            options=options.fetch_options(),
+            waiting=self._waiting,
+            counters=self._counters,
+        )
+
+    def _begin_in_this_process(self) -> None:
+        if self._closed:
+            raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
+        if self._pid != os.getpid():
+            if self._prefetcher is not None:
+                self._prefetcher.forget()
+            self._begin()
+
+    def _require_room(self) -> None:
+        if self._cache is None:
+            return
+        remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
+        largest = max(remote, key=lambda slice_: slice_.size)
+        needed = file_bytes(self.source.plan(largest))
+        if self.options.cache_bytes < needed:
+            allowed = f"at least {needed}, the bytes that the largest slice, {largest.key!r}, takes in the cache"
+            raise OptionError("cache_bytes", self.options.cache_bytes, allowed)
+
+    def _chunks(self, reading: Reading) -> Generator[Bytes, None, None]:
+        path = local_path(reading.slice.url)
+        if path is not None:
+            yield from mapped_chunks(reading, path, self._verified)
+            # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
+            yield from self._fetched(reading)
+            return
+        if self._cache is not None and self._prefetcher is not None:
+            try:
+                yield from self._through_cache(reading, self._cache, self._prefetcher)
+            except _PastTheCache:
+                self._counters.add(uncached=1)
+        yield from self._read_ahead(reading)
+
+    def _through_cache(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher) -> Iterator[Bytes]:
+        name = prefetcher.name_of(reading.slice)
+        cached = cache.find(name, reading.plan)
+        self._counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
+        prefetcher.taken(reading.slice)
+        while True:
+            if cached is not None:
+                try:
+                    for chunk in cached.chunks(reading.next):
+                        yield reading.got(chunk)
+                    if not reading.is_over:
+                        self._counters.add(corrupt_chunks=1)
+                        cache.discard(name, cached)
+                finally:
+                    cached.close()
+            if reading.is_over:
+                return
+            yield from self._followed(reading, cache, prefetcher, name)
+            cached = cache.find(name, reading.plan)
+
+    def _followed(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
+        """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
+        job = prefetcher.want(reading.slice)
+        growing: GrowingSlice | None = None
+        try:
+            while not reading.is_over:
+                is_done = job.done.is_set()  # asked first: what a job that is done has written is there
+                growing = growing or cache.follow(name, reading.plan)
+                chunk = None if growing is None else growing.chunk(reading.next)
+                if chunk is not None:
+                    yield reading.got(chunk)
+                    continue
+                if is_done and job.error is not None:
+                    raise job.error
+                if is_done and job.full is not None:
+                    self._warn_of(job.full)
+                    raise _PastTheCache
+                if is_done and not job.busy:
+                    return
+                self._wait(reading, job)
+                if is_done:
+                    return  # someone else is writing it, or has done so: look again
+        finally:
+            if growing is not None:
+                growing.close()
+
+    def _wait(self, reading: Reading, job: FetchJob) -> None:
+        if self._closed:
+            raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
+        started = time.monotonic()
+        if job.done.is_set():
+            time.sleep(_POLL_SECONDS)
+        else:
+            job.done.wait(_POLL_SECONDS)
+        waited = time.monotonic() - started
+        reading.stalled += waited
+        reading.waited += waited
+        timeout = self.options.timeout
+        if job.busy and reading.waited > timeout:
+            raise _PastTheCache  # whoever writes it may be stopped: nobody depends on that
+        if reading.waited > 2 * timeout:  # retries end after one; a request that does not return after none
+            raise SourceUnavailableError(reading.slice.url, reading.waited, "a request that has not returned")
+
+    def _read_ahead(self, reading: Reading) -> Iterator[Bytes]:
+        if reading.is_over:
+            return
+        options = self.options
+        ahead = max(options.request_bytes // reading.plan.chunk_bytes, 1)
+        fetched = ReadAhead(self._fetch(reading), ahead=ahead, url=reading.slice.url, timeout=2 * options.timeout)
+        try:
+            chunks = fetched.chunks()
+            while True:
+                started = time.monotonic()
+                chunk = next(chunks, None)
+                reading.stalled += time.monotonic() - started
+                if chunk is None:
+                    return
+                yield reading.got(chunk)
+        finally:
+            fetched.close()
+
+    def _fetched(self, reading: Reading) -> Iterator[Bytes]:
+        for chunk in self._fetch(reading):
+            yield reading.got(chunk)
+
+    def _fetch(self, reading: Reading) -> Iterator[bytearray]:
+        return fetch_chunks(
+            reading.slice,
+            reading.plan,
+            partial(self.source.read, reading.slice),
+            first=reading.next,
+            options=self.options.fetch_options(),
+            waiting=self._waiting,
+            counters=self._counters,
+        )
+
+    def _warn_of(self, full: CacheFull) -> None:
+        if isinstance(full, DiskFailed) and not self._warned.is_set():
+            self._warned.set()
+            warnings.warn(
+                f"{full} Slices that find no room are read past the cache in {self.options.cache_dir}, which may be "
+                "slower and loses nothing; free some space there, or choose another cache_dir.",
+                stacklevel=2,
+            )
