@@ -142,9 +142,9 @@ def _add_advise(commands: _SubParsers) -> None:
     parser = commands.add_parser(
         "advise",
         help="measure your model, and say what each strategy makes of it on a network",
-        description="Take a few steps of a training, on a copy and on one device, and say in plain words what to expect of "
-        "each strategy on a network. Without --bandwidth the network is measured: start one process on each machine, "
-        "with torchrun.",
+        description="Take a few steps of a training, on a copy and on one device, and say in plain words what to "
+        "expect of each strategy on a network. Without --bandwidth the network is measured: start one process on each "
+        "machine, with torchrun.",
     )
     advise_command.add_arguments(parser)
     parser.set_defaults(run=_advise)

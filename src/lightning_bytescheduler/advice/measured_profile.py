@@ -2,8 +2,8 @@
 
 The steps in which parameters are watched give each layer's share of the forward and of the backward pass; how long
 these take, and the step, is taken from steps in which nothing is watched. What a step does besides is placed where it
-falls when training is distributed: updates of weights before the forward pass of their layer, in proportion to the bytes;
-the rest, such as waiting for data, between two steps, where no gradient is needed.
+falls when training is distributed: updates of weights before the forward pass of their layer, in proportion to the
+bytes; the rest, such as waiting for data, between two steps, where no gradient is needed.
 """
 
 from __future__ import annotations

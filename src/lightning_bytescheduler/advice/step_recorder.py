@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_bytescheduler.advice.clock import DeviceClock
@@ -38,7 +37,7 @@ class StepRecorder:
 
     Args:
         module: What is trained; its parameters are looked up when the first step is watched.
-        device: Where it computes.
+        clock: Of the device that computes.
         steps: How many to time, and as many to watch, after the warm-up.
         waited: Seconds spent waiting for data so far, whenever asked.
 
@@ -48,9 +47,9 @@ class StepRecorder:
         watched: What was seen in the others.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, steps: int, waited: Callable[[], float]) -> None:
+    def __init__(self, module: nn.Module, clock: DeviceClock, *, steps: int, waited: Callable[[], float]) -> None:
         self._module = module
-        self._clock = DeviceClock(device)
+        self._clock = clock
         self._wanted = steps
         self._waited = waited
         self._watch: StepWatch | None = None

@@ -24,11 +24,11 @@ def table(advice: Advice) -> list[tuple[str, ...]]:
         efficiency = advice.efficiency(seconds)
         cells = (name, milliseconds(seconds), f"{workers * efficiency:.2f}x", f"{efficiency:.0%}")
         samples = advice.measured.batch_size
-        return cells if samples is None else (*cells, f"{workers * samples / seconds:,.4g}")
+        return cells if samples is None else (*cells, _count(workers * samples / seconds))
 
     workers = advice.link.workers
     heading = ("", "a step", f"speed of {workers}", "efficiency")
-    rows = [heading if advice.measured.batch_size is None else (*heading, "samples/s")]
+    rows: list[tuple[str, ...]] = [heading if advice.measured.batch_size is None else (*heading, "samples/s")]
     rows.append(row("one worker alone", advice.compute_seconds, 1))
     for expected in advice.expectations:
         name = expected.strategy
@@ -68,24 +68,23 @@ def network(advice: Advice) -> str:
 
 
 def _measured(advice: Advice) -> str:
-    measured = advice.measured
+    measured, exchange = advice.measured, advice.communication_seconds
     size = f" of {measured.batch_size} samples" if measured.batch_size is not None else ""
-    waiting = ""
+    text = f"Measured: a step{size} takes {milliseconds(advice.compute_seconds)} on one worker ({measured.device})"
     if measured.waiting > _LITTLE * advice.compute_seconds:
-        waiting = f", of which {milliseconds(measured.waiting)} wait for data"
+        text += f", of which {milliseconds(measured.waiting)} wait for data"
     return (
-        f"Measured: a step{size} takes {milliseconds(advice.compute_seconds)} on one worker ({measured.device}){waiting}. Its "
-        f"{measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients take {milliseconds(advice.communication_seconds)} to "
-        f"exchange, {advice.communication_seconds / advice.compute_seconds:.2f} of that ({network(advice)})."
+        f"{text}. Exchanging its {measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients takes {milliseconds(exchange)}, "
+        f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice)})."
     )
 
 
 def _uneven(advice: Advice) -> Iterator[str]:
     if advice.worker_seconds and max(advice.worker_seconds) > _UNEVEN * min(advice.worker_seconds):
-        slowest, fastest = max(advice.worker_seconds), min(advice.worker_seconds)
+        times = max(advice.worker_seconds) / min(advice.worker_seconds)
         yield (
-            f"Uneven workers: the slowest takes {slowest / fastest:.2f}x as long for a step as the fastest. Where every "
-            "step is taken together all wait for the slowest, whose time is used here."
+            f"Uneven workers: the slowest takes {times:.2f}x as long for a step as the fastest. Where every step is "
+            "taken together all wait for the slowest, whose time is used here."
         )
 
 
@@ -108,11 +107,13 @@ def _bytescheduler(advice: Advice) -> str:
         )
     text = f"bytescheduler: the same training in {milliseconds(expected)} a step, {_speed(advice, expected)}"
     if default / expected < 1 + _LITTLE:
-        text += "; ddp leaves it nothing to gain"
+        text += "; nothing to gain over ddp"
     else:
-        text += f", {default / expected:.2f}x as fast as ddp ({best / expected:.2f}x as fast as ddp with its best bucket size)"
+        text += f"; {default / expected:.2f}x as fast as ddp"
+        if best / expected < default / expected - 0.005:
+            text += f", {best / expected:.2f}x as fast as ddp with its best bucket size"
     if measured.norm_needed_by:
-        text += f". Its updates wait for the norm of all gradients, because of {' and '.join(measured.norm_needed_by)}"
+        text += f". Updates wait for the norm of all gradients, because of {' and '.join(measured.norm_needed_by)}"
     return text + "."
 
 
@@ -125,8 +126,8 @@ def _limit(advice: Advice) -> str:
         )
     return (
         f"What limits: the link. The ceiling is {milliseconds(advice.ceiling_seconds)} a step, "
-        f"{_speed(advice, advice.ceiling_seconds)}: in whatever order these bytes are sent, workers wait for {waiting:.0%} "
-        "of each step. Only fewer bytes, larger batches or a faster link get below it."
+        f"{_speed(advice, advice.ceiling_seconds)}: in whatever order these bytes are sent, workers wait for "
+        f"{waiting:.0%} of each step. Only fewer bytes, larger batches or a faster link get below it."
     )
 
 
@@ -135,26 +136,25 @@ def _compression(advice: Advice) -> str:
     share = advice.measured.compressed_share
     if share >= 1:
         return "Compression: gradients have 2 bytes a value already, so bf16 on the wire changes nothing."
-    text = (
-        f"Compression: bf16 on the wire sends {share:.0%} of the bytes and makes a step of ddp {milliseconds(expected)}, "
-        f"{_speed(advice, expected)}"
-    )
+    text = f"Compression: bf16 on the wire sends {share:.0%} of the bytes"
     if default / expected < 1 + _LITTLE:
-        return text + ": nothing to gain."
-    return text + ". It rounds each gradient to 8 bits of precision: compare the losses."
+        return f"{text}, which saves ddp nothing that shows."
+    return (
+        f"{text} and makes a step of ddp {milliseconds(expected)}, {_speed(advice, expected)}. It rounds each gradient "
+        "to 8 bits of precision: compare the losses."
+    )
 
 
 def _diloco(advice: Advice) -> str:
-    profile, inner = advice.measured.profile, advice.of(DILOCO).inner_steps
-    added = advice.communication_seconds / profile.compute_seconds
-    if inner == 1:
-        return (
-            f"diloco: not needed; exchanging at every step, with nothing hidden, adds {added:.1%} to the computation."
-        )
+    expected = advice.of(DILOCO)
+    if expected.inner_steps == 1:
+        added = advice.communication_seconds / advice.compute_seconds
+        return f"diloco: not needed. Even an exchange after every step, with nothing hidden, adds just {added:.1%}."
     return (
-        "diloco: trains for H steps on each worker by itself, then exchanges once, so communication per step is 1/H. From "
-        f"H = {inner} on it adds less than {DILOCO_OVERHEAD:.0%} to the computation: {milliseconds(advice.of(DILOCO).step_seconds)} a "
-        f"step, {_speed(advice, advice.of(DILOCO).step_seconds)}. It is another training, whose loss has to be compared."
+        "diloco: each worker trains for H steps by itself, then all exchange once, so communication per step is 1/H. "
+        f"From H = {expected.inner_steps} on it adds {DILOCO_OVERHEAD:.0%} at most: "
+        f"{milliseconds(expected.step_seconds)} a step, {_speed(advice, expected.step_seconds)}. It is another "
+        "training, whose loss has to be compared."
     )
 
 
@@ -192,6 +192,10 @@ def _recommendation(advice: Advice) -> str:
     elif advice.efficiency(chosen.step_seconds) < 0.7:
         text += "\nMore than that needs fewer bytes: larger batches for each worker, bf16 on the wire or diloco."
     return text
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _speed(advice: Advice, step_seconds: float) -> str:

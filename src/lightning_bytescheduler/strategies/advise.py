@@ -96,9 +96,9 @@ def _probed(device: torch.device) -> LinkModel:
     """The link of the default process group."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         raise UnsupportedError(
-            "There is no link to measure, as this process is alone: say what the link is like (on the command line with "
-            "--bandwidth and --workers, in Python with link=LinkModel(...)), or start one process on each machine with "
-            "torchrun."
+            "There is no link to measure, as this process is alone: say what the link is like (on the command line "
+            "with --bandwidth and --workers, in Python with link=LinkModel(...)), or start one process on each machine "
+            "with torchrun."
         )
     world = dist.group.WORLD
     if world is None:

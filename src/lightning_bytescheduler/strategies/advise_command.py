@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="MODULE:NAME",
-        help="a function that returns a LightningModule, or one and its data (a DataLoader or LightningDataModule); or a "
-        "LightningModule class that is made without arguments. Such as my_project.train:make",
+        help="a function that returns a LightningModule, or one and its data (a DataLoader or LightningDataModule); or "
+        "a LightningModule class that is made without arguments. Such as my_project.train:make",
     )
     parser.add_argument(
         "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"

@@ -1,8 +1,8 @@
 """Takes a few steps of a user's training, on a copy, and measures them.
 
 The copy is a deep one of the module and a shallow one of the data module: what training changes, it changes there. The
-random state of the process and the generators of a data loader are put back. Callbacks of the user are not run, nor what
-belongs to the end of an epoch, as checkpoints and metrics of a validation have no place here.
+random state of the process and the generators of a data loader are put back. Callbacks of the user are not run, nor
+what belongs to the end of an epoch, as checkpoints and metrics of a validation have no place here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_bytescheduler.advice.clock import DeviceClock
 from lightning_bytescheduler.advice.measured_profile import StepTimes, make_profile
 from lightning_bytescheduler.advice.measured_step import MeasuredStep
 from lightning_bytescheduler.advice.repeated_data import RepeatedData
@@ -58,7 +59,7 @@ def measure_step(
     # A module's own callbacks may write checkpoints.
     trained.configure_callbacks = lambda: []  # type: ignore[method-assign]
     batches: list[RepeatedData] = []
-    recorder = StepRecorder(trained, device, steps=steps, waited=lambda: sum(b.waited for b in batches))
+    recorder = StepRecorder(trained, DeviceClock(device), steps=steps, waited=lambda: sum(b.waited for b in batches))
     strategy = ObservedDevice(device, recorder)
     with _quiet(), isolate_rng(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
 
