@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.advice.expectations import BYTESCHEDULER
 from lightning_bytescheduler.advice.words import network
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_advice"]
 
-_COMPUTES, _WAITS, _OURS, _INK = "#3f86d1", "#c3ccd4", "#e58f2a", "#26323d"
+_COMPUTES, _WAITS, _INK = "#3f86d1", "#f0b56b", "#26323d"
 
 
 def draw_advice(advice: Advice, out: str | os.PathLike[str]) -> None:
@@ -47,8 +46,9 @@ def draw_advice(advice: Advice, out: str | os.PathLike[str]) -> None:
     for position, expected in enumerate(advice.expectations):
         step = expected.step_seconds * 1e3
         ax.barh(position, computes, height=0.62, color=_COMPUTES, label="computes" if not position else None)
-        colour = _OURS if expected.strategy == BYTESCHEDULER else _WAITS
-        ax.barh(position, max(step - computes, 0.0), left=computes, height=0.62, color=colour)
+        waits = max(step - computes, 0.0)
+        label = "waits for the link" if not position else None
+        ax.barh(position, waits, left=computes, height=0.62, color=_WAITS, label=label)
         ax.text(
             step + longest * 0.012,
             position,
@@ -58,10 +58,12 @@ def draw_advice(advice: Advice, out: str | os.PathLike[str]) -> None:
         )
         every = "" if expected.inner_steps is None else f", every {expected.inner_steps} steps"
         labels.append(expected.strategy + every + ("" if expected.same_training else " *"))
-    ax.axvline(
-        advice.ceiling_seconds * 1e3, color=_INK, linewidth=1.6, linestyle=":", label="ceiling of ddp's training"
+    # Strategies that train as ddp does come first; what sends fewer bytes has no such ceiling.
+    exact = sum(expected.same_training for expected in advice.expectations)
+    bound = advice.ceiling_seconds * 1e3
+    ax.plot(
+        [bound, bound], [-0.5, exact - 0.5], color=_INK, linewidth=1.6, linestyle=":", label="ceiling of these bytes"
     )
-    ax.bar([0], [0], color=_WAITS, label="waits for the link")
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
     ax.set_xlim(0, longest * 1.32)

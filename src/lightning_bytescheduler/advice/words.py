@@ -73,8 +73,9 @@ def _measured(advice: Advice) -> str:
     text = f"Measured: a step{size} takes {milliseconds(advice.compute_seconds)} on one worker ({measured.device})"
     if measured.waiting > _LITTLE * advice.compute_seconds:
         text += f", of which {milliseconds(measured.waiting)} wait for data"
+    megabytes = f"{measured.profile.parameter_bytes / 1e6:,.4g} MB"
     return (
-        f"{text}. Exchanging its {measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients takes {milliseconds(exchange)}, "
+        f"{text}. Exchanging its {megabytes} of gradients takes {milliseconds(exchange)}, "
         f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice)})."
     )
 
