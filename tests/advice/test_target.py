@@ -31,7 +31,7 @@ def test_names_in_the_current_directory(project: Path) -> None:
     "text", ["", "advised_project", "advised_project:", ":make", "a b:c", "advised_project:make()"]
 )
 def test_another_form(project: Path, text: str) -> None:
-    with pytest.raises(OptionError, match="package.module:name"):
+    with pytest.raises(OptionError, match=r"package\.module:name"):
         load_target("--data", text)
 
 

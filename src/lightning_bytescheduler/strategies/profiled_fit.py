@@ -35,6 +35,7 @@ from lightning_bytescheduler.strategies.planning import norm_needed_by, precisio
 
 __all__ = ["measure_step"]
 
+_MOST_STEPS_FOR_EACH = 10
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
@@ -61,7 +62,12 @@ def measure_step(
     batches: list[RepeatedData] = []
     recorder = StepRecorder(trained, DeviceClock(device), steps=steps, waited=lambda: sum(b.waited for b in batches))
     strategy = ObservedDevice(device, recorder)
-    with _quiet(), isolate_rng(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
+    with (
+        _quiet(),
+        _random_state_restored(),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.ExitStack() as restoring,
+    ):
 
         def repeat(loader: Any) -> RepeatedData:
             restoring.enter_context(_generators_restored(loader))
@@ -73,7 +79,8 @@ def measure_step(
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
             strategy=strategy,
             plugins=[LightningEnvironment()],  # alone, whoever launched this process
-            max_epochs=-1,
+            max_epochs=1,
+            max_steps=_MOST_STEPS_FOR_EACH * (steps + 10),  # never reached, but schedules are made for so many
             limit_val_batches=0,
             num_sanity_val_steps=0,
             logger=False,
@@ -188,6 +195,16 @@ def _generators_restored(loader: Any) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextlib.contextmanager
+def _random_state_restored() -> Iterator[None]:
+    isolation = isolate_rng()
+    isolation.__enter__()
+    try:
+        yield
+    finally:
+        isolation.__exit__(None, None, None)  # told of an error, it would restore nothing
 
 
 @contextlib.contextmanager
