@@ -24,7 +24,7 @@ from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import LinkModel
 
-__all__ = ["Advice", "give_advice"]
+__all__ = ["Advice", "check_link", "give_advice"]
 
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
 _MIB = 2**20
@@ -192,10 +192,7 @@ def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequ
     Raises:
         OptionError: If there are less than two workers, or the link reduces by servers.
     """
-    if link.workers < 2:
-        raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
-    if link.algorithm == "push_pull":
-        raise OptionError("algorithm", link.algorithm, "'ring' or 'halving_doubling': training has no servers here")
+    check_link(link)
     return Advice(
         measured=measured,
         link=link,
@@ -204,3 +201,15 @@ def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequ
         communication_seconds=communication_seconds(measured.profile, link),
         worker_seconds=tuple(worker_seconds),
     )
+
+
+def check_link(link: LinkModel) -> None:
+    """Refuse networks there is nothing to say about.
+
+    Raises:
+        OptionError: If there are less than two workers, or the link reduces by servers.
+    """
+    if link.workers < 2:
+        raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
+    if link.algorithm == "push_pull":
+        raise OptionError("algorithm", link.algorithm, "'ring' or 'halving_doubling': training has no servers here")

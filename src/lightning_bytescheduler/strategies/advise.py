@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.advice import Advice, give_advice
+from lightning_bytescheduler.advice.advice import Advice, check_link, give_advice
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation import LinkModel
@@ -64,6 +64,7 @@ def advise(
         raise OptionError("link", link, "a LinkModel, or left out to measure the link")
     if workers is not None:
         link = replace(link, workers=workers)
+    check_link(link)
     options = {
         "precision": precision,
         "gradient_clip_val": gradient_clip_val,
