@@ -58,7 +58,7 @@ class Stepping(LightningModule):
     They take 1, 2 and 3 seconds forward, 10, 20 and 30 backward; an update takes 5.
     """
 
-    order = ("a", "b", "c")
+    order: tuple[str, ...] = ("a", "b", "c")
     seconds: ClassVar = {"a": (1.0, 10.0), "b": (2.0, 20.0), "c": (3.0, 30.0)}
 
     def __init__(self, clock: Clock) -> None:

@@ -275,7 +275,11 @@ def test_the_module_is_as_it_was() -> None:
 
 
 def random_states() -> list[Any]:
-    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    return [
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        torch.get_rng_state().tolist(),
+    ]
 
 
 def test_random_numbers_go_on_as_if_nothing_had_happened() -> None:
@@ -287,6 +291,46 @@ def test_random_numbers_go_on_as_if_nothing_had_happened() -> None:
     measure(module, loader)
     assert random_states() == before
     assert torch.equal(generator.get_state(), drawn)
+
+
+class Referring(Noisy):
+    """Keeps a function that a deep copy does not copy, so that the copy would train the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = lambda inputs: self.first(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.encode(batch[0]).sum() + self.last.bias.sum()
+
+
+def test_a_copy_that_trains_the_original_is_found_out() -> None:
+    module = Referring()
+    module.first.weight.grad = torch.full_like(module.first.weight, 3.0)
+    with pytest.raises(UnsupportedError, match=r"'first\.weight' of the original got a gradient.*make it a method"):
+        measure(module)
+    assert torch.equal(module.first.weight.grad, torch.full_like(module.first.weight, 3.0))
+    assert module.first.bias.grad is None
+
+
+def test_a_module_that_was_compiled_in_place() -> None:
+    module = Noisy()
+    module.compile(backend="eager")
+    module.first.compile(backend="eager")
+    assert measure(module).profile.parameter_bytes > 0
+    assert all(p.grad is None for p in module.parameters())
+
+
+class LogsByHand(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.logger.experiment.add_scalar("noise", 1.0, self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_logger_is_there_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert measure(LogsByHand()).profile.parameter_bytes > 0
+    assert not list(tmp_path.iterdir())
 
 
 class Slices(LightningDataModule):

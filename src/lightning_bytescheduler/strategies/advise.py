@@ -34,8 +34,8 @@ def advise(
 ) -> Advice:
     """Measure a few steps of a training, and say what to expect of it with each strategy on a network.
 
-    Training happens on a copy: the module, the state of random numbers and of data loaders are left as they are.
-    Print the answer, or take its figures.
+    Training happens on a copy: the module, the state of random numbers and of data loaders are left as they are. What
+    was compiled in place, with ``Module.compile()``, runs uncompiled there. Print the answer, or take its figures.
 
     Args:
         module: What is trained.

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -83,7 +84,7 @@ def measure_step(
             max_steps=_MOST_STEPS_FOR_EACH * (steps + 10),  # never reached, but schedules are made for so many
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            logger=False,
+            logger=DummyLogger(),  # modules may log to it by hand
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -92,9 +93,8 @@ def measure_step(
             **trainer_options,
         )
         try:
-            trainer.fit(trained, **_data_arguments(trained, data, repeat))
-        except EnoughSteps:
-            pass
+            with _gradients_kept(module), contextlib.suppress(EnoughSteps):
+                trainer.fit(trained, **_data_arguments(trained, data, repeat))
         finally:
             recorder.abandon()
         if not recorder.complete:
@@ -131,12 +131,39 @@ def _check_module(module: object) -> None:
 
 def _copy_of(module: pl.LightningModule) -> pl.LightningModule:
     try:
-        return copy.deepcopy(module)
+        trained = copy.deepcopy(module)
     except Exception as error:
         raise UnsupportedError(
             f"{type(module).__name__} cannot be copied by copy.deepcopy, and is not to be changed: {error}. Give one "
             "that holds no results of training, such as a fresh one."
         ) from error
+    trained._compiled_call_impl = None  # torch drops it in copies, as it belongs to the original; Lightning does not
+    return trained
+
+
+@contextlib.contextmanager
+def _gradients_kept(module: pl.LightningModule) -> Iterator[None]:
+    """Make sure that it is the copy which is trained; whatever the original gets is taken away from it.
+
+    Raises:
+        UnsupportedError: If the original got gradients.
+    """
+    gradients = {name: (parameter, parameter.grad) for name, parameter in module.named_parameters()}
+    for parameter, _ in gradients.values():
+        parameter.grad = None
+    reached = None
+    try:
+        yield
+        reached = next((name for name, (parameter, _) in gradients.items() if parameter.grad is not None), None)
+    finally:
+        for parameter, gradient in gradients.values():
+            parameter.grad = gradient
+    if reached is not None:
+        raise UnsupportedError(
+            f"A copy of {type(module).__name__} is trained, but {reached!r} of the original got a gradient: a function "
+            "that the module keeps refers to it and not to its copy. Instead of a lambda or a nested function, make it "
+            "a method."
+        )
 
 
 def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any], RepeatedData]) -> dict[str, Any]:
