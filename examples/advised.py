@@ -1,6 +1,8 @@
 """What `lightning-bytescheduler advise` is pointed at: a function that returns a model and its data.
 
-lightning-bytescheduler advise examples.advised:make --workers 4 --bandwidth 1gbit --latency 0.1ms
+From the repository's folder, with a network of your own in numbers:
+
+    lightning-bytescheduler advise examples.advised:make --workers 4 --bandwidth 1gbit --latency 0.1ms
 """
 
 from __future__ import annotations
