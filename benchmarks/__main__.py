@@ -38,7 +38,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=20.0,
         metavar="MS",
-        help="round-trip time of one configuration more, of the first network at ratio 1 with the most workers (default: "
+        help="round trip of one configuration more: the first network at ratio 1, with the most workers (default: "
         "%(default)g; 0: none)",
     )
     parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
