@@ -188,6 +188,16 @@ def test_remarks_come_where_they_apply() -> None:
     assert "2 bytes a value already" in str(advice(compressed_share=1.0))
 
 
+def test_long_hops_come_with_a_warning() -> None:
+    def words(latency: float, *worker_seconds: float) -> str:
+        link = LinkModel(workers=4, bandwidth=BALANCED, latency=latency)
+        return str(give_advice(MeasuredStep(profile=UNIFORM), link, worker_seconds=worker_seconds))
+
+    assert "Long hops: " in words(0.01)
+    assert "Long hops: " not in words(0.01, 0.2, 0.2)  # it was measured
+    assert "Long hops: " not in words(0.0001)
+
+
 def test_the_table() -> None:
     heading, alone, *rows = advice().table()
     assert heading[-1] == "samples/s"

@@ -14,6 +14,7 @@ __all__ = ["sentences", "table"]
 
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 _UNEVEN = 1.1  # slowest over fastest worker
+_LONG_HOP_SECONDS = 1e-3
 _NAMES_SHOWN = 3
 
 
@@ -174,6 +175,11 @@ def _remarks(advice: Advice) -> Iterator[str]:
         if measured.device == "cpu"
         else ""
     )
+    if advice.link.latency >= _LONG_HOP_SECONDS and not advice.worker_seconds:
+        yield (
+            "Long hops: with a round trip of 20 ms, gloo's handshakes and TCP's windows were seen to make steps about "
+            "twice as long as the model says. Measure the link, with torchrun, rather than describe it."
+        )
     yield f"Not modelled: links shared with others, losses of packets, what compressing costs.{contention}"
 
 
