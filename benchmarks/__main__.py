@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.configuration import Configuration
 from benchmarks.contenders import ALONE, DDP_BUCKETS
+from benchmarks.delayed_link import DelayedLink
 from benchmarks.measure import MeasurementFailed, measure
 from benchmarks.models import REAL_MODELS
 from benchmarks.report import Cell, draw, save, show
@@ -32,6 +33,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
+    parser.add_argument(
+        "--round-trip-ms",
+        type=float,
+        default=20.0,
+        metavar="MS",
+        help="round trip of one configuration more: the first network at ratio 1, with the most workers (default: "
+        "%(default)g; 0: none)",
+    )
     parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
     parser.add_argument("--real-mbit", type=float, default=300.0, help="link of the real models")
     parser.add_argument("--steps", type=int, default=15, help="measured steps a round (default: %(default)s)")
@@ -53,6 +62,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for workers in options.workers
         for ratio in options.ratios
     ]
+    if options.round_trip_ms:
+        possible, why = DelayedLink.available()
+        if possible:
+            emulated.append(
+                Configuration(
+                    network=options.networks[0],
+                    ratio=1.0,
+                    workers=max(options.workers),
+                    mbit=options.mbit,
+                    round_trip_seconds=options.round_trip_ms / 1e3,
+                )
+            )
+        elif available:
+            console.print(f"{why} Left out: the round-trip time.")
     cells: list[Cell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     runs = len(options.real) * len(_LOOPBACK)
@@ -79,12 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             for configuration in emulated if available else ():
-                how = {"workers": configuration.workers, "mbit": configuration.mbit}
-                found = run(configuration.name, {"emulated": asdict(configuration)}, _EMULATED, **how)
+                link = {"mbit": configuration.mbit, "round_trip_seconds": configuration.round_trip_seconds}
+                work = {"emulated": asdict(configuration)}
+                found = run(configuration.name, work, _EMULATED, workers=configuration.workers, **link)
                 keep(
                     Cell(
                         name=configuration.name,
-                        ratio=configuration.ratio,
+                        # The plots are over the ratio, of links without a round-trip time.
+                        ratio=None if configuration.round_trip_seconds else configuration.ratio,
                         network=configuration.network,
                         workers=configuration.workers,
                         communication_seconds=configuration.communication_seconds,

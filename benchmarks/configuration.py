@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
 from lightning_bytescheduler.simulation import (
     LinkModel,
@@ -29,6 +30,7 @@ class Configuration:
         workers: How many.
         mbit: Rate of each worker's link.
         megabytes: Size of all gradients.
+        round_trip_seconds: Between two workers; 0 for that of the machine itself.
     """
 
     network: str
@@ -36,16 +38,23 @@ class Configuration:
     workers: int = 4
     mbit: float = 500.0
     megabytes: float = 20.0
+    round_trip_seconds: float = 0.0
 
     @property
     def name(self) -> str:
         """For tables."""
-        return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers"
+        round_trip = f", {self.round_trip_seconds * 1e3:g} ms round trip" if self.round_trip_seconds else ""
+        return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers{round_trip}"
 
     @property
     def link(self) -> LinkModel:
-        """The link as the bound sees it: no latency, all of its payload."""
-        return LinkModel(workers=self.workers, bandwidth=self.mbit * 1e6 / 8 * _PAYLOAD_SHARE)
+        """The link as the bound sees it: all of its payload, and half of a round trip for each hop."""
+        share = PAYLOAD_SHARE if self.round_trip_seconds else _PAYLOAD_SHARE
+        return LinkModel(
+            workers=self.workers,
+            bandwidth=self.mbit * 1e6 / 8 * share,
+            latency=self.round_trip_seconds / 2,
+        )
 
     @property
     def communication_seconds(self) -> float:

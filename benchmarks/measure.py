@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.delayed_link import DelayedLink
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 __all__ = ["Measured", "MeasurementFailed", "measure"]
@@ -53,6 +54,7 @@ def measure(
     mbit: float | None,
     steps: int,
     rounds: int,
+    round_trip_seconds: float = 0.0,
     on_contender: Callable[[str], None],
 ) -> dict[str, Measured]:
     """Measure ``contenders`` in turn, ``rounds`` times, so that a machine that drifts drifts for all.
@@ -64,6 +66,7 @@ def measure(
         mbit: Rate of each rank's link; ``None`` for loopback.
         steps: Measured steps per contender and round.
         rounds: How often.
+        round_trip_seconds: Between two ranks on links of limited rate; 0 for that of the machine itself.
         on_contender: Told when a contender has been measured once.
 
     Returns:
@@ -75,7 +78,7 @@ def measure(
     found = {name: Measured() for name in contenders}
     specification = json.dumps({**work, "contenders": [*contenders] * rounds, "steps": steps})
     command = [sys.executable, "-m", "benchmarks.rank", specification]
-    with _ranks(command, workers, mbit) as ranks:
+    with _ranks(command, workers, mbit, round_trip_seconds) as ranks:
         output = ranks[0].stdout
         if output is None:
             raise MeasurementFailed("Rank 0 has no output.")
@@ -95,13 +98,15 @@ def measure(
 
 
 @contextmanager
-def _ranks(command: list[str], workers: int, mbit: float | None) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ranks(
+    command: list[str], workers: int, mbit: float | None, round_trip_seconds: float
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     def streams(rank: int) -> dict[str, Any]:
         # What ranks complain of goes where ours goes; an open standard input tells them that we live.
         return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL}
 
     if mbit is not None:
-        with ShapedLink(hosts=workers, mbit=mbit) as link:
+        with _link(workers, mbit, round_trip_seconds) as link:
             environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
             ranks = [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
             with ExitStack() as pipes:
@@ -136,6 +141,12 @@ def _ranks(command: list[str], workers: int, mbit: float | None) -> Iterator[lis
             yield ranks
     finally:
         stop_sessions(ranks)
+
+
+def _link(workers: int, mbit: float, round_trip_seconds: float) -> ShapedLink:
+    if round_trip_seconds:
+        return DelayedLink(workers, mbit, round_trip_seconds=round_trip_seconds)
+    return ShapedLink(workers, mbit)
 
 
 def _close_later(pipes: ExitStack, ranks: Sequence[subprocess.Popen[bytes]]) -> None:

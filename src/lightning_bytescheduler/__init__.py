@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.advice.advice import Advice
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -14,14 +15,18 @@ from lightning_bytescheduler.exceptions import (
     UnsupportedError,
 )
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.simulation import LinkModel
+from lightning_bytescheduler.strategies.advise import advise
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 
 __all__ = [
+    "Advice",
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
     "LaunchOrderError",
+    "LinkModel",
     "OptionError",
     "OverlapPlan",
     "RankFailedError",
@@ -31,6 +36,7 @@ __all__ = [
     "TaskStateError",
     "UnsupportedError",
     "__version__",
+    "advise",
 ]
 
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise

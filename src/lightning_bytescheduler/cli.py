@@ -17,6 +17,7 @@ from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
 from lightning_bytescheduler.simulation.command import add_arguments, predicted_table
+from lightning_bytescheduler.strategies import advise_command
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]
@@ -147,23 +148,54 @@ def _add_slices(commands: _SubParsers) -> None:
     add_slices_arguments(parser)
 
 
-def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def _add_advise(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "advise",
+        help="measure your model, and say what each strategy makes of it on a network",
+        description="Take a few steps of a training, on a copy and on one device, and say in plain words what to "
+        "expect of each strategy on a network. Without --bandwidth the network is measured: start one process on each "
+        "machine, with torchrun.",
+    )
+    advise_command.add_arguments(parser)
+    parser.set_defaults(run=_advise)
+
+
+def _advise(options: argparse.Namespace) -> int:
+    advice = advise_command.advice_for(options)
+    if advice is not None:
+        heading, *rows = advice.table()
+        _print_table(advice.measured.profile.name, rows, heading)
+        for paragraph in advice.text().splitlines():
+            print(f"\n{paragraph}")
+    return 0
+
+
+def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str] = ()) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        width = max(len(label) for label, _ in rows)
+        lines = [heading, *rows] if heading else rows
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         print(title)
-        for label, value in rows:
-            print(f"  {label:<{width}}  {value}")
+        for label, *values in lines:
+            # What has no heading is text rather than a column of figures.
+            cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
+            print("  ".join([f"  {label:<{widths[0]}}", *cells]))
         return
-    table = Table(title=Text(title), title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    for label, value in rows:
-        table.add_row(Text(label), Text(value))  # as Text: a file name may hold what rich takes for markup
+    table = Table(title=Text(title), title_justify="left", show_header=bool(heading))
+    for index in range(len(rows[0])):
+        name = Text(heading[index]) if heading else ""
+        table.add_column(name, no_wrap=True, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))  # as Text: a file name may hold what rich takes for markup
     Console().print(table)
 
 
-_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (_add_timeline, _add_predict, _add_slices)
+_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (
+    _add_timeline,
+    _add_predict,
+    _add_advise,
+    _add_slices,
+)

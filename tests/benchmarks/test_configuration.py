@@ -24,6 +24,22 @@ def test_totals_and_bounds(network: str, ratio: float, workers: int) -> None:
     assert bounds["norm clipping"] >= bounds["any order"] * (1 - 1e-12)
 
 
+def test_a_round_trip_makes_bounds_longer_but_not_the_computation() -> None:
+    near = Configuration(network="uniform", ratio=1.0)
+    far = Configuration(network="uniform", ratio=1.0, round_trip_seconds=0.02)
+    assert far.name == "uniform, ratio 1, 4 workers, 20 ms round trip"
+    assert "round trip" not in near.name
+    assert far.link.latency == 0.01
+    # A ring of four has six hops.
+    assert far.link.latency_seconds == pytest.approx(0.06)
+    # More of the link is payload, as packets are larger.
+    assert near.profile.compute_seconds * 0.95 < far.profile.compute_seconds < near.profile.compute_seconds
+    step = near.profile.compute_seconds
+    for name, bound in near.bounds(step).items():
+        # With clipping, the norm takes one more round of messages.
+        assert bound < far.bounds(step)[name] < bound + 2 * 0.06
+
+
 def test_layers_keep_their_shares() -> None:
     original = network_profile("vgg16")
     small = scaled(original, parameter_bytes=1_000_000, compute_seconds=0.3)

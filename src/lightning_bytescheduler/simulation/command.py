@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel
 from lightning_bytescheduler.simulation.networks import NETWORKS, network_profile
@@ -12,7 +13,7 @@ from lightning_bytescheduler.simulation.prediction import Prediction, predict
 from lightning_bytescheduler.simulation.profile import ModelProfile
 from lightning_bytescheduler.simulation.schedule import Schedule
 
-__all__ = ["add_arguments", "bits_per_second", "predicted_table", "seconds"]
+__all__ = ["add_arguments", "add_link_arguments", "bits_per_second", "link_of", "predicted_table", "seconds"]
 
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>[a-z]+)\s*", re.IGNORECASE)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
@@ -28,9 +29,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(NETWORKS)}, or a JSON file with the layers' parameter_bytes, forward_seconds and "
         "backward_seconds in the order of the forward pass",
     )
-    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many workers train together")
+    add_link_arguments(parser)
+    parser.add_argument("--spare-servers", type=int, default=0, metavar="K", help="for push_pull, beside the workers")
     parser.add_argument(
-        "--bandwidth", type=bits_per_second, required=True, metavar="RATE", help="of each link, such as 500mbit, 10gbit"
+        "--compute", type=seconds, metavar="TIME", help="of a step on one worker, to which the profile is scaled"
+    )
+    parser.add_argument(
+        "--png",
+        metavar="OUT",
+        help="draw the speed-up over 1 to 100 Gbit/s to this file, a .png, .svg or .pdf (needs the extra 'plots')",
+    )
+
+
+def add_link_arguments(
+    parser: argparse.ArgumentParser, *, algorithms: Sequence[str] = ALGORITHMS, required: bool = True
+) -> None:
+    """Declare what describes a network, for :func:`link_of`.
+
+    Args:
+        parser: Gets the arguments.
+        algorithms: That may be chosen.
+        required: Whether workers and bandwidth have to be given.
+    """
+    parser.add_argument("--workers", type=int, required=required, metavar="N", help="how many workers train together")
+    parser.add_argument(
+        "--bandwidth",
+        type=bits_per_second,
+        required=required,
+        metavar="RATE",
+        help="of each link, such as 500mbit, 10gbit",
     )
     parser.add_argument(
         "--latency", type=seconds, default=0.0, metavar="TIME", help="of a hop, such as 20ms, 50us (default: none)"
@@ -42,16 +69,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="what each message costs however many are in flight (default: nothing)",
     )
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="how gradients are reduced")
-    parser.add_argument("--spare-servers", type=int, default=0, metavar="K", help="for push_pull, beside the workers")
+    parser.add_argument("--algorithm", choices=algorithms, default="ring", help="how gradients are reduced")
     parser.add_argument("--messages", type=int, metavar="M", help="that the backend carries at once (default: any)")
-    parser.add_argument(
-        "--compute", type=seconds, metavar="TIME", help="of a step on one worker, to which the profile is scaled"
-    )
-    parser.add_argument(
-        "--png",
-        metavar="OUT",
-        help="draw the speed-up over 1 to 100 Gbit/s to this file, a .png, .svg or .pdf (needs the extra 'plots')",
+
+
+def link_of(options: argparse.Namespace, *, spare_servers: int = 0) -> LinkModel:
+    """The network that parsed arguments describe.
+
+    Raises:
+        OptionError: If it cannot be.
+    """
+    return LinkModel(
+        workers=options.workers,
+        bandwidth=options.bandwidth / 8,
+        latency=options.latency,
+        overhead=options.overhead,
+        algorithm=options.algorithm,
+        spare_servers=spare_servers,
+        messages_in_flight=options.messages,
     )
 
 
@@ -72,15 +107,7 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, s
     profile = network_profile(options.profile) if options.profile in NETWORKS else ModelProfile.load(options.profile)
     if options.compute is not None:
         profile = profile.scaled_to(options.compute)
-    link = LinkModel(
-        workers=options.workers,
-        bandwidth=options.bandwidth / 8,
-        latency=options.latency,
-        overhead=options.overhead,
-        algorithm=options.algorithm,
-        spare_servers=options.spare_servers,
-        messages_in_flight=options.messages,
-    )
+    link = link_of(options, spare_servers=options.spare_servers)
     lines = predict(profile, link)
     if options.png is not None:
         draw_prediction(profile, link, options.png)

@@ -18,7 +18,7 @@ from lightning_bytescheduler.gradients.eligibility import model_reasons, optimiz
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.step_deferral import scales_losses, steps_plainly
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "norm_needed_by", "precision_reasons"]
 
 
 def make_plan(
@@ -56,9 +56,9 @@ def make_plan(
             "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep the "
             "overlap)"
         )
-    reasons += _precision_reasons(plugin, optimizers)
+    reasons += precision_reasons(plugin, optimizers)
     reasons += model_reasons(module)
-    needed_by = _norm_needed_by(module, plugin)
+    needed_by = norm_needed_by(module, plugin)
     if needed_by and not shards_over(group, device):
         reasons.append(
             f"{' and '.join(needed_by)} on {device.type} needs all gradients before a step, and "
@@ -80,7 +80,8 @@ def _names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
 
 
-def _precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
+def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Why steps cannot be deferred with this precision plugin; empty if they can. Each reason says how to avoid it."""
     if not steps_plainly(plugin):
         return [
             f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
@@ -91,7 +92,8 @@ def _precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> li
     return []
 
 
-def _norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
+def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
+    """What needs to know the norm of all gradients before an update, in words. The module has its trainer."""
     trainer = module.trainer
     needed = []
     if is_overridden("configure_gradient_clipping", module):

@@ -1,0 +1,122 @@
+"""How long a step takes with each strategy, on a modelled link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightning_bytescheduler.advice.measured_step import MeasuredStep
+from lightning_bytescheduler.simulation import LinkModel, ModelProfile, Schedule, clipped_bound, lower_bound, simulate
+from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
+
+__all__ = [
+    "BF16",
+    "BYTESCHEDULER",
+    "DDP",
+    "DDP_BEST",
+    "DILOCO",
+    "DILOCO_OVERHEAD",
+    "Expectation",
+    "ceiling",
+    "communication_seconds",
+    "diloco_interval",
+    "expectations",
+]
+
+DDP = "ddp"
+DDP_BEST = "ddp, best bucket size"
+BF16 = "ddp, bf16 on the wire"
+BYTESCHEDULER = "bytescheduler"
+DILOCO = "diloco"
+
+DILOCO_OVERHEAD = 0.05
+"""Share of computation up to which communication may add to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What one strategy makes of the model on the link.
+
+    Attributes:
+        strategy: Which one.
+        step_seconds: Seconds of a step.
+        same_training: Whether the weights are those of ``ddp``.
+        bucket_bytes: The bucket size it takes, where that is a choice.
+        inner_steps: Steps between two exchanges, for ``diloco``.
+    """
+
+    strategy: str
+    step_seconds: float
+    same_training: bool = True
+    bucket_bytes: int | None = None
+    inner_steps: int | None = None
+
+
+def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, ...]:
+    """Simulate the strategies.
+
+    ``ddp`` with bf16 on the wire has the default buckets. ``diloco`` exchanges all trained parameters at once,
+    uncompressed, every `diloco_interval` steps, while nobody computes.
+
+    Args:
+        measured: The model.
+        link: The network.
+    """
+    profile = measured.profile
+    best = best_ddp(profile, link)
+    smaller = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
+    inner = diloco_interval(profile, link)
+    return (
+        Expectation(strategy=DDP, step_seconds=_seconds(profile, link, [Schedule.ddp()])),
+        Expectation(
+            strategy=DDP_BEST,
+            step_seconds=best.step_seconds,
+            bucket_bytes=None if best.schedule is None else best.schedule.bucket_bytes,
+        ),
+        Expectation(strategy=BYTESCHEDULER, step_seconds=_bytescheduler(measured, link)),
+        Expectation(
+            strategy=BF16,
+            step_seconds=_seconds(profile, smaller, [Schedule.ddp()]),
+            same_training=False,
+        ),
+        Expectation(
+            strategy=DILOCO,
+            step_seconds=profile.compute_seconds + communication_seconds(profile, link) / inner,
+            same_training=False,
+            inner_steps=inner,
+        ),
+    )
+
+
+def ceiling(measured: MeasuredStep, link: LinkModel) -> float:
+    """Seconds that a step takes at least, whatever the order in which these bytes are sent."""
+    if measured.norm_needed_by and not measured.synchronised_because:
+        return clipped_bound(measured.profile, link)
+    return lower_bound(measured.profile, link)
+
+
+def communication_seconds(profile: ModelProfile, link: LinkModel) -> float:
+    """Seconds of sending all gradients in one go, with nothing else to do."""
+    return profile.parameter_bytes * link.seconds_per_byte + link.overhead_seconds + link.latency_seconds
+
+
+def diloco_interval(profile: ModelProfile, link: LinkModel) -> int:
+    """The fewest steps between two exchanges for which these add 5% at most to the computation."""
+    allowed = DILOCO_OVERHEAD * profile.compute_seconds
+    # Rounded before it is rounded up: 1.0000000001 exchanges per allowance are 1.
+    return max(1, math.ceil(round(communication_seconds(profile, link) / allowed, 6)))
+
+
+def _bytescheduler(measured: MeasuredStep, link: LinkModel) -> float:
+    """With the sizes that the strategy chooses by itself; it keeps DDP's way where that is faster."""
+    profile = measured.profile
+    if measured.synchronised_because:
+        return _seconds(profile, link, [replace(chosen_schedule(profile, link), barrier=True)])
+    clipping = "gather_early" if measured.norm_needed_by else None
+    return _seconds(profile, link, [chosen_schedule(profile, link, clipping=clipping), Schedule.ddp()])
+
+
+def _seconds(profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> float:
+    # One step is as good as many; see ``simulate``.
+    return min(simulate(profile, link, schedule, steps=1).step_seconds for schedule in schedules)

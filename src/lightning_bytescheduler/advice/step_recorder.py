@@ -1,0 +1,175 @@
+"""Records steps as they are taken: some to warm up, then in turns one that is only timed and one that is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_bytescheduler.advice.clock import DeviceClock
+from lightning_bytescheduler.advice.measured_profile import StepTimes, WatchedParameter, WatchedStep
+from lightning_bytescheduler.advice.step_watch import StepWatch
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.gradients.eligibility import unseen_parameters
+
+__all__ = ["WARM_UP_STEPS", "StepRecorder"]
+
+WARM_UP_STEPS = 3
+_COMPRESSED_WIDTH = 2  # bytes of a bf16 value
+
+
+@dataclass(slots=True)
+class _Step:
+    """Moments of the step under way."""
+
+    begin: Any
+    waited: float
+    watched: bool
+    forward: Any = None
+    backward: list[Any] = field(default_factory=list)
+    updated: Any = None
+
+
+class StepRecorder:
+    """Told by whoever trains when something begins and ends.
+
+    Args:
+        module: What is trained; its parameters are looked up when the first step is watched.
+        clock: Of the device that computes.
+        steps: How many to time, and as many to watch, after the warm-up.
+        waited: Seconds spent waiting for data so far, whenever asked.
+
+    Attributes:
+        times: Of the steps that were only timed.
+        waiting: Of those steps, seconds spent waiting for data.
+        watched: What was seen in the others.
+    """
+
+    def __init__(self, module: nn.Module, clock: DeviceClock, *, steps: int, waited: Callable[[], float]) -> None:
+        self._module = module
+        self._clock = clock
+        self._wanted = steps
+        self._waited = waited
+        self._watch: StepWatch | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._step: _Step | None = None
+        self._begun = 0
+        self.times: list[StepTimes] = []
+        self.waiting: list[float] = []
+        self.watched: list[WatchedStep] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough was recorded."""
+        return len(self.times) >= self._wanted and len(self.watched) >= self._wanted
+
+    def begin_forward(self) -> None:
+        """A forward pass begins, and with it a step; the one before it ends.
+
+        Raises:
+            UnsupportedError: If the steps so far were no steps of one forward pass, one backward pass and one update.
+        """
+        now, waited = self._clock.moment(), self._waited()
+        if self._step is not None:
+            self._end(self._step, now, waited)
+        self._step = None
+        if self.complete:
+            return
+        if self._begun > WARM_UP_STEPS + 4 * self._wanted:
+            raise UnsupportedError(
+                f"{self._begun} calls of training_step were not {2 * self._wanted} steps that can be measured: each "
+                "has to return a loss, and to be followed by one backward pass and one update."
+            )
+        self._begun += 1
+        watched = self._begun > WARM_UP_STEPS and len(self.watched) < len(self.times)
+        if watched:
+            self._watching().begin_forward()
+            now = self._clock.moment()
+        self._step = _Step(begin=now, waited=waited, watched=watched)
+
+    def end_forward(self) -> None:
+        """The forward pass has ended."""
+        if self._step is not None:
+            self._step.forward = self._clock.moment()
+            if self._step.watched:
+                self._watching().end_forward()
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        if self._step is not None:
+            if self._step.watched:
+                self._watching().begin_backward()
+            self._step.backward.append(self._clock.moment())
+
+    def end_backward(self) -> None:
+        """The backward pass has ended."""
+        if self._step is not None:
+            self._step.backward.append(self._clock.moment())
+            if self._step.watched:
+                self._watching().end_backward()
+
+    def end_update(self) -> None:
+        """The optimizer has taken its step."""
+        if self._step is not None:
+            self._step.updated = self._clock.moment()
+
+    def abandon(self) -> None:
+        """Leave nothing behind in the module."""
+        if self._watch is not None:
+            self._watch.end_forward()
+            self._watch.end_backward()
+
+    def parameters(self) -> list[WatchedParameter]:
+        """Those that were watched, each once, under the name of the module that holds it first."""
+        return [
+            WatchedParameter(
+                key=id(parameter),
+                layer=name.rpartition(".")[0] or type(self._module).__name__,
+                size=parameter.numel() * parameter.element_size(),
+            )
+            for name, parameter in self._parameters.items()
+        ]
+
+    def compressed_share(self) -> float:
+        """Bytes of the gradients as bf16, as a share of what they are."""
+        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        small = sum(p.numel() * min(p.element_size(), _COMPRESSED_WIDTH) for p in self._parameters.values())
+        return small / whole if whole else 1.0
+
+    def unused(self) -> tuple[str, ...]:
+        """Names of parameters that got no gradient in any watched step."""
+        return tuple(
+            name
+            for name, parameter in self._parameters.items()
+            if not any(id(parameter) in step.gradient for step in self.watched)
+        )
+
+    def _watching(self) -> StepWatch:
+        if self._watch is None:
+            self._parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+            self._watch = StepWatch(self._parameters.values(), unseen_parameters(self._module), self._clock)
+        return self._watch
+
+    def _end(self, step: _Step, now: Any, waited: float) -> None:
+        if step.forward is None or len(step.backward) != 2 or step.updated is None or self._begun <= WARM_UP_STEPS:
+            return
+        seconds = self._clock.seconds
+        forward, backward = seconds(step.begin, step.forward), seconds(*step.backward)
+        if step.watched:
+            watch = self._watching()
+            self.watched.append(
+                WatchedStep(
+                    forward=forward,
+                    backward=backward,
+                    first_use={key: seconds(step.begin, moment) for key, moment in watch.first_use.items()},
+                    gradient={key: seconds(step.backward[0], moment) for key, moment in watch.gradient.items()},
+                )
+            )
+            return
+        whole = seconds(step.begin, now)
+        update = seconds(step.backward[1], step.updated)
+        self.times.append(StepTimes(forward=forward, backward=backward, update=update, step=whole))
+        # On a device that is behind, waiting for data can be hidden.
+        self.waiting.append(min(waited - step.waited, whole - forward - backward - update))

@@ -1,0 +1,275 @@
+"""The words change with the figures, and the figures are those of the simulator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.advice.advice import Advice, give_advice
+from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO
+from lightning_bytescheduler.advice.measured_step import MeasuredStep
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation import (
+    LayerProfile,
+    LinkModel,
+    ModelProfile,
+    clipped_bound,
+    lower_bound,
+    network_profile,
+    predict,
+)
+
+UNIFORM = network_profile("uniform")  # 100 MB, 200 ms
+BALANCED = 6e9 / 8  # 100 MB take 200 ms over four workers
+
+
+def advice(
+    bandwidth: float = BALANCED, *, workers: int = 4, worker_seconds: tuple[float, ...] = (), **measured: Any
+) -> Advice:
+    link = LinkModel(workers=workers, bandwidth=bandwidth)
+    step = MeasuredStep(**{"profile": UNIFORM, "batch_size": 32, **measured})
+    return give_advice(step, link, worker_seconds=worker_seconds)
+
+
+def test_figures_are_the_simulators() -> None:
+    given = advice()
+    predicted = {line.name: line.step_seconds for line in predict(UNIFORM, given.link)}
+    assert given.of(DDP).step_seconds == predicted["ddp, default buckets"]
+    assert given.of(DDP_BEST).step_seconds == predicted["ddp, best buckets"]
+    assert given.of(BYTESCHEDULER).step_seconds == predicted["bytescheduler, own sizes"]
+    assert given.ceiling_seconds == predicted["lower bound"] == lower_bound(UNIFORM, given.link)
+    assert given.compute_seconds == pytest.approx(0.2)
+    assert given.communication_seconds == pytest.approx(0.2)
+
+
+def test_half_the_bytes_are_twice_the_bandwidth() -> None:
+    given, twice = advice(), advice(2 * BALANCED)
+    assert given.of(BF16).step_seconds == pytest.approx(twice.of(DDP).step_seconds)
+    assert advice(compressed_share=1.0).of(BF16).step_seconds == pytest.approx(given.of(DDP).step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "steps"), [(BALANCED, 20), (BALANCED / 2, 40), (20 * BALANCED, 1), (21 * BALANCED, 1)]
+)
+def test_diloco_exchanges_as_often_as_five_percent_allow(bandwidth: float, steps: int) -> None:
+    given = advice(bandwidth)
+    expected = given.of(DILOCO)
+    assert expected.inner_steps == steps
+    assert expected.step_seconds == pytest.approx(0.2 + given.communication_seconds / steps)
+    assert expected.step_seconds <= 0.2 * 1.05 * (1 + 1e-6)
+
+
+def test_speed_of_all_workers() -> None:
+    given = advice()
+    assert given.efficiency(0.4) == pytest.approx(0.5)
+    assert given.speedup(0.4) == pytest.approx(2.0)
+    assert given.samples_per_second(0.4) == pytest.approx(320.0)
+    assert advice(batch_size=None).samples_per_second(0.4) is None
+
+
+def test_a_fast_link_leaves_nothing_to_gain() -> None:
+    given = advice(1000 * BALANCED)
+    assert given.limited_by == "compute"
+    assert given.recommended.strategy == DDP
+    assert given.line == 'trainer = L.Trainer(strategy="ddp")'
+    text = str(given)
+    assert "nothing to gain over ddp" in text
+    assert "What limits: computing." in text
+    assert "saves ddp nothing that shows" in text
+    assert "diloco: not needed" in text
+    assert "ceiling is" not in text
+    assert "fewer bytes" not in text
+
+
+def test_a_balanced_link_is_what_order_is_for() -> None:
+    given = advice()
+    assert given.recommended.strategy == BYTESCHEDULER
+    assert given.line == 'trainer = L.Trainer(strategy="bytescheduler")'
+    gain = given.of(DDP).step_seconds / given.of(BYTESCHEDULER).step_seconds
+    assert gain > 1.25
+    text = str(given)
+    assert f"{gain:.2f}x as fast as ddp" in text
+    assert "with the same training" in text
+    assert "nothing to gain" not in text
+    assert "1.00 times as long" in text
+    assert f"Recommended: {given.line}" in text
+
+
+def test_a_slow_link_has_a_ceiling() -> None:
+    given = advice(BALANCED / 3)
+    assert given.limited_by == "link"
+    text = str(given)
+    assert "What limits: the link." in text
+    assert f"The ceiling is {given.ceiling_seconds * 1e3:,.1f} ms a step" in text
+    assert "Only fewer bytes, larger batches or a faster link" in text
+    assert "More than that needs fewer bytes" in text
+    assert "slower than one alone" not in text
+
+
+def test_a_very_slow_link_makes_one_worker_the_better_choice() -> None:
+    text = str(advice(BALANCED / 100))
+    assert "4 workers slower than one alone (0.04x)" in text
+    assert "train on one, or send less" in text
+    assert "From H = 2000 on it adds 5% at most" in text
+
+
+def test_ddp_with_other_buckets_is_enough_where_it_is_nearly_as_fast() -> None:
+    # A layer whose gradients are final at once, and much to do after them: only DDP's bucket size is in the way.
+    layers = [
+        LayerProfile(name="first", parameter_bytes=400_000, forward_seconds=0.2, backward_seconds=0.4),
+        LayerProfile(name="last", parameter_bytes=20_000_000, forward_seconds=0.001, backward_seconds=0.001),
+        LayerProfile(name="head", parameter_bytes=1_100_000, forward_seconds=0.001, backward_seconds=0.001),
+    ]
+    given = advice(BALANCED / 6, profile=ModelProfile(name="m", layers=tuple(layers)))
+    assert given.recommended.strategy == DDP_BEST
+    size = given.recommended.bucket_bytes
+    assert size is not None
+    assert given.line == f"trainer = L.Trainer(strategy=DDPStrategy(bucket_cap_mb={size // 2**20}))"
+    assert f"With bucket_cap_mb={size // 2**20} it takes" in str(given)
+
+
+def test_clipping_has_a_ceiling_of_its_own() -> None:
+    # A backward pass that is too short to hide half of the bytes.
+    layers = [
+        LayerProfile(name=f"{index}", parameter_bytes=7_500_000, forward_seconds=0.01, backward_seconds=0.005)
+        for index in range(10)
+    ]
+    profile = ModelProfile(name="m", layers=tuple(layers))
+    plain = advice(profile=profile)
+    clipped = advice(profile=profile, norm_needed_by=("gradient norm clipping",))
+    assert clipped.ceiling_seconds == clipped_bound(profile, clipped.link) > plain.ceiling_seconds
+    assert clipped.of(BYTESCHEDULER).step_seconds > plain.of(BYTESCHEDULER).step_seconds
+    assert clipped.of(DDP) == plain.of(DDP)
+    assert "because of gradient norm clipping" in str(clipped)
+    assert "norm" not in str(plain)
+
+
+def test_synchronised_steps_are_not_overlapped() -> None:
+    given = advice(synchronised_because=("there are 2 optimizers (one keeps the overlap)",))
+    assert given.of(BYTESCHEDULER).step_seconds > advice().of(BYTESCHEDULER).step_seconds
+    assert given.of(BYTESCHEDULER).step_seconds >= given.of(DDP_BEST).step_seconds * 0.97
+    assert "there are 2 optimizers (one keeps the overlap)." in str(given)
+    assert given.recommended.strategy != BYTESCHEDULER
+
+
+@pytest.mark.parametrize("bandwidth", [BALANCED / 50, BALANCED / 2, BALANCED, 3 * BALANCED, 500 * BALANCED])
+@pytest.mark.parametrize("clips", [(), ("gradient norm clipping",)])
+def test_nothing_with_the_same_training_beats_the_ceiling(bandwidth: float, clips: tuple[str, ...]) -> None:
+    given = advice(bandwidth, norm_needed_by=clips)
+    bound = min(given.ceiling_seconds, lower_bound(UNIFORM, given.link))
+    for expected in given.expectations:
+        if expected.same_training:
+            assert expected.step_seconds >= bound * (1 - 1e-9)
+    assert given.of(BYTESCHEDULER).step_seconds <= given.of(DDP).step_seconds * (1 + 1e-9)
+    assert given.of(DDP_BEST).step_seconds <= given.of(DDP).step_seconds
+
+
+def test_remarks_come_where_they_apply() -> None:
+    text = str(advice())
+    assert "wait for data" not in text
+    assert "Unused" not in text
+    assert "Uneven" not in text
+    assert "takes processor time" in text
+    text = str(
+        advice(
+            device="cuda", waiting=0.05, unused=("a", "b", "c", "d", "e"), worker_seconds=(0.1, 0.2), batch_size=None
+        )
+    )
+    assert "of which 50.0 ms wait for data" in text
+    assert "'a', 'b', 'c' and 2 more got no gradient" in text
+    assert "the slowest takes 2.00x as long" in text
+    assert "takes processor time" not in text
+    assert "samples" not in text
+    assert "2 bytes a value already" in str(advice(compressed_share=1.0))
+
+
+def test_long_hops_come_with_a_warning() -> None:
+    def words(latency: float, *worker_seconds: float) -> str:
+        link = LinkModel(workers=4, bandwidth=BALANCED, latency=latency)
+        return str(give_advice(MeasuredStep(profile=UNIFORM), link, worker_seconds=worker_seconds))
+
+    assert "Long hops: " in words(0.01)
+    assert "Long hops: " not in words(0.01, 0.2, 0.2)  # it was measured
+    assert "Long hops: " not in words(0.0001)
+
+
+def test_the_table() -> None:
+    heading, alone, *rows = advice().table()
+    assert heading[-1] == "samples/s"
+    assert alone == ("one worker alone", "200.0 ms", "1.00x", "100%", "160")
+    assert [row[0] for row in rows] == [
+        "ddp",
+        "ddp, best bucket size",
+        "bytescheduler",
+        "ddp, bf16 on the wire",
+        "diloco, every 20 steps",
+        "ceiling of ddp's training",
+    ]
+    assert {len(row) for row in rows} == {len(heading)} == {5}
+    assert {len(row) for row in advice(batch_size=None).table()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "words"),
+    [
+        (62.5e6, 0.0, "4 workers, 500 Mbit/s each way)"),
+        (1.25e9, 2e-4, "4 workers, 10 Gbit/s each way, 0.2 ms a hop)"),
+        (1e3, 0.02, "4 workers, 8 kbit/s each way, 20 ms a hop)"),
+        (1.0, 0.0, "4 workers, 0.008 kbit/s each way)"),
+    ],
+)
+def test_networks_in_words(bandwidth: float, latency: float, words: str) -> None:
+    link = LinkModel(workers=4, bandwidth=bandwidth, latency=latency)
+    assert words in give_advice(MeasuredStep(profile=UNIFORM), link).text()
+
+
+@pytest.mark.parametrize(
+    ("link", "option"),
+    [
+        (LinkModel(workers=1, bandwidth=1e9), "workers=1"),
+        (LinkModel(workers=4, bandwidth=1e9, algorithm="push_pull"), "algorithm='push_pull'"),
+    ],
+)
+def test_networks_that_make_no_sense_here(link: LinkModel, option: str) -> None:
+    with pytest.raises(OptionError, match=option):
+        give_advice(MeasuredStep(profile=UNIFORM), link)
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(OptionError, match=r"strategy='fsdp' .* one of 'ddp', 'ddp, best bucket size'"):
+        advice().of("fsdp")
+
+
+def test_figures_are_kept_and_can_be_predicted_from(tmp_path: Path) -> None:
+    given = replace(advice(), worker_seconds=(0.1, 0.2))
+    given.save(tmp_path / "advice.json")
+    kept = json.loads((tmp_path / "advice.json").read_text())
+    assert kept["limited_by"] == "link"
+    assert kept["recommended"] == BYTESCHEDULER
+    assert kept["ceiling_seconds"] == given.ceiling_seconds
+    assert kept["worker_seconds"] == [0.1, 0.2]
+    by_name = {entry["strategy"]: entry for entry in kept["strategies"]}
+    assert by_name[DDP]["step_seconds"] == given.of(DDP).step_seconds
+    assert by_name[DILOCO]["inner_steps"] == 20
+    assert ModelProfile.load(tmp_path / "advice.json") == UNIFORM
+
+
+def test_it_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    advice().draw(tmp_path / "new" / "a.svg")
+    drawn = (tmp_path / "new" / "a.svg").read_text()
+    assert "uniform: 4 workers, 6 Gbit/s each way" in drawn
+    assert "diloco, every 20 steps *" in drawn
+    with pytest.raises(OptionError, match=r"a\.xyz"):
+        advice().draw(tmp_path / "a.xyz")
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"lightning-bytescheduler\[plots\]"):
+        advice().draw(tmp_path / "a.png")

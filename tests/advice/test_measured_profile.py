@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.advice.measured_profile import (
+    BETWEEN_STEPS,
+    READ_UNSEEN,
+    UNUSED,
+    StepTimes,
+    WatchedParameter,
+    WatchedStep,
+    make_profile,
+)
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.simulation import ModelProfile
+
+TIMES = StepTimes(forward=10.0, backward=20.0, update=4.0, step=36.0)
+
+
+def parameters(*layers: tuple[str, int]) -> list[WatchedParameter]:
+    return [WatchedParameter(key=key, layer=layer, size=size) for key, (layer, size) in enumerate(layers)]
+
+
+def step(first_use: dict[int, float], gradient: dict[int, float], scale: float = 1.0) -> WatchedStep:
+    return WatchedStep(
+        forward=10.0 * scale,
+        backward=20.0 * scale,
+        first_use={key: moment * scale for key, moment in first_use.items()},
+        gradient={key: moment * scale for key, moment in gradient.items()},
+    )
+
+
+def figures(profile: ModelProfile) -> list[tuple[str, int, float, float]]:
+    return [(x.name, x.parameter_bytes, x.forward_seconds, x.backward_seconds) for x in profile.layers]
+
+
+def test_layers_in_the_order_of_first_use() -> None:
+    # Registered as b, a; a is used first.
+    watched = step({0: 7.0, 1: 2.0}, {0: 5.0, 1: 18.0})
+    profile = make_profile("m", parameters(("b", 30), ("a", 10)), [watched], TIMES)
+    assert profile.name == "m"
+    assert figures(profile) == [
+        (BETWEEN_STEPS, 0, 2.0 + 2.0, 2.0),  # the step's rest, and what comes before a and after its gradient
+        ("a", 10, 5.0 + 1.0, 13.0),  # a quarter of the update
+        ("b", 30, 3.0 + 3.0, 5.0),
+    ]
+    assert profile.compute_seconds == TIMES.step
+
+
+def test_shares_come_from_watched_steps_and_the_sum_from_the_others() -> None:
+    watched = step({0: 2.0, 1: 7.0}, {0: 18.0, 1: 5.0}, scale=3.0)  # watching has made them slow
+    profile = make_profile("m", parameters(("a", 10), ("b", 30)), [watched], TIMES)
+    assert [seconds for *_, seconds in figures(profile)] == pytest.approx([2.0, 13.0, 5.0])
+    assert profile.compute_seconds == pytest.approx(TIMES.step)
+
+
+def test_parameters_of_a_module_are_one_layer_if_nothing_else_is_used_between() -> None:
+    watched = step({0: 1.0, 1: 1.5, 2: 3.0, 3: 6.0}, {0: 16.0, 1: 15.0, 2: 12.0, 3: 4.0})
+    profile = make_profile("m", parameters(("a", 8), ("a", 2), ("b", 1), ("a", 5)), [watched], TIMES)
+    assert [entry[:2] for entry in figures(profile)[1:]] == [("a", 10), ("b", 1), ("a", 5)]
+
+
+def test_a_layer_is_complete_when_its_last_gradient_and_all_later_layers_are() -> None:
+    # The gradient of the middle layer comes after the first's, as if its work had been put off.
+    watched = step({0: 0.0, 1: 2.0, 2: 4.0}, {0: 10.0, 1: 15.0, 2: 5.0})
+    profile = make_profile("m", parameters(("a", 1), ("b", 1), ("c", 1)), [watched], TIMES)
+    assert [seconds for *_, seconds in figures(profile)] == [5.0, 0.0, 10.0, 5.0]
+
+
+def test_what_is_read_unseen_comes_first() -> None:
+    watched = step({1: 4.0}, {0: 6.0, 1: 9.0})
+    profile = make_profile("m", parameters(("compiled", 1), ("seen", 3)), [watched], TIMES)
+    assert figures(profile) == [
+        (BETWEEN_STEPS, 0, 2.0, 11.0),
+        (READ_UNSEEN, 1, 4.0 + 1.0, 0.0),
+        ("seen", 3, 6.0 + 3.0, 9.0),
+    ]
+
+
+def test_what_is_unused_is_sent_at_once_and_not_updated() -> None:
+    watched = step({1: 4.0}, {1: 9.0})
+    profile = make_profile("m", parameters(("never", 50), ("used", 3)), [watched], TIMES)
+    assert figures(profile)[1:] == [("used", 3, 6.0 + 4.0, 9.0), (UNUSED, 50, 0.0, 0.0)]
+    assert profile.parameter_bytes == 53
+
+
+def test_a_parameter_that_is_used_without_a_gradient_keeps_its_place() -> None:
+    watched = step({0: 3.0, 1: 5.0}, {1: 9.0})
+    profile = make_profile("m", parameters(("read only", 1), ("b", 3)), [watched], TIMES)
+    assert [entry[0] for entry in figures(profile)] == [BETWEEN_STEPS, "read only", "b"]
+
+
+def test_medians_leave_out_a_disturbed_step() -> None:
+    calm = step({0: 2.0, 1: 7.0}, {0: 18.0, 1: 5.0})
+    disturbed = WatchedStep(forward=90.0, backward=99.0, first_use={0: 80.0, 1: 81.0}, gradient={0: 98.0, 1: 1.0})
+    of_all = make_profile("m", parameters(("a", 1), ("b", 1)), [calm, disturbed, calm], TIMES)
+    assert of_all == make_profile("m", parameters(("a", 1), ("b", 1)), [calm], TIMES)
+
+
+def test_what_few_steps_use_is_unused() -> None:
+    with_it, without = step({0: 1.0, 1: 2.0}, {0: 9.0, 1: 8.0}), step({0: 1.0}, {0: 9.0})
+    profile = make_profile("m", parameters(("a", 1), ("b", 1)), [with_it, without, without], TIMES)
+    assert [entry[0] for entry in figures(profile)] == [BETWEEN_STEPS, "a", UNUSED]
+
+
+@pytest.mark.parametrize("watched", [step({0: 1.0}, {}), step({}, {})])
+def test_without_a_gradient_there_is_nothing_to_send(watched: WatchedStep) -> None:
+    with pytest.raises(UnsupportedError, match="No parameter of the module gets a gradient"):
+        make_profile("m", parameters(("a", 1)), [watched], TIMES)
+
+
+def test_a_typical_step() -> None:
+    odd = StepTimes(forward=90.0, backward=5.0, update=3.0, step=100.0)
+    typical = StepTimes.typical([TIMES, odd, TIMES])
+    assert (typical.forward, typical.backward, typical.update, typical.step) == pytest.approx((10, 20, 4, 36))
+    assert typical.rest == pytest.approx(2.0)
+
+
+seconds = st.floats(0.001, 50.0)
+times = st.builds(
+    lambda forward, backward, update, rest: StepTimes(
+        forward=forward, backward=backward, update=update, step=forward + backward + update + rest
+    ),
+    seconds,
+    seconds,
+    seconds,
+    seconds,
+)
+
+
+@settings(deadline=None)
+@given(
+    times=st.lists(times, min_size=1, max_size=5),
+    moments=st.lists(
+        st.tuples(st.integers(1, 99), st.none() | st.floats(0, 12), st.floats(0, 22)), min_size=1, max_size=6
+    ),
+)
+def test_whatever_was_seen_the_sum_is_the_step_and_no_byte_is_lost(
+    times: list[StepTimes], moments: list[tuple[int, float | None, float]]
+) -> None:
+    watched = step(
+        {key: use for key, (_, use, _) in enumerate(moments) if use is not None},
+        {key: ready for key, (_, _, ready) in enumerate(moments)},
+    )
+    typical = StepTimes.typical(times)
+    layers = parameters(*((f"layer {key}", size) for key, (size, _, _) in enumerate(moments)))
+    profile = make_profile("m", layers, [watched], typical)
+    assert profile.compute_seconds == pytest.approx(typical.step)
+    assert profile.backward_seconds == pytest.approx(typical.backward)
+    assert profile.parameter_bytes == sum(size for size, _, _ in moments)
