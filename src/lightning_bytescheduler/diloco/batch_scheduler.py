@@ -284,8 +284,9 @@ class BatchScheduler:
             # Nobody is to begin another step. Whoever has not started yet does not have to.
             self._collect({}, slowest * max(worker.in_flight + 1 for worker in training), now)
         elif all(worker.step_time.settled for worker in training):
-            plan = self._target.plan(left, list(known.values()), now=now)
-            if plan.seconds <= self._lead(known, slowest):
+            lead = self._lead(known, slowest)
+            plan = self._target.plan(left, list(known.values()), now=now, within=lead)
+            if plan is not None:
                 counters = {
                     name: pace.steps + max(steps, pace.sure)
                     for (name, pace), steps in zip(known.items(), plan.steps, strict=True)
@@ -320,7 +321,7 @@ class BatchScheduler:
         if worker.counter is None:
             self._tell(worker.name, UpdateNow(round=self._round))
         else:
-            self._tell(worker.name, ScheduleUpdate(round=self._round, counter=worker.counter))
+            self._tell(worker.name, ScheduleUpdate(round=self._round, counter=worker.counter, step=worker.steps))
 
     def _end_round(self, now: float) -> None:
         members = self._members()

@@ -153,10 +153,14 @@ class Acknowledge(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleUpdate(_Checked):
-    """Send your update once you have taken ``counter`` steps in this round; at once if you have."""
+    """Send your update once you have taken ``counter`` steps in this round; at once if you have.
+
+    ``step`` is the latest that was reported, as in ``Acknowledge``.
+    """
 
     round: int
     counter: int
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

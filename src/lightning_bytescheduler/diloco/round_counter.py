@@ -72,12 +72,12 @@ class RoundCounter:
         elif isinstance(message, Wait):
             self.waiting = self.waiting or message.round > self.round
         elif isinstance(message, (Acknowledge, ScheduleUpdate, UpdateNow)) and message.round == self.round:
-            if isinstance(message, Acknowledge):
-                self._acknowledged = max(self._acknowledged, message.step)
-            elif isinstance(message, ScheduleUpdate):
-                self._end_after(message.counter)
-            else:
+            if isinstance(message, UpdateNow):
                 self._end_after(self.steps)
+                return
+            self._acknowledged = max(self._acknowledged, message.step)
+            if isinstance(message, ScheduleUpdate):
+                self._end_after(message.counter)
 
     def start(self) -> UpdateReceived:
         """The weights of the announced round are there: begin it. Returns what to say.

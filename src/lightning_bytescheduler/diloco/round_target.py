@@ -41,13 +41,17 @@ class RoundTarget(Protocol):
             steps: That each worker has taken in this round.
         """
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float) -> RoundPlan:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Say when the round ends, and each worker's steps until then.
 
         Args:
             left: What ``left`` said.
             paces: The workers that are training.
             now: In seconds.
+            within: Seconds from now.
+
+        Returns:
+            ``None`` if the target is not reached ``within`` that time.
         """
 
 
@@ -82,9 +86,16 @@ class SampleTarget:
         """Samples to go."""
         return self.samples - samples
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float) -> RoundPlan:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Every worker takes the steps that end before the last needed sample is there."""
-        projection = project(left, paces, now=now)
+        # After t seconds, a worker has taken t / step_seconds steps, and one more at most, beyond what is sure. That
+        # rules most moments of a round out, without playing all of its steps.
+        surplus = sum(pace.batch_size * (pace.sure + 1) for pace in paces)
+        if left - surplus > within * sum(pace.batch_size / pace.step_seconds for pace in paces):
+            return None
+        projection = project(left, paces, now=now, time_limit=within)
+        if projection.stopped == "time" or projection.seconds > within:
+            return None
         return RoundPlan(seconds=projection.seconds, steps=projection.steps)
 
 
@@ -112,7 +123,7 @@ class FastestSteps:
         """Steps that are missing to the one who has taken most."""
         return self.steps - max(steps, default=0)
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float) -> RoundPlan:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker is given its share, less what it has taken."""
         shares = fastest_steps(self.steps, [pace.step_seconds for pace in paces])
         return _plan(
@@ -142,9 +153,9 @@ class FixedSteps:
         """Steps that are missing to the one who has taken fewest."""
         return self.steps - min(steps, default=self.steps)
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float) -> RoundPlan:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker takes what is missing."""
-        return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now)
+        return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now, within)
 
 
 def fastest_steps(steps: int, step_seconds: Sequence[float]) -> tuple[int, ...]:
@@ -159,6 +170,6 @@ def fastest_steps(steps: int, step_seconds: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1) for seconds in step_seconds)
 
 
-def _plan(steps: Sequence[int], paces: Sequence[Pace], now: float) -> RoundPlan:
-    ends = (pace.finish(count, now) - now for count, pace in zip(steps, paces, strict=True))
-    return RoundPlan(seconds=max(ends, default=0.0), steps=tuple(steps))
+def _plan(steps: Sequence[int], paces: Sequence[Pace], now: float, within: float) -> RoundPlan | None:
+    seconds = max((pace.finish(count, now) - now for count, pace in zip(steps, paces, strict=True)), default=0.0)
+    return RoundPlan(seconds=seconds, steps=tuple(steps)) if seconds <= within else None
