@@ -30,9 +30,9 @@ class RoundCounter:
 
     Attributes:
         round: The round it is in; 0 before the first.
-        steps: Taken in this round.
-        samples: Processed in this round.
-        tokens: Processed in this round.
+        steps: Taken in this round, or since its update was sent.
+        samples: Processed in these steps.
+        tokens: Processed in these steps.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
         waiting: Whether it was told to take no more steps until a round starts.
@@ -50,6 +50,7 @@ class RoundCounter:
         self._next_cap: int | None = None
         self._last_step: int | None = None
         self._acknowledged = 0
+        self._sent = False
 
     @property
     def due(self) -> bool:
@@ -82,15 +83,18 @@ class RoundCounter:
     def start(self) -> UpdateReceived:
         """The weights of the announced round are there: begin it. Returns what to say.
 
+        Steps that were taken since the update was sent belong to this round.
+
         Raises:
             RuntimeError: If no round was announced.
         """
         if self.next_round is None:
             raise RuntimeError("Cannot start a round: the scheduler has announced none.")
+        if not self._sent:
+            self._begin_count()  # its steps, if any, were part of a round that is over, and are lost
         self.round, self._last_step = self.next_round, self._next_cap
-        self.steps = self.samples = self.tokens = self._acknowledged = 0
         self.next_round = self._next_cap = None
-        self.waiting = False
+        self.waiting = self._sent = False
         return UpdateReceived(worker=self.worker, round=self.round)
 
     def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> Report:
@@ -110,7 +114,7 @@ class RoundCounter:
         self.steps += 1
         return Report(
             worker=self.worker,
-            round=self.round,
+            round=self.round + self._sent,
             steps=self.steps,
             samples=self.samples,
             batch_size=batch_size,
@@ -119,10 +123,20 @@ class RoundCounter:
         )
 
     def send(self) -> SendingUpdate:
-        """The update is being sent. Returns what to say."""
-        return SendingUpdate(
+        """The update is being sent. Returns what to say.
+
+        Where sending overlaps with training, the steps that follow count for the next round.
+        """
+        message = SendingUpdate(
             worker=self.worker, round=self.round, steps=self.steps, samples=self.samples, tokens=self.tokens
         )
+        self._begin_count()
+        self._last_step = None
+        self._sent = True
+        return message
+
+    def _begin_count(self) -> None:
+        self.steps = self.samples = self.tokens = self._acknowledged = 0
 
     def _end_after(self, steps: int) -> None:
         # Two may have told: the scheduler, and the cap. The earlier one holds.
