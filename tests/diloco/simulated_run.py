@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
@@ -19,8 +20,6 @@ from lightning_bytescheduler.diloco.messages import (
     Message,
     UpdateArrived,
     WorkerMessage,
-    from_json,
-    to_json,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.round_options import RoundOptions
@@ -32,9 +31,10 @@ from lightning_bytescheduler.diloco.round_target import RoundTarget
 class Machine:
     """One worker. Times are in seconds.
 
-    ``jitter`` is the spread of a step's time, ``blips`` the share of steps that take ten times as long, ``warm_up`` what
-    the first step of each round takes on top, ``delay`` that of a message one way, ``transfer`` that of weights one way,
-    ``slower_at`` from when on steps take ``slower_by`` times as long. ``dies`` is without a word, ``leaves`` with one.
+    ``jitter`` is the spread of a step's time, ``blips`` the share of steps that take ten times as long, ``warm_up``
+    what the first step of each round takes on top, ``delay`` that of a message one way, ``transfer`` that of weights
+    one way, ``slower_at`` from when on steps take ``slower_by`` times as long. ``dies`` is without a word, ``leaves``
+    with one.
     """
 
     batch_size: int
@@ -107,16 +107,17 @@ class _Run:
         self.scheduler = BatchScheduler(target, options, observer=self.seen.rounds.append)
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
-        self.heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.heap: list[tuple[float, bool, int, Callable[[], None]]] = []
         self.workers = {f"w{index}": _Worker(self, f"w{index}", machine) for index, machine in enumerate(machines)}
         self.ticks: set[float] = set()
 
-    def at(self, time: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self.heap, (time, next(self.numbers), do))
+    def at(self, time: float, do: Callable[[], None], *, last: bool = False) -> None:
+        """Do something at that time; ``last`` of all that happens at that instant."""
+        heapq.heappush(self.heap, (time, last, next(self.numbers), do))
 
     def play(self, until: float) -> SimulatedRun:
         while self.heap and self.heap[0][0] <= until:
-            self.now, _, do = heapq.heappop(self.heap)
+            self.now, _, _, do = heapq.heappop(self.heap)
             do()
             self.seen.events += 1
         self.seen.seconds = self.now
@@ -137,7 +138,7 @@ class _Run:
             elif envelope.to in self.workers:
                 worker = self.workers[envelope.to]
                 for late in self._copies(worker.machine.delay):
-                    self.at(self.now + late, lambda w=worker, m=envelope.message: w.receive(m))
+                    self.at(self.now + late, partial(worker.receive, envelope.message))
         tick = self.scheduler.next_tick
         if tick is not None and tick > self.now and tick not in self.ticks:
             self.ticks.add(tick)
@@ -168,7 +169,6 @@ class _Worker:
         return self.run.now >= min(self.machine.leaves, self.machine.dies)
 
     def receive(self, message: Message) -> None:
-        assert from_json(to_json(message)) == message
         self.counter.receive(message)
         if not self.busy and not self.gone:
             self._go_on()
@@ -178,7 +178,7 @@ class _Worker:
         self.run.to_scheduler(message, self.machine.delay)
         self.asked += 1
         if self.run.loss:
-            self.run.at(self.run.now + 20 * self.machine.step_seconds + 1, lambda asked=self.asked: self._ask(asked))
+            self.run.at(self.run.now + 20 * self.machine.step_seconds + 1, partial(self._ask, self.asked))
 
     def _ask(self, asked: int) -> None:
         if asked == self.asked and not self.busy and not self.gone and not self.counter.finished:
@@ -197,7 +197,8 @@ class _Worker:
         self.busy = False
         if not self.gone:
             self._say(self.counter.start())
-            self._begin_step()
+            self.busy = True
+            self.run.at(self.run.now, self._after_step, last=True)
 
     def _begin_step(self) -> None:
         counter, run = self.counter, self.run
@@ -221,7 +222,7 @@ class _Worker:
         self._say(report)
         # Answers that come at this very instant are heard before the next step begins.
         self.busy = True
-        self.run.at(self.run.now, self._after_step)
+        self.run.at(self.run.now, self._after_step, last=True)
 
     def _after_step(self) -> None:
         self.busy = False

@@ -72,6 +72,8 @@ class RoundCounter:
             self.finished = True
         elif isinstance(message, Wait):
             self.waiting = self.waiting or message.round > self.round
+        elif self._sent:
+            pass  # what follows is about the round that this worker is through with
         elif isinstance(message, (Acknowledge, ScheduleUpdate, UpdateNow)) and message.round == self.round:
             if isinstance(message, UpdateNow):
                 self._end_after(self.steps)

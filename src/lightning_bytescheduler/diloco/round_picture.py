@@ -15,6 +15,7 @@ from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord, w
 from lightning_bytescheduler.exceptions import OptionError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -113,10 +114,11 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
             row = workers.index(worker.worker)
             for activity, colour in _COLOURS.items():
                 bars = [(begin - origin, stop - begin) for kind, begin, stop in worker.spans if kind == activity]
-                pattern = {} if worker.merged else {"hatch": "////", "edgecolor": "white", "linewidth": 0}
-                axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour, **pattern)
+                drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
+                if not worker.merged:
+                    drawn.set(hatch="////", edgecolor="white", linewidth=0)
             _label(axes, worker.spans, row, origin, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
-    handles = [Patch(color=colour, label=_MEANING[activity]) for activity, colour in _COLOURS.items()]
+    handles: list[Artist] = [Patch(color=colour, label=_MEANING[activity]) for activity, colour in _COLOURS.items()]
     handles.append(axes.plot([], [], color=_INK, linewidth=0.8, linestyle=":", label="end decided")[0])
     if not all(worker.merged for one in shown for worker in one.workers):
         handles.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))

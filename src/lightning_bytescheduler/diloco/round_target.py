@@ -126,9 +126,8 @@ class FastestSteps:
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker is given its share, less what it has taken."""
         shares = fastest_steps(self.steps, [pace.step_seconds for pace in paces])
-        return _plan(
-            [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)], paces, now
-        )
+        steps = [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)]
+        return _plan(steps, paces, now, within)
 
 
 @dataclass(frozen=True, slots=True)
