@@ -45,7 +45,7 @@ def test_it_finds_what_is_nearly_the_best(parallel: int, most: int, start: int, 
     found = find_batch_size(machine, start=start, limit=limit)
     assert start <= found <= min(most, limit)
     rate = found / machine(found)
-    assert all(size / seconds < rate * 1.05 for size in machine.tried if (seconds := machine(size)) is not None)
+    assert all(size / seconds < rate * 1.05 for size in list(machine.tried) if (seconds := machine(size)) is not None)
     useful = min(parallel, most, limit)
     assert found >= useful * 0.49
 

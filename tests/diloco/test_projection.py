@@ -119,9 +119,8 @@ def test_it_overshoots_by_less_than_a_batch_and_ties(workers, to_go, committed) 
     sure = committed * sum(sizes)
     assert found.samples >= to_go
     if sure < to_go:
-        ties = [
-            size for time, size in zip(times, sizes, strict=True) if time * (found.seconds // time) == found.seconds
-        ]
+        ends = [count * time if count > committed else 0 for count, time in zip(found.steps, times, strict=True)]
+        ties = [size for size, end in zip(sizes, ends, strict=True) if end == max(ends)]
         assert found.samples - to_go < max(max(sizes), sum(ties))
     else:
         assert found.steps == (committed,) * len(times)

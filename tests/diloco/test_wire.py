@@ -27,8 +27,9 @@ def there_and_back(wire: WireFormat, tensor: Tensor, seed: int = 0) -> Tensor:
 
 def largest_of_block(tensor: Tensor) -> Tensor:
     """For each element, the largest magnitude among its block of 128."""
-    parts = [part.abs().max().expand(len(part)) for part in tensor.split(128)]
-    return torch.cat(parts) if parts else tensor
+    if not tensor.numel():
+        return tensor
+    return torch.cat([part.abs().max().expand(len(part)) for part in tensor.split(128)])
 
 
 @unhurried
