@@ -13,14 +13,14 @@ from tests.diloco.simulated_run import Machine, simulate
 
 @functools.cache
 def small_run() -> tuple[RoundRecord, ...]:
-    """Three workers at 1 : 2 : 6, one of which dies in the fourth of eight rounds and one joins in the third."""
+    """Three workers at 1 : 2 : 6, the slowest of which joins late, and the second of which dies in a later round."""
     machines = [
-        Machine(batch_size=4, step_seconds=0.6, jitter=0.05, transfer=1.5, delay=0.02),
-        Machine(batch_size=12, step_seconds=0.3, jitter=0.05, transfer=0.8, delay=0.02, dies=64.0),
-        Machine(batch_size=48, step_seconds=0.1, jitter=0.05, transfer=0.8, delay=0.02, joins=21.0),
+        Machine(batch_size=8, step_seconds=0.6, jitter=0.05, transfer=1.5, delay=0.02, joins=15.0),
+        Machine(batch_size=12, step_seconds=0.3, jitter=0.05, transfer=0.8, delay=0.02, dies=51.0),
+        Machine(batch_size=24, step_seconds=0.1, jitter=0.05, transfer=0.8, delay=0.02),
     ]
     options = RoundOptions(outer_steps=8, start_workers=2, grace=4.0, silent_after=1.0)
-    return tuple(simulate(machines, SampleTarget(1_000), options).rounds)
+    return tuple(simulate(machines, SampleTarget(2_400), options).rounds)
 
 
 def written(path: Path) -> Path:

@@ -23,7 +23,8 @@ def test_it_sums_a_run_up(tmp_path: Path) -> None:
     assert title == file
     assert found["rounds"] == "8"
     assert found["samples"] == f"{sum(record.samples for record in small_run()):,}"
-    assert found["w0"].startswith(f"{sum(record.workers[0].steps for record in small_run())} steps: training ")
+    steps = sum(worker.steps for record in small_run() for worker in record.workers if worker.worker == "w2")
+    assert found["w2"].startswith(f"{steps:,} steps: training ")
     assert [label for label, _ in rows[-3:]] == ["w0", "w1", "w2"]
     assert float(found["waiting"].split("%")[0]) < 20
 

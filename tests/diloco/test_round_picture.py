@@ -32,7 +32,7 @@ def test_it_draws_the_rounds_asked_for(tmp_path: Path) -> None:
     draw_rounds(small_run(), tmp_path / "r.svg", rounds=(1, 2), title="The first")
     drawn = texts(tmp_path / "r.svg")
     assert "The first" in drawn
-    assert "w2" not in drawn  # had not joined yet
+    assert "w0" not in drawn  # had not joined yet
     assert "not merged" not in drawn
     draw_rounds(small_run(), tmp_path / "r.png", rounds=(7, 99))
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
