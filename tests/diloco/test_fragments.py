@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,7 +57,7 @@ def test_each_fragment_is_sent_and_merged_in_turn(fragments: int, steps: int, ov
     for done in seen.values():
         assert [do for do, _ in done[:6]] == ["send", "merge"] * 3  # never sent again before it was merged
         sent = [step for do, step in done if do == "send"]
-        assert all(later - earlier == steps for earlier, later in zip(sent, sent[1:], strict=False))
+        assert all(later - earlier == steps for earlier, later in itertools.pairwise(sent))
     firsts = sorted(done[0][1] for done in seen.values())
     gaps = [later - earlier for earlier, later in zip(firsts, [*firsts[1:], firsts[0] + steps], strict=True)]
     assert max(gaps) - min(gaps) <= 1  # spread evenly

@@ -6,7 +6,7 @@ from lightning_bytescheduler.diloco.robust_mean import RobustMean
 from lightning_bytescheduler.diloco.step_time import StepTime
 
 
-def after(*seconds: float) -> StepTime:
+def after(*seconds):
     times = StepTime()
     for value in seconds:
         times.observe(value, 8)

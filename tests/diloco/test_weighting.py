@@ -37,5 +37,5 @@ def test_what_has_no_shares(weights: dict) -> None:
 
 
 def test_what_is_no_weighting() -> None:
-    with pytest.raises(OptionError, match="weighting='loss' is not allowed.*'samples', 'tokens', 'uniform'"):
+    with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'tokens', 'uniform'"):
         require_weighting("weighting", "loss")

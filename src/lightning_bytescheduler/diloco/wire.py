@@ -3,9 +3,9 @@
 A payload is a flat tensor of bytes: the fp32 scales of all blocks, then the elements. Machines are taken to be
 little-endian. Whatever travels, sums are made in fp32 or better.
 
-Bounds, for an element x of a block whose largest magnitude is m, with a step s of m/127 for int8 and m/7 for int4, and s
-no smaller than the smallest normal number of fp32: decoded, it differs from x by s at most with stochastic rounding, by
-s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2^-8 |x|.
+Bounds, for an element x of a block whose largest magnitude is m, with a step s of m/127 for int8 and m/7 for int4 that
+is no smaller than the smallest normal number of fp32: decoded, it differs from x by s at most with stochastic rounding,
+by s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2^-8 |x|.
 
 Rounding of int8 and int4 is stochastic by default. To nearest, an element below s/2 is lost in every round, and a
 weight that always moves a little never moves; stochastic rounding is right on average, over rounds and over workers. It
