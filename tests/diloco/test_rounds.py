@@ -1,6 +1,6 @@
 """The batch scheduler with simulated workers: every round ends, all workers end together, and little is too much.
 
-Some three thousand rounds, most of them short.
+Some two thousand rounds, most of them short.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps
 from tests.diloco.simulated_run import Machine, SimulatedRun, simulate
 
 ROUNDS = 12
-unhurried = settings(deadline=None, max_examples=40)
+unhurried = settings(deadline=None, max_examples=30)
 
 
 def play(machines: list[Machine], target: RoundTarget, seed: int = 0, rounds: int = ROUNDS, **how) -> SimulatedRun:
@@ -109,7 +109,7 @@ def test_workers_hardly_wait(ratio: float, jitter: float) -> None:
     assert all(worker.merged for record in run.rounds for worker in record.workers)
 
 
-@unhurried
+@settings(deadline=None, max_examples=15)
 @given(
     fastest=st.floats(0.05, 0.4),
     ratios=st.lists(st.floats(1, 8), min_size=1, max_size=3),
@@ -246,7 +246,7 @@ targets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=120)
 @given(
     machines=st.lists(any_machine, min_size=1, max_size=5),
     target=targets,
