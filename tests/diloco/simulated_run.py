@@ -34,7 +34,7 @@ class Machine:
     ``jitter`` is the spread of a step's time, ``blips`` the share of steps that take ten times as long, ``warm_up``
     what the first step of each round takes on top, ``delay`` that of a message one way, ``transfer`` that of weights
     one way, ``slower_at`` from when on steps take ``slower_by`` times as long. ``dies`` is without a word, ``leaves``
-    with one.
+    with one. With ``overlap_steps``, training goes on for so many steps while the update travels.
     """
 
     batch_size: int
@@ -49,6 +49,7 @@ class Machine:
     dies: float = math.inf
     slower_at: float = math.inf
     slower_by: float = 1.0
+    overlap_steps: int = 0
 
     def next_step(self, chance: random.Random, now: float, first: bool) -> float:
         seconds = self.step_seconds * (self.slower_by if now >= self.slower_at else 1.0)
@@ -64,15 +65,15 @@ class SimulatedRun:
     """What was seen.
 
     ``taken``: samples that workers say they have processed when they send, by round. ``ends``: when each worker's last
-    step of a round ended, by round. ``in_flight``: the most steps reported as in flight.
+    step of a round ended, by round. ``in_flight``: the most steps reported as in flight. ``busy``: seconds in which a
+    worker computed.
     """
 
     rounds: list[RoundRecord] = field(default_factory=list)
     taken: dict[int, dict[str, int]] = field(default_factory=dict)
     ends: dict[int, dict[str, float]] = field(default_factory=dict)
     in_flight: dict[str, int] = field(default_factory=dict)
-    events: int = 0
-    seconds: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
 
 
 def simulate(
@@ -119,8 +120,6 @@ class _Run:
         while self.heap and self.heap[0][0] <= until:
             self.now, _, _, do = heapq.heappop(self.heap)
             do()
-            self.seen.events += 1
-        self.seen.seconds = self.now
         return self.seen
 
     def to_scheduler(self, message: WorkerMessage, delay: float) -> None:
@@ -160,6 +159,9 @@ class _Worker:
         self.busy = False
         self.last_said: WorkerMessage = Join(worker=name)
         self.asked = 0
+        self.fetching: int | None = None
+        self.fetched: int | None = None
+        self.sent_beside = False
         run.at(machine.joins, lambda: self._say(Join(worker=name)))
         if machine.leaves < math.inf:
             run.at(machine.leaves, lambda: run.to_scheduler(Leave(worker=name), machine.delay))
@@ -170,6 +172,9 @@ class _Worker:
 
     def receive(self, message: Message) -> None:
         self.counter.receive(message)
+        if self.machine.overlap_steps and self.counter.round and self.counter.next_round not in (None, self.fetching):
+            self.fetching = self.counter.next_round
+            self.run.at(self.run.now + self.machine.transfer, partial(self._fetched_beside, self.fetching))
         if not self.busy and not self.gone:
             self._go_on()
 
@@ -189,9 +194,14 @@ class _Worker:
         counter, run = self.counter, self.run
         if counter.finished or self.gone:
             return
-        if counter.next_round is not None:
+        if counter.next_round is not None and not (self.machine.overlap_steps and counter.round):
             self.busy = True
             run.at(run.now + self.machine.transfer, self._fetched)
+
+    def _fetched_beside(self, round: int) -> None:
+        self.fetched = round
+        if not self.busy and not self.gone:
+            self._begin_step()
 
     def _fetched(self) -> None:
         self.busy = False
@@ -202,14 +212,28 @@ class _Worker:
 
     def _begin_step(self) -> None:
         counter, run = self.counter, self.run
-        if counter.finished or counter.waiting or counter.next_round is not None:
+        if self.sent_beside and not self._merge_beside():
+            return  # stalled: the answer is late
+        if counter.finished or (not self.sent_beside and (counter.waiting or counter.next_round is not None)):
             self._go_on()
         elif counter.due:
             self._send()
         else:
             self.busy = True
             seconds = self.machine.next_step(run.chance, run.now, counter.steps == 0)
+            run.seen.busy[counter.worker] = run.seen.busy.get(counter.worker, 0.0) + seconds
             run.at(run.now + seconds, lambda: self._stepped(seconds))
+
+    def _merge_beside(self) -> bool:
+        """Whether training can go on: it is not time for the answer yet, or the answer is there and is merged."""
+        counter = self.counter
+        if counter.steps < self.machine.overlap_steps:
+            return True
+        if counter.next_round is None or self.fetched != counter.next_round:
+            return False
+        self.sent_beside = False
+        self._say(counter.start())
+        return True
 
     def _stepped(self, seconds: float) -> None:
         self.busy = False
@@ -239,3 +263,6 @@ class _Worker:
                 self._say(arrived)
 
         run.at(run.now + self.machine.transfer, arrive)
+        if self.machine.overlap_steps:
+            self.sent_beside = True
+            self._begin_step()

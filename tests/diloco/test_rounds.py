@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps
 from tests.diloco.simulated_run import Machine, SimulatedRun, simulate
 
 ROUNDS = 12
-unhurried = settings(deadline=None, max_examples=30)
+unhurried = settings(deadline=None, max_examples=25)
 
 
 def play(machines: list[Machine], target: RoundTarget, seed: int = 0, rounds: int = ROUNDS, **how) -> SimulatedRun:
@@ -43,7 +43,7 @@ steady_machines = st.lists(
 
 
 @unhurried
-@given(machines=steady_machines, steps=st.floats(0.2, 25))
+@given(machines=steady_machines, steps=st.floats(0.2, 12))
 def test_with_perfect_information(machines: list[Machine], steps: float) -> None:
     """Once speeds are known (after two steps of everyone), a round is too long by less than the largest batch, and the
     batches that end at the same instant, or by the one step that everybody takes at least."""
@@ -103,7 +103,7 @@ def test_workers_hardly_wait(ratio: float, jitter: float) -> None:
     middle = Machine(batch_size=16, step_seconds=0.4 / (1 + (ratio - 1) / 3), jitter=jitter)
     fast = Machine(batch_size=64, step_seconds=0.4 / ratio, jitter=jitter)
     machines = [slow, middle, fast]
-    run = play(machines, target_for(machines, 41))
+    run = play(machines, target_for(machines, 41), rounds=6)
     assert all(record.workers[0].steps >= 36 for record in run.rounds)
     assert waiting_share(run.rounds) < 0.02
     assert all(worker.merged for record in run.rounds for worker in record.workers)
@@ -145,6 +145,23 @@ def test_a_racer_stops_at_the_cap(loss: float) -> None:
     run = play(machines, SampleTarget(100), options={"step_cap": 20}, loss=loss, rounds=5)
     assert len(run.rounds) == 5
     assert all(worker.steps <= 20 for record in run.rounds for worker in record.workers)
+
+
+@pytest.mark.parametrize(("overlap", "least"), [(0, 0.0), (8, 0.95)])
+def test_sending_beside_training_costs_no_time(overlap: int, least: float) -> None:
+    """A second each way, while the slow worker takes eight steps of 0.4 s, and the fast one as many as that takes."""
+    machines = [
+        Machine(batch_size=8, step_seconds=0.4, transfer=1.0, overlap_steps=overlap),
+        Machine(batch_size=8, step_seconds=0.1, transfer=1.0, overlap_steps=4 * overlap),
+    ]
+    run = play(machines, SampleTarget(1600))
+    assert len(run.rounds) == ROUNDS
+    shares = [seconds / run.rounds[-1].end for seconds in run.busy.values()]
+    assert min(shares) >= least
+    if not overlap:
+        assert max(shares) < 0.92
+    # The steps beside count for the next round, so that all rounds after the first are of one size.
+    assert all(1600 <= record.samples < 1600 + 8 * 5 for record in run.rounds)
 
 
 def test_the_fastest_workers_steps_end_a_round() -> None:
@@ -246,7 +263,7 @@ targets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=100)
 @given(
     machines=st.lists(any_machine, min_size=1, max_size=5),
     target=targets,

@@ -26,6 +26,7 @@ class RobustMean:
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self._values: deque[float] = deque(values, maxlen=_WINDOW)
+        self._mean = _middle_mean(self.values) if self._values else None
 
     @property
     def values(self) -> list[float]:
@@ -35,17 +36,17 @@ class RobustMean:
     @property
     def mean(self) -> float | None:
         """The estimate, or ``None`` before the first value."""
-        return _middle_mean(self.values) if self._values else None
+        return self._mean
 
     def observe(self, value: float) -> None:
         """Take note of a value."""
         self._values.append(value)
         before, recent = self.values[:-_CHANGED_AFTER], self.values[-_CHANGED_AFTER:]
-        if not before:
-            return
-        mean = _middle_mean(before)
-        if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
-            self._values = deque(recent, maxlen=_WINDOW)
+        if before:
+            mean = _middle_mean(before)
+            if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
+                self._values = deque(recent, maxlen=_WINDOW)
+        self._mean = _middle_mean(self.values)
 
 
 def _middle_mean(values: list[float]) -> float:

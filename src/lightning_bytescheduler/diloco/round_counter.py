@@ -94,6 +94,7 @@ class RoundCounter:
             raise RuntimeError("Cannot start a round: the scheduler has announced none.")
         if not self._sent:
             self._begin_count()  # its steps, if any, were part of a round that is over, and are lost
+        self._acknowledged = self.steps  # what was taken beside sending could not be answered
         self.round, self._last_step = self.next_round, self._next_cap
         self.next_round = self._next_cap = None
         self.waiting = self._sent = False
