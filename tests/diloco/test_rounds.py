@@ -58,12 +58,10 @@ def test_with_perfect_information(machines: list[Machine], steps: float) -> None
         assert over >= 0
         if number >= 2:
             largest = max(machine.batch_size for machine in machines)
-            last = max(ends)
-            ties = sum(
-                machine.batch_size
-                for index, machine in enumerate(machines)
-                if run.ends[record.round].get(f"w{index}", 0.0) >= last - 1e-6 * slowest
-            )
+            ended = [
+                (run.ends[record.round].get(f"w{i}", 0.0), machine.batch_size) for i, machine in enumerate(machines)
+            ]
+            ties = max(sum(size for other, size in ended if abs(other - end) <= 1e-6 * slowest) for end, _ in ended)
             one_each = sum(machine.batch_size for machine in machines) - target.samples
             assert over < max(largest, ties) or over == one_each
             assert max(ends) - min(ends) <= slowest * (1 + 1e-6)
