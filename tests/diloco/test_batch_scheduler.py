@@ -265,6 +265,32 @@ def test_time_is_told_by_ticks() -> None:
     assert StartRound(round=2) in bench.say(bench.report("a", 6, round=1))["a"]
 
 
+def test_a_tick_is_never_asked_for_twice() -> None:
+    """As a timer that is set to what has passed would run without end."""
+    bench = Bench(start_workers=2, silent_after=1.0)
+    bench.start("a", "b")
+    bench.steps(5, "a", "b")
+    bench.steps(20, "a", first=6)  # b is silent since 9.0
+    assert bench.scheduler.next_tick == bench.now + 3.0 + 1.0
+    for _ in range(10):
+        if bench.scheduler.next_tick is None:
+            break
+        before = bench.now
+        bench.pass_time()
+        assert bench.now > before
+        bench.tick()
+    assert bench.scheduler.next_tick is None
+
+
+def test_more_in_flight_than_was_reported_is_not_believed() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    liar = Report(worker="a", round=1, steps=6, samples=6, batch_size=1, seconds=1.0, in_flight=10**9)
+    bench.say(liar)
+    assert bench.scheduler.workers["a"].in_flight == 6
+
+
 def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
     bench = Bench(start_workers=2)
     bench.start("a", "b")

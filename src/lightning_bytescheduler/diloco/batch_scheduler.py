@@ -90,6 +90,7 @@ class BatchScheduler:
         self._workers: dict[str, WorkerProgress] = {}
         self._step_times: dict[str, StepTimeState] = {}  # of workers that are not there
         self._gone: set[str] = set()
+        self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
         self._deadline = 0.0
@@ -124,11 +125,12 @@ class BatchScheduler:
     @property
     def next_tick(self) -> float | None:
         """When ``tick`` may change something, if no message comes before; ``None`` if it cannot."""
+        if self._phase not in (_Phase.TRAINING, _Phase.COLLECTING):
+            return None
+        times = [worker.silent_at(self._options) for worker in self._training(self._now)]
         if self._phase is _Phase.COLLECTING:
-            return self._deadline + self._options.grace
-        if self._phase is _Phase.TRAINING:
-            return min((w.silent_at(self._options) for w in self._members() if w.is_training), default=None)
-        return None
+            times.append(self._deadline + self._options.grace)
+        return min(times, default=None)
 
     def handle(self, message: WorkerMessage, *, now: float) -> tuple[Envelope, ...]:
         """Take in a message.
@@ -140,6 +142,7 @@ class BatchScheduler:
         Returns:
             What to send, the answer to the sender among it.
         """
+        self._now = now
         worker = self._workers.get(message.worker)
         if self.finished:
             self._tell(message.worker, Done(round=self._round))
@@ -170,6 +173,7 @@ class BatchScheduler:
         Returns:
             What to send.
         """
+        self._now = now
         self._advance(now)
         return self._take_outgoing()
 

@@ -85,7 +85,8 @@ class WorkerProgress:
     def note(self, report: Report, now: float) -> None:
         """Take over a report that is newer than what is known."""
         self.step_time.observe(report.seconds, report.batch_size, first=report.steps == 1)
-        self.steps, self.samples, self.in_flight = report.steps, report.samples, report.in_flight
+        self.steps, self.samples = report.steps, report.samples
+        self.in_flight = min(report.in_flight, report.steps)  # no more than that can be true
         self.reported = now
 
     def end(self, now: float) -> None:
