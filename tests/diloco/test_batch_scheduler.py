@@ -292,7 +292,7 @@ def test_more_in_flight_than_was_reported_is_not_believed() -> None:
 
 
 def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
-    bench = Bench(start_workers=2)
+    bench = Bench(start_workers=2, silent_after=1000.0)
     bench.start("a", "b")
     bench.steps(50, "a", "b")
     bench.say(SendingUpdate(worker="a", round=1, steps=50, samples=50))
