@@ -166,6 +166,7 @@ def test_the_last_word_on_samples_is_the_senders() -> None:
     bench.start("a")
     bench.steps(98, "a")
     bench.say(SendingUpdate(worker="a", round=1, steps=100, samples=100, tokens=1000))
+    bench.say(SendingUpdate(worker="a", round=1, steps=0, samples=0))  # not its last word
     bench.say(UpdateArrived(worker="a", round=1))
     assert bench.scheduler.samples == 100
 

@@ -214,7 +214,7 @@ class BatchScheduler:
             worker.start(now)
         if isinstance(message, Report) and worker.is_training and message.steps > worker.steps:
             worker.note(message, now)
-        if isinstance(message, SendingUpdate) and (worker.is_training or worker.has_ended):
+        if isinstance(message, SendingUpdate) and message.steps >= worker.steps:
             worker.steps, worker.samples, worker.tokens = message.steps, message.samples, message.tokens
         if isinstance(message, (SendingUpdate, UpdateArrived)) and worker.is_training:
             worker.end(now)

@@ -111,7 +111,7 @@ class RoundCounter:
         Raises:
             OptionError: Names the value that is not allowed.
         """
-        in_flight = self.steps - self._acknowledged
+        in_flight = max(self.steps - self._acknowledged, 0)
         self.samples += require_whole("batch_size", batch_size, 1)
         self.tokens += require_whole("tokens", tokens, 0)
         self.steps += 1

@@ -1,6 +1,7 @@
 """The record of a run's rounds: what each worker did when. One line of JSON per round.
 
-Times are seconds of the batch scheduler's clock, when its messages came in.
+Times are seconds of the batch scheduler's clock, when its messages came in. Limits: where sending overlaps with
+training, a worker trains while it is recorded as sending, waiting or receiving.
 """
 
 from __future__ import annotations
