@@ -1,0 +1,132 @@
+"""Adds updates up as they come, with the same result for any order of arrival and in memory for one sum.
+
+The weighted sum of each element is kept in fixed point, as two 64-bit whole numbers: multiples of 2^-24, and what is
+left of those in multiples of 2^-64. Whole numbers add up to the same in any order, which floating-point numbers do not.
+
+Bound: an update of weight w adds w times its fp32 value with an error of 2^-65 at most, and of 0 if the value is 0 or
+2^-40 or more. The mean differs from the exact one by ``updates * 2^-65 / total weight`` at most before it is rounded,
+relatively by 2^-51, and then to fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.diloco.numbers import require_whole
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["UpdateAccumulator"]
+
+_COARSE_BITS, _FINE_BITS = 24, 40
+_LARGEST = 2.0**38  # of the weighted sum: 2^62 multiples of 2^-24
+_MOST_WEIGHT = 2**28  # times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact
+_MOST_UPDATES = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
+_CHUNK = 1 << 20  # elements that are worked on at once, so that what is needed besides the sum is small
+
+
+class UpdateAccumulator:
+    """Weighted mean of pseudo-gradients.
+
+    Args:
+        like: A tensor of each shape, by name; they are only looked at. Sums are kept on their devices.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self._shapes = {name: tensor.shape for name, tensor in like.items()}
+        self._coarse = {name: _zeros(tensor) for name, tensor in like.items()}
+        self._fine = {name: _zeros(tensor) for name, tensor in like.items()}
+        self._largest = dict.fromkeys(like, 0.0)
+        self._weight = 0
+        self._updates = 0
+
+    @property
+    def weight(self) -> int:
+        """Sum of the weights of what was added."""
+        return self._weight
+
+    @property
+    def updates(self) -> int:
+        """How many were added."""
+        return self._updates
+
+    def add(self, update: Mapping[str, Tensor], *, weight: int) -> None:
+        """Add an update. If it is refused, nothing of it was added.
+
+        Args:
+            update: A tensor of each shape, by name; taken as fp32.
+            weight: Relative to the others', 1 or more.
+
+        Raises:
+            OptionError: If the weight is not allowed.
+            ValueError: If names or shapes do not fit, or a number is not finite, or too large: the weighted sum must
+                stay below 2^38.
+        """
+        require_whole("weight", weight, 1)
+        if weight > _MOST_WEIGHT or self._updates >= _MOST_UPDATES:
+            raise OptionError("weight", weight, f"{_MOST_WEIGHT} at most, and that of {_MOST_UPDATES} updates at most")
+        largest = {}
+        for name in self._check_names(update):
+            tensor = update[name]
+            extent = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+            largest[name] = self._largest[name] + extent * weight
+            if not largest[name] < _LARGEST:  # NaN is not less, either
+                raise ValueError(f"The update of {name!r} was not added: its largest value is {extent:g}.")
+        self._largest = largest
+        self._weight += weight
+        self._updates += 1
+        for name in self._shapes:
+            coarse, fine = self._coarse[name], self._fine[name]
+            values = update[name].detach().reshape(-1)
+            for part in _chunks(values.numel()):
+                scaled = values[part].to(device=coarse.device, dtype=torch.float32).to(torch.float64)
+                scaled.mul_(weight * 2.0**_COARSE_BITS)
+                whole = scaled.trunc()
+                coarse[part] += whole.to(torch.int64)
+                fine[part] += scaled.sub_(whole).mul_(2.0**_FINE_BITS).round_().to(torch.int64)
+
+    def mean(self) -> dict[str, Tensor]:
+        """The weighted mean of what was added, in fp32.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if not self._updates:
+            raise ValueError("There is no mean: no update was added.")
+        means = {}
+        for name, shape in self._shapes.items():
+            coarse, fine = self._coarse[name], self._fine[name]
+            mean = torch.empty(coarse.shape, dtype=torch.float32, device=coarse.device)
+            for part in _chunks(coarse.numel()):
+                # The fine part is brought below one coarse unit, so that both parts are a function of their sum.
+                carried = fine[part] >> _FINE_BITS
+                rest = (fine[part] - (carried << _FINE_BITS)).to(torch.float64).mul_(2.0**-_FINE_BITS)
+                total = rest.add_((coarse[part] + carried).to(torch.float64)).mul_(2.0**-_COARSE_BITS)
+                mean[part] = total.div_(self._weight).to(torch.float32)
+            means[name] = mean.reshape(shape)
+        return means
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        for total in (*self._coarse.values(), *self._fine.values()):
+            total.zero_()
+        self._largest = dict.fromkeys(self._shapes, 0.0)
+        self._weight = self._updates = 0
+
+    def _check_names(self, update: Mapping[str, Tensor]) -> list[str]:
+        shapes = {name: tensor.shape for name, tensor in update.items()}
+        if shapes != self._shapes:
+            names = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
+            raise ValueError(f"The update was not added: it does not fit the weights in {', '.join(names)}.")
+        return list(shapes)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
+
+
+def _chunks(size: int) -> Iterator[slice]:
+    for start in range(0, size, _CHUNK):
+        yield slice(start, start + _CHUNK)

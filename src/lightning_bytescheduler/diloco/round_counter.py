@@ -1,0 +1,146 @@
+"""The worker's side of a round: counts steps, and knows when it is time to send the update.
+
+Used by one thread, or under the caller's lock. Messages of an older round, and doubled ones, change nothing.
+"""
+
+from __future__ import annotations
+
+from lightning_bytescheduler.diloco.messages import (
+    Acknowledge,
+    Done,
+    Message,
+    Report,
+    ScheduleUpdate,
+    SendingUpdate,
+    StartRound,
+    UpdateNow,
+    UpdateReceived,
+    Wait,
+)
+from lightning_bytescheduler.diloco.numbers import require_seconds, require_whole
+
+__all__ = ["RoundCounter"]
+
+
+class RoundCounter:
+    """Where one worker is in its round.
+
+    Args:
+        worker: The worker's name, which is in all it says.
+
+    Attributes:
+        round: The round it is in; 0 before the first.
+        steps: Taken in this round, or since its update was sent.
+        samples: Processed in these steps.
+        tokens: Processed in these steps.
+        next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
+        finished: Whether the training is over.
+        waiting: Whether it was told to take no more steps until a round starts.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.round = 0
+        self.steps = 0
+        self.samples = 0
+        self.tokens = 0
+        self.next_round: int | None = None
+        self.finished = False
+        self.waiting = False
+        self._next_cap: int | None = None
+        self._last_step: int | None = None
+        self._acknowledged = 0
+        self._sent = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the update is to be sent before another step is taken."""
+        return self._last_step is not None and self.steps >= self._last_step
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until the update is sent, or ``None`` while nobody knows."""
+        return None if self._last_step is None else max(self._last_step - self.steps, 0)
+
+    def receive(self, message: Message) -> None:
+        """Take in what the scheduler says."""
+        if isinstance(message, StartRound):
+            # Not one that has begun: an answer may have been under way for long.
+            if message.round > max(self.round, self.next_round or 0):
+                self.next_round, self._next_cap = message.round, message.step_cap
+        elif isinstance(message, Done):
+            self.finished = True
+        elif isinstance(message, Wait):
+            self.waiting = self.waiting or message.round > self.round
+        elif self._sent:
+            pass  # what follows is about the round that this worker is through with
+        elif isinstance(message, (Acknowledge, ScheduleUpdate, UpdateNow)) and message.round == self.round:
+            if isinstance(message, UpdateNow):
+                self._end_after(self.steps)
+                return
+            self._acknowledged = max(self._acknowledged, message.step)
+            if isinstance(message, ScheduleUpdate):
+                self._end_after(message.counter)
+
+    def start(self) -> UpdateReceived:
+        """The weights of the announced round are there: begin it. Returns what to say.
+
+        Steps that were taken since the update was sent belong to this round.
+
+        Raises:
+            RuntimeError: If no round was announced.
+        """
+        if self.next_round is None:
+            raise RuntimeError("Cannot start a round: the scheduler has announced none.")
+        if not self._sent:
+            self._begin_count()  # its steps, if any, were part of a round that is over, and are lost
+        self._acknowledged = self.steps  # what was taken beside sending could not be answered
+        self.round, self._last_step = self.next_round, self._next_cap
+        self.next_round = self._next_cap = None
+        self.waiting = self._sent = False
+        return UpdateReceived(worker=self.worker, round=self.round)
+
+    def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> Report:
+        """Count a step. Returns what to say, without waiting for an answer.
+
+        Args:
+            batch_size: Its samples.
+            seconds: What it took, from the end of the step before.
+            tokens: Its tokens, where updates are weighted by them.
+
+        Raises:
+            OptionError: Names the value that is not allowed.
+        """
+        in_flight = max(self.steps - self._acknowledged, 0)
+        self.samples += require_whole("batch_size", batch_size, 1)
+        self.tokens += require_whole("tokens", tokens, 0)
+        self.steps += 1
+        return Report(
+            worker=self.worker,
+            round=self.round + self._sent,
+            steps=self.steps,
+            samples=self.samples,
+            batch_size=batch_size,
+            seconds=require_seconds("seconds", seconds),
+            in_flight=in_flight,
+        )
+
+    def send(self) -> SendingUpdate:
+        """The update is being sent. Returns what to say.
+
+        Where sending overlaps with training, the steps that follow count for the next round.
+        """
+        message = SendingUpdate(
+            worker=self.worker, round=self.round, steps=self.steps, samples=self.samples, tokens=self.tokens
+        )
+        self._begin_count()
+        self._last_step = None
+        self._sent = True
+        return message
+
+    def _begin_count(self) -> None:
+        self.steps = self.samples = self.tokens = self._acknowledged = 0
+
+    def _end_after(self, steps: int) -> None:
+        # Two may have told: the scheduler, and the cap. The earlier one holds.
+        self._last_step = steps if self._last_step is None else min(self._last_step, steps)

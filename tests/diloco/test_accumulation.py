@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.diloco import accumulation
+from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
+from lightning_bytescheduler.exceptions import OptionError
+
+unhurried = settings(deadline=None)
+
+numbers = st.one_of(
+    st.floats(-1e4, 1e4, width=32),
+    st.floats(-(2.0**-20), 2.0**-20, width=32),
+    st.sampled_from([0.0, 1.0, -1.0, 1e-30, 3e-39, -(2.0**-40), 1 + 2.0**-23]),
+)
+updates = st.integers(1, 6).flatmap(
+    lambda size: st.lists(
+        st.tuples(st.integers(1, 2**20), st.lists(numbers, min_size=size, max_size=size)), min_size=1, max_size=6
+    )
+)
+
+
+def merged(drawn) -> torch.Tensor:
+    accumulator = UpdateAccumulator({"x": torch.empty(len(drawn[0][1]))})
+    for weight, values in drawn:
+        accumulator.add({"x": torch.tensor(values)}, weight=weight)
+    return accumulator.mean()["x"]
+
+
+@unhurried
+@given(drawn=updates, data=st.data())
+def test_the_order_of_arrival_does_not_matter(drawn, data) -> None:
+    """Bit for bit."""
+    again = data.draw(st.permutations(drawn))
+    assert torch.equal(merged(drawn).view(torch.int32), merged(again).view(torch.int32))
+
+
+def test_nor_does_it_where_plain_sums_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks."""
+    monkeypatch.setattr(accumulation, "_CHUNK", 1000)
+    generator = torch.Generator().manual_seed(0)
+    size = 5007
+    parts = [torch.randn(size, generator=generator) * 10.0**power for power in (-6, 0, -3, 3)]
+    weights = [7, 123_456, 1, 99_999]
+    plain = [sum(part * weight for part, weight in order) for order in _orders(parts, weights)]
+    assert not torch.equal(*plain)
+    means = []
+    for order in _orders(parts, weights):
+        accumulator = UpdateAccumulator({"x": parts[0]})
+        for part, weight in order:
+            accumulator.add({"x": part}, weight=weight)
+        means.append(accumulator.mean()["x"])
+    assert torch.equal(*means)
+    exact = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
+    assert torch.equal(means[0], exact.float())
+
+
+def _orders(parts, weights):
+    pairs = list(zip(parts, weights, strict=True))
+    return pairs, pairs[::-1]
+
+
+@unhurried
+@given(drawn=updates)
+def test_the_stated_bound(drawn) -> None:
+    total = sum(weight for weight, _ in drawn)
+    found = merged(drawn)
+    for index, value in enumerate(found.tolist()):
+        exact = sum(Fraction(weight) * Fraction(torch.tensor(values)[index].item()) for weight, values in drawn) / total
+        size = sum(weight * abs(Fraction(torch.tensor(values)[index].item())) for weight, values in drawn) / total
+        before_rounding = Fraction(len(drawn), total * 2**65) + size / 2**51
+        # Rounding to fp32: half of its last digit, of which the smallest is 2^-149.
+        bound = before_rounding + max((abs(exact) + before_rounding) / 2**24, Fraction(1, 2**150))
+        assert abs(Fraction(value) - exact) <= bound
+
+
+@unhurried
+@given(st.lists(numbers, min_size=1, max_size=5), st.integers(1, 2**24))
+def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> None:
+    alone = torch.tensor(values)
+    expected = torch.where((alone.abs() >= 2.0**-40) | (alone == 0), alone, torch.nan)
+    found = merged([(weight, values)])
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept], alone[kept])
+    assert (found - alone).abs().max() <= 2.0**-65
+
+
+def test_memory_does_not_grow_with_the_workers() -> None:
+    accumulator = UpdateAccumulator({"x": torch.empty(3), "y": torch.empty(2, 2)})
+    held = [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    for _ in range(20):
+        accumulator.add({"x": torch.ones(3), "y": torch.ones(2, 2)}, weight=2)
+    assert held == [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    assert (accumulator.weight, accumulator.updates) == (40, 20)
+    assert torch.equal(accumulator.mean()["y"], torch.ones(2, 2))
+
+
+def test_it_can_be_used_again() -> None:
+    accumulator = UpdateAccumulator({"x": torch.empty(1)})
+    accumulator.add({"x": torch.tensor([5.0])}, weight=3)
+    accumulator.clear()
+    with pytest.raises(ValueError, match="no update was added"):
+        accumulator.mean()
+    accumulator.add({"x": torch.tensor([-2.0])}, weight=1)
+    assert accumulator.mean()["x"].item() == -2.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_cannot_be_added_leaves_no_trace(bad: float) -> None:
+    accumulator = UpdateAccumulator({"x": torch.empty(2), "y": torch.empty(1)})
+    accumulator.add({"x": torch.ones(2), "y": torch.ones(1)}, weight=1)
+    with pytest.raises(ValueError, match="'y' was not added"):
+        accumulator.add({"x": torch.full((2,), 9.0), "y": torch.tensor([bad])}, weight=1)
+    assert accumulator.mean()["x"].tolist() == [1.0, 1.0]
+    assert accumulator.updates == 1
+
+
+def test_the_sum_never_overflows() -> None:
+    accumulator = UpdateAccumulator({"x": torch.empty(1)})
+    large = {"x": torch.tensor([2.0**36])}
+    for _ in range(3):
+        accumulator.add(large, weight=1)
+    with pytest.raises(ValueError, match="was not added"):
+        accumulator.add(large, weight=1)
+    assert accumulator.mean()["x"].item() == 2.0**36
+
+
+@pytest.mark.parametrize("update", [{}, {"x": torch.ones(3)}, {"x": torch.ones(2), "y": torch.ones(1)}])
+def test_other_names_and_shapes_are_refused(update) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        UpdateAccumulator({"x": torch.empty(2)}).add(update, weight=1)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.5, True, 2**28 + 1])
+def test_what_is_no_weight(weight) -> None:
+    with pytest.raises(OptionError, match="weight"):
+        UpdateAccumulator({"x": torch.empty(1)}).add({"x": torch.ones(1)}, weight=weight)
+
+
+def test_empty_tensors_and_other_dtypes() -> None:
+    accumulator = UpdateAccumulator({"none": torch.empty(0), "half": torch.empty(2)})
+    accumulator.add({"none": torch.empty(0), "half": torch.tensor([0.5, 3.0]).bfloat16()}, weight=4)
+    assert accumulator.mean()["none"].shape == (0,)
+    assert accumulator.mean()["half"].tolist() == [0.5, 3.0]

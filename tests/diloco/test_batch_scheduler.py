@@ -1,0 +1,362 @@
+"""Message by message; what comes of it with many workers is in test_rounds.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
+from lightning_bytescheduler.diloco.messages import (
+    PARAMETER_SERVER,
+    Acknowledge,
+    CollectUpdates,
+    Done,
+    Envelope,
+    Join,
+    Leave,
+    MergeUpdates,
+    Message,
+    Report,
+    ScheduleUpdate,
+    SendingUpdate,
+    StartRound,
+    UpdateArrived,
+    UpdateNow,
+    UpdateReceived,
+    Wait,
+)
+from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_target import FastestSteps, SampleTarget
+from lightning_bytescheduler.exceptions import OptionError
+
+
+class Bench:
+    """A scheduler, and a clock of steps of one second."""
+
+    def __init__(self, target=None, **options: Any) -> None:
+        self.records: list[RoundRecord] = []
+        self.scheduler = BatchScheduler(
+            SampleTarget(100) if target is None else target,
+            RoundOptions(**{"grace": 5.0, **options}),
+            observer=self.records.append,
+        )
+        self.now = 0.0
+
+    def say(self, message) -> dict[str, list[Message]]:
+        return self.by_recipient(self.scheduler.handle(message, now=self.now))
+
+    def tick(self) -> dict[str, list[Message]]:
+        return self.by_recipient(self.scheduler.tick(now=self.now))
+
+    def pass_time(self) -> None:
+        """Until something changes by itself."""
+        assert self.scheduler.next_tick is not None
+        self.now = self.scheduler.next_tick
+
+    def by_recipient(self, envelopes: tuple[Envelope, ...]) -> dict[str, list[Message]]:
+        return {to: [e.message for e in envelopes if e.to == to] for to in {e.to for e in envelopes}}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.say(Join(worker=name))
+        for name in names:
+            self.say(UpdateReceived(worker=name, round=self.scheduler.round))
+
+    def steps(self, steps: int, *names: str, first: int = 1, batch_size: int = 1) -> dict[str, list[Message]]:
+        """So many steps of each, from the first on. Returns what the last report brought about."""
+        answer: dict[str, list[Message]] = {}
+        for step in range(first, first + steps):
+            self.now += 1.0
+            for name in names:
+                answer = self.say(self.report(name, step, batch_size))
+        return answer
+
+    def report(self, name: str, step: int, batch_size: int = 1, round: int | None = None) -> Report:
+        number = self.scheduler.round if round is None else round
+        return Report(
+            worker=name, round=number, steps=step, samples=step * batch_size, batch_size=batch_size, seconds=1.0
+        )
+
+    def arrive(self, *names: str) -> dict[str, list[Message]]:
+        answer: dict[str, list[Message]] = {}
+        for name in names:
+            progress = self.scheduler.workers[name]
+            number = self.scheduler.round
+            self.say(SendingUpdate(worker=name, round=number, steps=progress.steps, samples=progress.samples))
+            answer = self.say(UpdateArrived(worker=name, round=number))
+        return answer
+
+
+def test_a_round_from_start_to_end() -> None:
+    """Two workers of one sample a second: a hundred samples are there after 50 s. Three steps before that, the end is
+    decided."""
+    bench = Bench(start_workers=2)
+    assert bench.say(Join(worker="a")) == {"a": [Wait(round=1)]}
+    assert bench.say(Join(worker="b")) == {"a": [StartRound(round=1)], "b": [StartRound(round=1)]}
+    for name in "ab":
+        assert bench.say(UpdateReceived(worker=name, round=1)) == {name: [Acknowledge(round=1, step=0)]}
+    assert bench.steps(46, "a", "b") == {"b": [Acknowledge(round=1, step=46)]}
+    assert bench.scheduler.left == 8
+    bench.now += 1.0
+    decided = bench.say(bench.report("a", 47))
+    assert decided["a"][-1] == ScheduleUpdate(round=1, counter=50, step=47)
+    assert decided["b"] == [ScheduleUpdate(round=1, counter=50, step=46)]
+    assert decided[PARAMETER_SERVER] == [CollectUpdates(round=1, workers=("a", "b"), timeout=2 * 3.0 + 5.0)]
+    assert bench.say(bench.report("b", 47)) == {"b": [ScheduleUpdate(round=1, counter=50, step=47)]}
+    bench.steps(3, "a", "b", first=48)
+    assert bench.arrive("a") == {"a": [Acknowledge(round=1, step=50)]}
+    ended = bench.arrive("b")
+    assert ended[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("a", "b"))]
+    assert ended["a"] == [StartRound(round=2)]
+    assert (bench.scheduler.samples, bench.scheduler.round) == (100, 2)
+    (record,) = bench.records
+    assert (record.round, record.start, record.decided, record.end, record.samples) == (1, 0.0, 47.0, 50.0, 100)
+    assert [worker.spans for worker in record.workers] == [(("working", 0.0, 50.0),)] * 2
+
+
+def test_doubled_old_and_overtaken_messages_change_nothing() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    before = bench.scheduler.state_dict(), bench.scheduler.left
+    for message in (
+        bench.report("a", 5),
+        bench.report("a", 2),
+        bench.report("a", 90, round=7),
+        bench.report("a", 90, round=0),
+        UpdateReceived(worker="a", round=1),
+        UpdateReceived(worker="a", round=0),
+        UpdateArrived(worker="a", round=0),
+        SendingUpdate(worker="a", round=0, steps=99, samples=99),
+        Join(worker="a"),
+        Leave(worker="nobody"),
+    ):
+        bench.say(message)
+        assert (bench.scheduler.state_dict(), bench.scheduler.left) == before, message
+    assert bench.say(bench.report("a", 2)) == {"a": [Acknowledge(round=1, step=5)]}
+
+
+def test_a_lost_report_is_made_up_for() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.now = 10.0
+    bench.say(bench.report("a", 10))
+    assert bench.scheduler.left == 90
+
+
+def test_a_report_stands_in_for_a_lost_start() -> None:
+    bench = Bench()
+    bench.say(Join(worker="a"))
+    assert bench.steps(1, "a") == {"a": [Acknowledge(round=1, step=1)]}
+
+
+def test_an_arrival_stands_in_for_what_came_before() -> None:
+    bench = Bench(outer_steps=1)
+    bench.start("a")
+    bench.steps(98, "a")
+    assert bench.say(UpdateArrived(worker="a", round=1))[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("a",))]
+    assert bench.scheduler.samples == 98
+
+
+def test_the_last_word_on_samples_is_the_senders() -> None:
+    bench = Bench(outer_steps=1)
+    bench.start("a")
+    bench.steps(98, "a")
+    bench.say(SendingUpdate(worker="a", round=1, steps=100, samples=100, tokens=1000))
+    bench.say(SendingUpdate(worker="a", round=1, steps=0, samples=0))  # not its last word
+    bench.say(UpdateArrived(worker="a", round=1))
+    assert bench.scheduler.samples == 100
+
+
+def test_a_target_that_was_reached_unseen_ends_the_round_now() -> None:
+    """The speed of b is not known yet."""
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    told = bench.steps(2, "a", batch_size=50)
+    assert told["a"][-1] == told["b"][-1] == UpdateNow(round=1)
+    assert bench.say(bench.report("b", 1)) == {"b": [UpdateNow(round=1)]}
+
+
+def test_one_who_starts_late_is_told_when_it_starts() -> None:
+    bench = Bench(start_workers=2)
+    for name in "ab":
+        bench.say(Join(worker=name))
+    bench.say(UpdateReceived(worker="a", round=1))
+    bench.steps(2, "a", batch_size=50)
+    assert bench.say(UpdateReceived(worker="b", round=1)) == {"b": [UpdateNow(round=1)]}
+
+
+def test_the_end_of_the_run() -> None:
+    bench = Bench(outer_steps=1)
+    bench.start("a")
+    bench.say(Join(worker="late"))
+    bench.steps(100, "a")
+    ended = bench.arrive("a")
+    assert ended["a"][-1] == Done(round=1)
+    assert ended["late"] == [Done(round=1)]
+    assert bench.scheduler.finished
+    assert bench.scheduler.next_tick is None
+    assert bench.say(bench.report("a", 9)) == {"a": [Done(round=1)]}
+    assert bench.say(Join(worker="new")) == {"new": [Done(round=1)]}
+    assert bench.tick() == {}
+
+
+def test_the_cap_is_told_at_the_start() -> None:
+    assert Bench(step_cap=7).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=7)]}
+    assert Bench(FastestSteps(5)).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=5)]}
+    assert Bench(FastestSteps(5), step_cap=3).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=3)]}
+
+
+def test_a_joiner_waits_for_the_next_round() -> None:
+    bench = Bench()
+    bench.start("a")
+    assert bench.say(Join(worker="b")) == {"b": [Wait(round=2)]}
+    assert bench.say(bench.report("b", 3)) == {"b": [Wait(round=2)]}
+    bench.steps(100, "a")
+    assert bench.arrive("a")["b"] == [StartRound(round=2)]
+
+
+def test_a_worker_that_was_started_anew_has_lost_its_steps() -> None:
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(5, "a", "b")
+    assert bench.scheduler.left == 90
+    assert bench.say(Join(worker="b", session=2)) == {"b": [Wait(round=2)]}
+    assert bench.scheduler.left == 95
+    bench.say(Join(worker="b", session=2))
+    assert bench.scheduler.workers["b"].step_time.seconds == 1.0  # the machine is the same
+
+
+def test_one_who_has_left_does_not_come_back_with_an_old_report() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.say(Join(worker="b"))
+    bench.say(Leave(worker="b"))
+    assert bench.say(bench.report("b", 3)) == {}
+    assert set(bench.scheduler.workers) == {"a"}
+    assert bench.say(Join(worker="b")) == {"b": [Wait(round=2)]}
+
+
+def test_when_the_last_one_leaves_the_round_is_over_and_the_next_joiner_starts_another() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    assert bench.say(Leave(worker="a"))[PARAMETER_SERVER][-1] == MergeUpdates(round=1, workers=())
+    assert bench.scheduler.next_tick is None
+    assert bench.say(Join(worker="b")) == {"b": [StartRound(round=2)]}
+
+
+def test_time_is_told_by_ticks() -> None:
+    """Nobody says a word, and still the round ends: a worker is silent after three steps and ten seconds."""
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    assert bench.scheduler.next_tick == 5.0 + 3.0 + 10.0
+    bench.now = 17.9
+    assert bench.tick() == {}
+    bench.now = 18.0
+    ended = bench.tick()
+    assert ended["a"] == [UpdateNow(round=1)]
+    assert ended[PARAMETER_SERVER][-1] == MergeUpdates(round=1, workers=())
+    assert bench.scheduler.next_tick is None
+    # It was only asleep: it takes part in the next round.
+    assert StartRound(round=2) in bench.say(bench.report("a", 6, round=1))["a"]
+
+
+def test_a_tick_is_never_asked_for_twice() -> None:
+    """As a timer that is set to what has passed would run without end."""
+    bench = Bench(start_workers=2, silent_after=1.0)
+    bench.start("a", "b")
+    bench.steps(5, "a", "b")
+    bench.steps(20, "a", first=6)  # b is silent since 9.0
+    assert bench.scheduler.next_tick == bench.now + 3.0 + 1.0
+    for _ in range(10):
+        if bench.scheduler.next_tick is None:
+            break
+        before = bench.now
+        bench.pass_time()
+        assert bench.now > before
+        bench.tick()
+    assert bench.scheduler.next_tick is None
+
+
+def test_more_in_flight_than_was_reported_is_not_believed() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    liar = Report(worker="a", round=1, steps=6, samples=6, batch_size=1, seconds=1.0, in_flight=10**9)
+    bench.say(liar)
+    assert bench.scheduler.workers["a"].in_flight == 6
+
+
+def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
+    bench = Bench(start_workers=2, silent_after=1000.0)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.say(SendingUpdate(worker="a", round=1, steps=50, samples=50))
+    bench.arrive("b")
+    bench.pass_time()
+    assert bench.tick()[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("b",))]
+    bench.now = 70.0  # twenty seconds after it was sent
+    assert bench.say(UpdateArrived(worker="a", round=1)) == {"a": [Wait(round=3)]}
+    bench.say(UpdateReceived(worker="b", round=2))
+    bench.steps(99, "b")
+    before = bench.now
+    bench.pass_time()
+    assert bench.now >= before + 2 * 20.0
+
+
+@pytest.mark.parametrize(("quorum", "merged"), [(0.0, ("a",)), (0.3, ("a",)), (0.5, ()), (1.0, ())])
+def test_the_quorum(quorum: float, merged: tuple[str, ...]) -> None:
+    bench = Bench(start_workers=3, quorum=quorum)
+    bench.start("a", "b", "c")
+    bench.steps(34, "a", "b", "c")
+    bench.arrive("a")
+    bench.pass_time()
+    assert bench.tick()[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=merged)]
+
+
+def test_it_carries_on_after_a_restart() -> None:
+    bench = Bench(outer_steps=3)
+    bench.start("a")
+    bench.steps(100, "a")
+    bench.arrive("a")
+    state = json.loads(json.dumps(bench.scheduler.state_dict()))
+    again = Bench(outer_steps=3)
+    again.scheduler.load_state_dict(state)
+    assert (again.scheduler.round, again.scheduler.samples) == (1, 100)
+    # The worker does not know, and reports on; nothing of the round that was on is left.
+    assert again.say(again.report("a", 4, round=2)) == {"a": [StartRound(round=2)]}
+    assert again.scheduler.workers["a"].step_time.settled
+    assert again.scheduler.left == 100
+
+
+def test_a_run_that_was_over_stays_over() -> None:
+    bench = Bench(outer_steps=1)
+    bench.start("a")
+    bench.steps(100, "a")
+    bench.arrive("a")
+    again = Bench(outer_steps=1)
+    again.scheduler.load_state_dict(bench.scheduler.state_dict())
+    assert again.scheduler.finished
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outer_steps": 0},
+        {"start_workers": 0},
+        {"step_cap": 0},
+        {"lead_steps": 0},
+        {"quorum": 1.1},
+        {"grace": -1.0},
+        {"silent_after": float("nan")},
+        {"first_step_limit": float("inf")},
+    ],
+)
+def test_what_is_not_allowed(options: dict) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        RoundOptions(**options)

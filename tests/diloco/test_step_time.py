@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import random
+
+from lightning_bytescheduler.diloco.robust_mean import RobustMean
+from lightning_bytescheduler.diloco.step_time import StepTime
+
+
+def after(*seconds):
+    times = StepTime()
+    for value in seconds:
+        times.observe(value, 8)
+    return times
+
+
+def test_the_first_step_after_a_synchronisation_does_not_count() -> None:
+    times = StepTime()
+    assert times.seconds is None
+    times.observe(30.0, 8, first=True)
+    assert times.seconds == 30.0  # better than nothing
+    assert not times.settled
+    times.observe(1.0, 8)
+    assert times.seconds == 1.0
+    assert times.settled
+    times.observe(30.0, 8, first=True)
+    assert times.seconds == 1.0
+
+
+def test_a_worker_of_one_step_a_round_is_known_by_its_first_steps() -> None:
+    times = StepTime()
+    for seconds in (30.0, 2.0, 2.1):
+        times.observe(seconds, 8, first=True)
+    assert times.seconds == 2.0
+    assert times.settled
+
+
+def test_blips_do_not_move_it() -> None:
+    assert after(*[1.0] * 9, 50.0, 1.0, 70.0, 1.0, 1.0, 60.0).seconds == 1.0
+
+
+def test_it_follows_a_machine_that_has_changed_for_good() -> None:
+    assert after(*[1.0] * 16, *[3.0] * 4).seconds == 1.0  # this may still be a blip
+    assert after(*[1.0] * 16, *[3.0] * 5).seconds == 3.0
+    assert after(*[3.0] * 16, *[1.0] * 5).seconds == 1.0
+    assert after(*[1.0] * 16, *[1.2] * 12).seconds == 1.2
+
+
+def test_it_is_near_the_mean_of_noisy_steps() -> None:
+    chance = random.Random(0)
+    errors = []
+    for _ in range(200):
+        errors.append(after(*(chance.lognormvariate(0.0, 0.1) for _ in range(16))).seconds - 1.0)
+    assert max(map(abs, errors)) < 0.15
+    assert abs(sum(errors) / len(errors)) < 0.01
+
+
+def test_a_short_last_batch_does_not_change_the_batch_size() -> None:
+    times = StepTime()
+    for batch_size in [32] * 10 + [5] + [32] * 3:
+        times.observe(1.0, batch_size)
+    assert times.batch_size == 32
+
+
+def test_a_step_of_no_time_does_not_count() -> None:
+    times = after(1.0)
+    times.observe(0.0, 8)
+    assert times.seconds == 1.0
+
+
+def test_it_survives_a_restart() -> None:
+    times, again = after(1.0, 2.0, 4.0), StepTime()
+    times.observe(9.0, 8, first=True)
+    again.load_state_dict(times.state_dict())
+    assert (again.seconds, again.batch_size, again.settled) == (times.seconds, times.batch_size, True)
+    assert again.state_dict() == times.state_dict()
+
+
+def test_zeros_are_values_too() -> None:
+    mean = RobustMean([0.0] * 16)
+    mean.observe(0.0)
+    assert mean.mean == 0.0
+    for _ in range(5):
+        mean.observe(1.0)
+    assert mean.mean == 1.0

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
+from lightning_bytescheduler.diloco.wire import WireFormat
+from lightning_bytescheduler.exceptions import OptionError
+
+unhurried = settings(deadline=None)
+LEVELS = {"int8": 127, "int4": 7}
+
+tensors = st.tuples(st.integers(0, 400), st.integers(0, 10_000), st.integers(-30, 4)).map(
+    lambda drawn: torch.randn(drawn[0], generator=torch.Generator().manual_seed(drawn[1])) * 10.0 ** drawn[2]
+)
+
+
+def there_and_back(wire: WireFormat, tensor: Tensor, seed: int = 0) -> Tensor:
+    payload = wire.encode(tensor, seed=seed)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (wire.payload_bytes(tensor.numel()),)
+    return wire.decode(payload, tensor.numel()).reshape(tensor.shape)
+
+
+def largest_of_block(tensor: Tensor) -> Tensor:
+    """For each element, the largest magnitude among its block of 128."""
+    if not tensor.numel():
+        return tensor
+    return torch.cat([part.abs().max().expand(len(part)) for part in tensor.split(128)])
+
+
+@unhurried
+@given(tensors)
+def test_fp32_is_exact(tensor: Tensor) -> None:
+    assert torch.equal(there_and_back(WireFormat(), tensor), tensor)
+
+
+@unhurried
+@given(tensors)
+def test_bf16_is_within_its_bound(tensor: Tensor) -> None:
+    error = (there_and_back(WireFormat(dtype="bf16"), tensor) - tensor).abs()
+    assert (error <= tensor.abs() * 2.0**-8).all()
+
+
+@unhurried
+@given(tensor=tensors, dtype=st.sampled_from(["int8", "int4"]), rounding=st.sampled_from(["stochastic", "nearest"]))
+def test_integers_are_within_their_bounds(tensor: Tensor, dtype: str, rounding: str) -> None:
+    found = there_and_back(WireFormat(dtype=dtype, rounding=rounding), tensor, seed=tensor.numel())
+    largest = largest_of_block(tensor)
+    step = largest / LEVELS[dtype]
+    error = (found - tensor).abs()
+    assert (error <= step * (1.0 if rounding == "stochastic" else 0.5) + largest * 2.0**-20).all()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4000), ("bf16", 2000), ("int8", 1032), ("int4", 532)])
+def test_sizes(dtype: str, size: int) -> None:
+    """A thousand elements are eight blocks, with 32 bytes of scales."""
+    assert WireFormat(dtype=dtype).payload_bytes(1000) == size
+    assert WireFormat(dtype=dtype).payload_bytes(0) == 0
+
+
+def test_int4_packs_two_in_a_byte() -> None:
+    wire = WireFormat(dtype="int4", rounding="nearest")
+    tensor = torch.tensor([7.0, -7.0, 0.0, 3.0, -1.0])
+    payload = wire.encode(tensor)
+    assert payload[:4].view(torch.float32).item() == 1.0
+    assert payload[4:].tolist() == [15 | 1 << 4, 8 | 11 << 4, 7]
+    assert wire.decode(payload, 5).tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_stochastic_rounding_is_right_on_average_where_nearest_loses_all(dtype: str) -> None:
+    """A weight that moves by a quarter of a step in every round, beside one that moves a lot."""
+    step = 1.0 / LEVELS[dtype]
+    tensor = torch.tensor([1.0] + [step / 4] * 127)
+    rounds = 200
+    lossy = WireFormat(dtype=dtype, rounding="nearest")
+    nearest = torch.stack([there_and_back(lossy, tensor, seed) for seed in range(rounds)]).mean(dim=0)
+    assert torch.count_nonzero(nearest[1:]) == 0
+    found = torch.stack([there_and_back(WireFormat(dtype=dtype), tensor, seed) for seed in range(rounds)]).mean(dim=0)
+    assert found[1:].mean().item() == pytest.approx(step / 4, rel=0.05)
+    assert (found[1:] - step / 4).abs().max() < 6 * step * (0.25 * 0.75 / rounds) ** 0.5
+    assert found[0].item() == pytest.approx(1.0)
+
+
+def test_it_is_a_function_of_the_seed() -> None:
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    wire = WireFormat(dtype="int4")
+    state = torch.get_rng_state()
+    assert torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=3))
+    assert not torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=4))
+    assert torch.equal(state, torch.get_rng_state())  # the training's own chance is left alone
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 3e38])
+def test_blocks_of_one_value(dtype: str, rounding: str, value: float) -> None:
+    tensor = torch.full((130,), value)
+    found = there_and_back(WireFormat(dtype=dtype, rounding=rounding), tensor)
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, tensor, rtol=1e-5, atol=1e-38)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_shapes_strides_and_other_floats(dtype: str) -> None:
+    tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).bfloat16().t()
+    found = there_and_back(WireFormat(dtype=dtype), tensor)
+    torch.testing.assert_close(found, tensor.float(), rtol=0.0, atol=float(tensor.abs().max()) / 7 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_sums_are_made_in_fp32_or_better(dtype: str) -> None:
+    """Many small updates beside a large one: in bf16, adding them up would lose all of them."""
+    wire = WireFormat(dtype=dtype, rounding="nearest")
+    accumulator = UpdateAccumulator({"x": torch.empty(1)})
+    for value in [256.0] + [1.0] * 200:
+        accumulator.add({"x": wire.decode(wire.encode(torch.tensor([value])), 1)}, weight=1)
+    assert accumulator.mean()["x"].item() * 201 == pytest.approx(456.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(dtype: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"cannot be sent as {dtype}"):
+        WireFormat(dtype=dtype).encode(torch.tensor([1.0, value]))
+
+
+def test_what_bf16_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="bf16"):
+        WireFormat(dtype="bf16").encode(torch.tensor([3.4e38]))
+
+
+def test_damaged_payloads_are_refused() -> None:
+    wire = WireFormat(dtype="int8")
+    payload = wire.encode(torch.ones(5))
+    with pytest.raises(ValueError, match="not that of 5 elements in int8"):
+        wire.decode(payload[:-1], 5)
+    with pytest.raises(ValueError, match="not that of 5"):
+        wire.decode(payload.float(), 5)
+    payload[:4] = 255
+    with pytest.raises(ValueError, match="damaged"):
+        wire.decode(payload, 5)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"rounding": "up"}])
+def test_what_is_no_format(options: dict) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        WireFormat(**options)
+    with pytest.raises(OptionError, match="seed"):
+        WireFormat(dtype="int8").encode(torch.ones(1), seed=-1)
