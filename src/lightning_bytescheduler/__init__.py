@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.advice.advice import Advice
+from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -25,6 +26,7 @@ __all__ = [
     "Advice",
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
+    "CreditTuner",
     "LaunchOrderError",
     "LinkModel",
     "OptionError",

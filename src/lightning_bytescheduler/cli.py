@@ -18,6 +18,7 @@ from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
 from lightning_bytescheduler.simulation.command import add_arguments, predicted_table
 from lightning_bytescheduler.strategies import advise_command
+from lightning_bytescheduler.tuning import command as tuning_command
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]
@@ -170,6 +171,21 @@ def _advise(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_tuning(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "tuning",
+        help="show how credit and partition size were tuned, and draw it",
+        description="Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
+    )
+    tuning_command.add_arguments(parser)
+    parser.set_defaults(run=_tuning)
+
+
+def _tuning(options: argparse.Namespace) -> int:
+    _print_table(*tuning_command.tuning_table(options))
+    return 0
+
+
 def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str] = ()) -> None:
     try:
         from rich.console import Console
@@ -197,5 +213,6 @@ _COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (
     _add_timeline,
     _add_predict,
     _add_advise,
+    _add_tuning,
     _add_slices,
 )

@@ -80,7 +80,7 @@ def test_timeline_and_debug_beat_their_variables() -> None:
 
 
 def test_nothing_given_is_nothing_decided() -> None:
-    assert SchedulerOptions.resolve(environ={}) == SchedulerOptions()
+    assert SchedulerOptions.resolve(environ={}) == SchedulerOptions(tunes_credit=True)
     assert SchedulerOptions.resolve(environ={"BYTESCHEDULER_TIMELINE": ""}).timeline is None
 
 
@@ -130,17 +130,47 @@ def test_a_path_becomes_text(value: Any) -> None:
 
 
 def test_variables_without_effect_are_listed() -> None:
-    environ = {
-        "BYTESCHEDULER_CREDIT_TUNING": "1",
-        "BYTESCHEDULER_PARTITION_TUNING": "0",
-        "BYTESCHEDULER_ROOT_IP": "10.0.0.1",
-        "BYTESCHEDULER_ROOT_PORT": "99",
-    }
-    assert SchedulerOptions.resolve(environ=environ).ignored_variables == (
-        "BYTESCHEDULER_CREDIT_TUNING",
-        "BYTESCHEDULER_ROOT_IP",
-        "BYTESCHEDULER_ROOT_PORT",
-    )
+    environ = {"BYTESCHEDULER_ROOT_IP": "10.0.0.1", "BYTESCHEDULER_ROOT_PORT": "99", "BYTESCHEDULER_CREDIT_TUNING": "1"}
+    ignored = SchedulerOptions.resolve(environ=environ).ignored_variables
+    assert ignored == ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "expected"),
+    [
+        ({}, {}, (True, False)),
+        ({}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (True, True)),
+        ({}, {"CREDIT_TUNING": "0"}, (False, False)),
+        ({}, {"CREDIT_TUNING": "", "PARTITION_TUNING": " "}, (True, False)),
+        ({"credit_tuning": False}, {"CREDIT_TUNING": "1"}, (False, False)),
+        ({"credit_tuning": True, "partition_tuning": True}, {"CREDIT_TUNING": "0"}, (True, True)),
+        ({"partition_tuning": False}, {"PARTITION_TUNING": "1"}, (True, False)),
+        # A size that is given is kept, unless it is asked for that it is only a start.
+        ({"credit": 9}, {}, (False, False)),
+        ({"credit": 9, "credit_tuning": True}, {}, (True, False)),
+        ({"credit": 9, "partition_size": 3}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (False, False)),
+        ({}, {"CREDIT": "9"}, (False, False)),
+        ({}, {"CREDIT": "9", "CREDIT_TUNING": "1"}, (True, False)),
+        ({"partition_size": 3}, {}, (True, False)),
+        # A fixed way of taking steps is left as it is, too; but sizes may be found for it.
+        ({"mode": "overlapped"}, {}, (False, False)),
+        ({"mode": "overlapped"}, {"CREDIT_TUNING": "1"}, (True, False)),
+        ({"mode": "overlapped", "partition_tuning": True}, {}, (False, True)),
+        ({"mode": "ddp"}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (False, False)),
+    ],
+)
+def test_what_is_tuned(given: dict[str, Any], variables: dict[str, str], expected: tuple[bool, bool]) -> None:
+    environ = {f"BYTESCHEDULER_{name}": value for name, value in variables.items()}
+    options = SchedulerOptions.resolve(**given, environ=environ)
+    assert (options.tunes_credit, options.tunes_partition) == expected
+
+
+@pytest.mark.parametrize("option", ["credit_tuning", "partition_tuning"])
+def test_steps_as_ddps_have_no_sizes_to_tune(option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option} must be False, or left out, where mode='ddp'"):
+        SchedulerOptions.resolve(mode="ddp", **{option: True}, environ={})
+    with pytest.raises(OptionError, match=f"{option} must be True or False"):
+        SchedulerOptions.resolve(**{option: 1}, environ={})
 
 
 def test_options_cannot_change_and_can_travel() -> None:

@@ -92,6 +92,7 @@ class GradientEngine:
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
+        self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
@@ -223,6 +224,8 @@ class GradientEngine:
 
     def begin_forward(self) -> None:
         """Before ``training_step``: observe the first use of parameters."""
+        if self.on_forward is not None:
+            self.on_forward(self._step_number + 1)
         if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
             self._agree_on_mode(self.mode)
         self._in_forward = True

@@ -30,6 +30,8 @@ class SchedulerOptions:
         mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
         debug: Log each scheduling decision.
+        tunes_credit: Find the credit while training.
+        tunes_partition: Find the partition size while training.
         ignored_variables: Environment variables that were set and have no effect here.
     """
 
@@ -39,6 +41,8 @@ class SchedulerOptions:
     mode: str = "auto"
     timeline: str | None = None
     debug: bool = False
+    tunes_credit: bool = False
+    tunes_partition: bool = False
     ignored_variables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,7 +50,7 @@ class SchedulerOptions:
             value = getattr(self, option)
             if value is not None:
                 object.__setattr__(self, option, _size(option, value))
-        for option in ("cross_barrier", "debug"):
+        for option in ("cross_barrier", "debug", "tunes_credit", "tunes_partition"):
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise OptionError(option, value, "True or False")
@@ -68,6 +72,8 @@ class SchedulerOptions:
         mode: str = "auto",
         timeline: str | None = None,
         debug: bool | None = None,
+        credit_tuning: bool | None = None,
+        partition_tuning: bool | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> SchedulerOptions:
         """Fill what was not given as an argument from the environment.
@@ -79,12 +85,18 @@ class SchedulerOptions:
             mode: Has no variable.
             timeline: Beats ``BYTESCHEDULER_TIMELINE``.
             debug: Beats ``BYTESCHEDULER_DEBUG``.
+            credit_tuning: Beats ``BYTESCHEDULER_CREDIT_TUNING``. If neither is given, a credit that was not given is
+                tuned where the mode is ``"auto"``.
+            partition_tuning: Beats ``BYTESCHEDULER_PARTITION_TUNING``; off if neither is given.
             environ: Where variables are looked up; the process's environment unless given.
 
         Raises:
             OptionError: Names the argument or variable, its value and what is allowed.
         """
         env = os.environ if environ is None else environ
+        tuned = {"credit": credit_tuning, "partition": partition_tuning}
+        for name, given in (("credit", credit), ("partition", partition_size)):
+            tuned[name] = _tuning(name, tuned[name], given, mode=mode, env=env)
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
             partition_size = _size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
         if credit is None and "BYTESCHEDULER_CREDIT" in env:
@@ -93,12 +105,9 @@ class SchedulerOptions:
             timeline = env.get("BYTESCHEDULER_TIMELINE") or None
         if debug is None:
             debug = _switch("BYTESCHEDULER_DEBUG", env.get("BYTESCHEDULER_DEBUG", "0"))
-        ignored = [
-            name
-            for name in ("BYTESCHEDULER_CREDIT_TUNING", "BYTESCHEDULER_PARTITION_TUNING")
-            if name in env and _switch(name, env[name])
-        ]
-        ignored += [name for name in ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT") if name in env]
+        if tuned["credit"] is None:
+            tuned["credit"] = mode == "auto" and credit is None
+        ignored = [name for name in ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT") if name in env]
         return cls(
             partition_size=partition_size,
             credit=credit,
@@ -106,6 +115,8 @@ class SchedulerOptions:
             mode=mode,
             timeline=timeline,
             debug=debug,
+            tunes_credit=tuned["credit"],
+            tunes_partition=bool(tuned["partition"]),
             ignored_variables=tuple(ignored),
         )
 
@@ -140,6 +151,29 @@ def _number(text: str) -> int | float:
         return int(text)  # exact, where a float would round above 2**53
     except ValueError:
         return float(text)
+
+
+def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Mapping[str, str]) -> bool | None:
+    """Whether a size is tuned; ``None`` if nobody said so.
+
+    Args:
+        name: Of the size.
+        asked: The argument.
+        given: The size, if it was given as an argument.
+        mode: How steps are taken.
+        env: Variables.
+    """
+    option, variable = f"{name}_tuning", f"BYTESCHEDULER_{name.upper()}_TUNING"
+    if asked is not None:
+        if not isinstance(asked, bool):
+            raise OptionError(option, asked, "True or False")
+        if asked and mode == "ddp":
+            raise OptionError(option, asked, "False, or left out, where mode='ddp' leaves no sizes to tune")
+        return asked
+    switched = _switch(variable, env[variable]) if env.get(variable, "").strip() else None
+    if given is not None or mode == "ddp":
+        return False  # an argument says what is used, whatever a variable says
+    return switched
 
 
 def _switch(option: str, value: str) -> bool:

@@ -28,8 +28,8 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) ->
         )
     if options.ignored_variables:
         rank_zero_info(
-            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: this version does not tune itself, and "
-            "its ranks find each other through the process group."
+            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
+            "process group."
         )
     link = ""
     if agreed.link is not None:

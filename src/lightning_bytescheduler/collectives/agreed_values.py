@@ -1,0 +1,72 @@
+"""Numbers that rank 0 changes while a training runs, and that every rank uses from the same step on.
+
+Every rank calls `before_step` for each step, in order, on its training thread. At some of these calls, the
+exchanges, rank 0 posts what it wants next and the others post the matching receive; nobody waits. At the next exchange
+every rank takes up what was posted at the last one. By then the message has long arrived, so the wait there is for
+nothing but a rank that is a whole interval behind.
+
+Why ranks agree:
+
+* Exchanges are at the same steps on every rank. The first two are known beforehand: the first step of all, and one step
+  later. Each message also says how many steps after the exchange at which it is read the next one is, so by induction
+  all ranks know the step of the next exchange from a message that all of them have read.
+* What was posted at one exchange comes into force at the next one, in the same call on every rank, rank 0 included: it
+  reads the message that it has sent, not what it would like by now.
+* The messages travel on the default group, where collectives match by the order in which each rank launches them. Only
+  the training thread launches there (DDP's buffers, Lightning's own), in program order, and so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["AgreedValues"]
+
+
+class AgreedValues:
+    """One rank's end of the exchange.
+
+    Args:
+        count: How many numbers are exchanged.
+        device: Where the default group wants its tensors.
+    """
+
+    def __init__(self, count: int, *, device: torch.device) -> None:
+        self._count = count
+        self._device = device
+        self._posted: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._step = 0
+        self._next_exchange = 0
+
+    def before_step(self, step: int, wanted: Sequence[int] | None = None, *, interval: int = 1) -> list[int] | None:
+        """Take part in an exchange, if there is one before this step.
+
+        Args:
+            step: Number of the step that begins. Calls for a step that was begun before do nothing.
+            wanted: Rank 0's numbers; other ranks' are not looked at.
+            interval: Rank 0's wish how many steps exchanges are apart, 1 or more, once this message was read.
+
+        Returns:
+            The numbers to put in force now, on all ranks; ``None`` if there is no exchange, or this is the first one.
+
+        Raises:
+            RuntimeError: If another rank is gone.
+        """
+        if step <= self._step:
+            return None
+        self._step = step
+        if step < self._next_exchange:
+            return None
+        agreed, apart = None, 1
+        if self._posted is not None:
+            work, message = self._posted
+            if work is not None:
+                work.wait()
+            *agreed, apart = message.tolist()
+        self._next_exchange = step + apart
+        message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64, device=self._device)
+        self._posted = dist.broadcast(message, src=0, async_op=True), message
+        return agreed
