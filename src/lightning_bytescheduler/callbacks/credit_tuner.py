@@ -2,8 +2,9 @@
 
 What it decides comes into force on all ranks before the same step (``strategies/point_in_force.py``).
 
-Threads: one, ``bytescheduler-tuner``, which imports and computes the search, so that no step waits for it; owned by the
-callback and ended by `CreditTuner.stop` within a bound.
+Threads: one, ``bytescheduler-tuner``, which computes what the search proposes, so that no step waits for it; owned by
+the callback and ended by `CreditTuner.stop` within a bound. What it needs is imported before: data loaders fork, and a
+child of a process that is importing on another thread can wait for that import for good.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STATE_KEY = "bytescheduler_tuning"
 is used without it, such as with DDP."""
 
 _LEAD = 2  # steps: decided before one step, told to the other ranks during it, in force before the second
-_STOP_S = 10.0  # the first proposal may still be importing SciPy
+_STOP_S = 10.0  # a proposal takes milliseconds
 _RARE = 5  # where metrics are logged in more than every fifth step, they are part of what a step takes
 
 _T = TypeVar("_T")
@@ -51,8 +52,8 @@ class CreditTuner(pl.Callback):
     not count.
 
     Each trial is logged to the Trainer's loggers and shown by the progress bar, unless the strategy has
-    ``log_metrics=False``: ``bytescheduler/trial_credit`` and ``bytescheduler/trial_partition_size`` in parameters, both 0
-    where steps were taken as DDP takes them; ``bytescheduler/trial_step_ms``; and ``bytescheduler/best_step_ms``, the
+    ``log_metrics=False``: ``bytescheduler/trial_credit`` and ``bytescheduler/trial_partition_size`` in parameters, both
+    0 where steps were taken as DDP takes them; ``bytescheduler/trial_step_ms``; and ``bytescheduler/best_step_ms``, the
     best of the search so far.
 
     Args:
@@ -99,7 +100,7 @@ class CreditTuner(pl.Callback):
         self._state: dict[str, Any] | None = None  # to go on from
         self._told = 0  # entries
         self._counts = True
-        self._noted = 0
+        self._in_force_from = 0  # the step that was named last
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None  # what the executor was given last
 
@@ -111,6 +112,7 @@ class CreditTuner(pl.Callback):
         space: SearchSpace,
         start: TuningPoint,
         identity: TuningIdentity,
+        guesses: tuple[TuningPoint, ...],
         plain_ddp: bool,
         folder: str | None,
         log_metrics: bool,
@@ -121,6 +123,7 @@ class CreditTuner(pl.Callback):
             space: Where to look.
             start: Sizes without tuning.
             identity: What results hold for.
+            guesses: What to try first.
             plain_ddp: Whether steps as DDP's are among the candidates.
             folder: Of the record, unless the user has named a file.
             log_metrics: Whether loggers and progress bar are told.
@@ -132,12 +135,14 @@ class CreditTuner(pl.Callback):
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
         self._record = None if file is None else Path(file)
         self._log_metrics = log_metrics
-        self._told = self._noted = 0
+        self._told = self._in_force_from = 0
+        prepare()
         self._counts = True
         self._tuning = CreditTuning(
             space,
             start=start,
             identity=identity,
+            guesses=guesses,
             options=replace(self._options, plain_ddp=plain_ddp),
             submit=self._submit,
         )
@@ -186,13 +191,13 @@ class CreditTuner(pl.Callback):
             as_decided: Whether it was taken at `current`.
         """
         counts, self._counts = self._counts, True
-        self._noted += 1
-        if self._noted == self._options.warm_up + 1 and not self.is_settled:
-            self._submit(prepare)  # not before, as many fits are shorter
         if self._last is not None and not self._last.done():
             counts = False  # it competes with the step for this process
-        if as_decided:
-            self._begun.note(step, seconds, counts=counts)
+        # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
+        if as_decided or step < self._in_force_from:
+            decision = self._begun.note(step, seconds, counts=counts)
+            if decision is not None:
+                self._in_force_from = decision.step
 
     def stop(self) -> None:
         """End the thread and complete the record; what is known is kept for the next fit. Idempotent."""

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["SchedulerGroups"]
+__all__ = ["SchedulerGroups", "leave"]
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +64,28 @@ class SchedulerGroups:
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
         """Leave both groups; local, does not wait for other ranks.
 
-        Gloo cannot abort a collective that nobody else will join, and the destructor of a group waits for it, even
-        while the interpreter ends. A group that is not idle is therefore kept alive for as long as the process lives;
-        the kernel closes its connections.
-
         Args:
             data_idle: Whether nothing is under way on the data group.
             control_idle: Whether nothing is under way on the control group.
         """
-        for group, idle in ((self.data, data_idle), (self.control, control_idle)):
-            if not idle:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            try:
-                dist.destroy_process_group(group)
-            except Exception:  # the default group was destroyed first, and took these along
-                log.debug("could not leave a process group", exc_info=True)
+        leave(self.data, idle=data_idle)
+        leave(self.control, idle=control_idle)
+
+
+def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
+    """Leave a group; local, does not wait for other ranks.
+
+    Gloo cannot abort a collective that nobody else will join, and the destructor of a group waits for it, even
+    while the interpreter ends. A group that is not idle is therefore kept alive for as long as the process lives;
+    the kernel closes its connections.
+
+    Args:
+        group: One that this package has made.
+        idle: Whether nothing is under way on it.
+    """
+    if not idle:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    try:
+        dist.destroy_process_group(group)
+    except Exception:  # the default group was destroyed first, and took this one along
+        log.debug("could not leave a process group", exc_info=True)

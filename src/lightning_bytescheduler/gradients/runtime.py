@@ -68,6 +68,7 @@ class SchedulerRuntime:
         timeout: timedelta | None,
     ) -> None:
         self.statistics = SchedulerStatistics()
+        self.agreed = agreed
         self._groups = groups
         self._board = board
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()

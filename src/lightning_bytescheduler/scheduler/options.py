@@ -115,7 +115,7 @@ class SchedulerOptions:
             mode=mode,
             timeline=timeline,
             debug=debug,
-            tunes_credit=tuned["credit"],
+            tunes_credit=bool(tuned["credit"]),
             tunes_partition=bool(tuned["partition"]),
             ignored_variables=tuple(ignored),
         )

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
@@ -31,7 +30,7 @@ from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.gradients.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.strategies.announcement import announce, announce_mode
@@ -41,7 +40,7 @@ from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.planning import make_plan
 from lightning_bytescheduler.strategies.step_deferral import deferring, then
-from lightning_bytescheduler.strategies.tuned_fit import begin_tuning, say_untuned
+from lightning_bytescheduler.strategies.tuned_fit import FitTuning
 from lightning_bytescheduler.tuning.point import TuningPoint
 
 __all__ = ["ByteSchedulerStrategy"]
@@ -77,7 +76,8 @@ class ByteSchedulerStrategy(DDPStrategy):
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` finds
-            out which is faster, as part of tuning where sizes are tuned, and by timing some steps of each otherwise. The weights are the same.
+            out which is faster, as part of tuning where sizes are tuned, and by timing some steps of each otherwise.
+            The weights are the same.
         credit_tuning: Find the credit while training, see :class:`~lightning_bytescheduler.CreditTuner`.
             ``BYTESCHEDULER_CREDIT_TUNING`` is used if left out, and without that a credit is tuned that was not given,
             where the mode is ``"auto"``.
@@ -151,8 +151,7 @@ class ByteSchedulerStrategy(DDPStrategy):
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
         self._hooks: SchedulerHooks | None = None
-        self._agreed: AgreedSizes | None = None
-        self._own_tuner: CreditTuner | None = None  # what it knows outlives a fit
+        self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
         self._optimizer_handles: list[Any] = []
         self._board: FaultBoard | None = None
         self._failed = False
@@ -203,9 +202,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
             _callbacks(trainer).insert(0, self._hooks)
-            if self._tuner is None and (self._options.tunes_credit or self._options.tunes_partition):
-                self._own_tuner = self._own_tuner or CreditTuner()
-                _callbacks(trainer).insert(1, self._own_tuner)
+            self._tuning.bring_tuner(_callbacks(trainer))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
@@ -239,7 +236,6 @@ class ByteSchedulerStrategy(DDPStrategy):
             timeout=self._timeout,
         )
         self._statistics = self._runtime.statistics
-        self._agreed = agreed
         announce(self._options, agreed, self.world_size)
         super().configure_ddp()
 
@@ -266,8 +262,6 @@ class ByteSchedulerStrategy(DDPStrategy):
         for handle in self._optimizer_handles:
             handle.remove()
         self._optimizer_handles = []
-        if self._tuner is not None:
-            self._tuner.stop()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.close(failed=self._failed)
@@ -275,18 +269,10 @@ class ByteSchedulerStrategy(DDPStrategy):
         if board is not None:
             board.close()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None:
-            for ours in (self._hooks, self._own_tuner):
-                if ours in _callbacks(trainer):
-                    _callbacks(trainer).remove(ours)
+        if trainer is not None and self._hooks in _callbacks(trainer):
+            _callbacks(trainer).remove(self._hooks)
+        self._tuning.end([] if trainer is None else _callbacks(trainer))
         self._hooks = None
-
-    @property
-    def _tuner(self) -> CreditTuner | None:
-        """The user's, or this strategy's own while there is a fit."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        found = [] if trainer is None else [c for c in _callbacks(trainer) if isinstance(c, CreditTuner)]
-        return found[0] if found else None
 
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
@@ -422,12 +408,10 @@ class ByteSchedulerStrategy(DDPStrategy):
         engine.sharded = self.reduce_boolean_decision(plan.gradients == "reduce-scatter", all=False)
         engine.cross_barrier = plan.overlapped
         self._plan, self._early_reads = plan, None
-        if not plan.overlapped and self._tuner not in (None, self._own_tuner):
-            say_untuned("steps cannot overlap")
         if plan.overlapped:
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note
-            if not self._begin_tuning(module.trainer, runtime):
+            if not self._tuning.begin(module, runtime, self.root_device, self._note_point):
                 engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
                 engine.on_mode = self._note_mode
                 self._plan = replace(plan, as_ddp=engine.mode is True)
@@ -437,23 +421,9 @@ class ByteSchedulerStrategy(DDPStrategy):
                 optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
+        else:
+            self._tuning.say_untuned("steps cannot overlap")
         rank_zero_info(f"bytescheduler: {self._plan.summary()}")
-
-    def _begin_tuning(self, trainer: pl.Trainer, runtime: SchedulerRuntime) -> bool:
-        module = self.lightning_module
-        if module is None or self._agreed is None:
-            return False
-        return begin_tuning(
-            trainer,
-            runtime,
-            options=self._options,
-            agreed=self._agreed,
-            parameters=module.parameters(),
-            device=self.root_device,
-            tuner=self._tuner,
-            log_metrics=self._log_metrics,
-            on_change=self._note_point,
-        )
 
     def _note_point(self, point: TuningPoint) -> None:
         if self._plan is not None:

@@ -84,6 +84,10 @@ class PointInForce:
             if point != self._point:
                 self._put(point)
 
+    def close(self) -> None:
+        """Say goodbye to the other ranks; bounded, idempotent."""
+        self._values.close()
+
     def _put(self, point: TuningPoint) -> None:
         self._point = point
         self._engine.mode = point.is_plain_ddp

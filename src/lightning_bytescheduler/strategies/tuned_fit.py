@@ -3,106 +3,166 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
 from lightning_bytescheduler.collectives.agreed_values import AgreedValues
-from lightning_bytescheduler.gradients.runtime import AgreedSizes, SchedulerRuntime
+from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.strategies.likely_points import likely_points
 from lightning_bytescheduler.strategies.point_in_force import PointInForce
 from lightning_bytescheduler.tuning.identity import TuningIdentity
 from lightning_bytescheduler.tuning.point import TuningPoint
 from lightning_bytescheduler.tuning.search_space import SearchSpace
 
-__all__ = ["begin_tuning", "say_untuned", "space_for"]
+__all__ = ["SHORTEST_FIT", "FitTuning", "space_for"]
+
+SHORTEST_FIT = 100
+"""Steps: a fit that is known to be shorter would end before a search has found anything."""
 
 
-def begin_tuning(
-    trainer: pl.Trainer,
-    runtime: SchedulerRuntime,
-    *,
-    options: SchedulerOptions,
-    agreed: AgreedSizes,
-    parameters: Iterable[nn.Parameter],
-    device: torch.device,
-    tuner: CreditTuner | None,
-    log_metrics: bool,
-    on_change: Callable[[TuningPoint], None],
-) -> bool:
-    """Have this fit tuned, if rank 0's options say so. Every rank calls this at the same point.
+class FitTuning:
+    """The strategy's part in tuning: brings a tuner along, and lets it begin and end with each fit.
 
     Args:
-        trainer: Whose fit it is.
-        runtime: What is tuned.
         options: This rank's; rank 0's count.
-        agreed: Sizes without tuning.
-        parameters: What is trained.
-        device: Where the default group wants its tensors.
-        tuner: This rank's; rank 0's decides.
         log_metrics: Whether trials are logged.
-        on_change: Told what comes into force.
-
-    Returns:
-        Whether it is tuned.
+        timeout: Longest wait for another rank.
     """
-    sizes = agreed.sizes
-    start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-    tunes = options.tunes_credit or options.tunes_partition
-    message = torch.tensor([tuner is not None and tunes, 0, 0], dtype=torch.int64)
-    if not tunes and isinstance(tuner, CreditTuner) and dist.get_rank() == 0:
-        say_untuned("sizes and mode are fixed, or credit_tuning is off")
-    message = message.to(device)
-    dist.broadcast(message, src=0)
-    if not message[0].item():
-        return False
-    # Asked for on all ranks, as the answer travels on the default group.
-    folder = trainer.log_dir if trainer.loggers else None
-    if not trainer.loggers and os.path.abspath(trainer.default_root_dir) != os.getcwd():
-        folder = trainer.default_root_dir
-    on_rank_zero = tuner if dist.get_rank() == 0 else None
-    if on_rank_zero is not None:
-        trained = [p for p in parameters if p.requires_grad]
+
+    def __init__(self, options: SchedulerOptions, *, log_metrics: bool, timeout: timedelta | None) -> None:
+        self._options = options
+        self._log_metrics = log_metrics
+        self._timeout = timeout
+        self._own: CreditTuner | None = None  # what it knows outlives a fit
+        self._tuner: CreditTuner | None = None  # the user's, or this one, while there is a fit
+        self._in_force: PointInForce | None = None
+
+    @property
+    def _tunes(self) -> bool:
+        return self._options.tunes_credit or self._options.tunes_partition
+
+    def bring_tuner(self, callbacks: list[pl.Callback]) -> None:
+        """Find the user's tuner among the callbacks, or add one to them where something is tuned."""
+        self._tuner = next((callback for callback in callbacks if isinstance(callback, CreditTuner)), None)
+        if self._tuner is None and self._tunes:
+            self._tuner = self._own = self._own or CreditTuner()
+            callbacks.insert(1, self._own)  # behind the strategy's hooks
+
+    def begin(
+        self,
+        module: pl.LightningModule,
+        runtime: SchedulerRuntime,
+        device: torch.device,
+        on_change: Callable[[TuningPoint], None],
+    ) -> bool:
+        """Have this fit tuned, if rank 0's options say so. Every rank calls this at the same point.
+
+        Args:
+            module: What is trained.
+            runtime: What is tuned.
+            device: Where the default group wants its tensors.
+            on_change: Told what comes into force.
+
+        Returns:
+            Whether it is tuned; the same on all ranks.
+        """
+        if not self._tunes:
+            self.say_untuned(
+                "there is no size to find (mode='auto' without credit=, credit_tuning=True or partition_tuning=True)"
+            )
+        short = self._tuner is self._own and 0 <= module.trainer.max_steps < SHORTEST_FIT
+        tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None
+        folder = _record_folder(module.trainer)
+        first = None if tuner is None else self._first_point(tuner, module, runtime, folder)
+        message = torch.tensor(_numbers(first), dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        is_tuned, credit, partition_size = message.tolist()
+        if not is_tuned:
+            return False
+        self._in_force = PointInForce(
+            core=runtime.core,
+            engine=runtime.engine,
+            values=AgreedValues(2, timeout=self._timeout),
+            point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
+            tuner=tuner,
+            on_change=on_change,
+        )
+        runtime.engine.on_forward = self._in_force.before_forward
+        return True
+
+    def say_untuned(self, reason: str) -> None:
+        """Say why a tuner that the user has asked for has nothing to do."""
+        if self._tuner is not None and self._tuner is not self._own:
+            rank_zero_info(f"bytescheduler: CreditTuner tunes nothing, as {reason}.")
+
+    def end(self, callbacks: list[pl.Callback]) -> None:
+        """Stop the tuner, and take back the one that was brought along; bounded, idempotent."""
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            tuner.stop()
+        in_force, self._in_force = self._in_force, None
+        if in_force is not None:
+            in_force.close()
+        if self._own in callbacks:
+            callbacks.remove(self._own)
+
+    def _first_point(
+        self, tuner: CreditTuner, module: pl.LightningModule, runtime: SchedulerRuntime, folder: str | None
+    ) -> TuningPoint:
+        sizes, link = runtime.agreed.sizes, runtime.agreed.link
+        trained = [p for p in module.parameters() if p.requires_grad]
         width = max(p.element_size() for p in trained)
         count = sum(p.numel() for p in trained)
-        first = on_rank_zero.begin(
-            space=space_for(count, start, options, largest_bucket=max(sizes.bucket_bytes // width, 1)),
+        workers, backend = dist.get_world_size(), dist.get_backend(runtime.group)
+        start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
+        space = space_for(count, start, self._options, largest_bucket=max(sizes.bucket_bytes // width, 1))
+        guesses: tuple[TuningPoint, ...] = ()
+        if link is not None:
+            guesses = likely_points(
+                space,
+                layer_bytes=[p.numel() * width for p in trained],
+                bucket_bytes=sizes.bucket_bytes,
+                link=link,
+                workers=workers,
+                backend=backend,
+                start=start,
+            )
+        return tuner.begin(
+            space=space,
             start=start,
             identity=TuningIdentity(
-                parameters=count,
-                bytes_per_parameter=width,
-                workers=dist.get_world_size(),
-                backend=dist.get_backend(runtime.group),
-                link=agreed.link,
+                parameters=count, bytes_per_parameter=width, workers=workers, backend=backend, link=link
             ),
-            plain_ddp=options.mode == "auto",
+            guesses=guesses,
+            plain_ddp=self._options.mode == "auto",
             folder=folder,
-            log_metrics=log_metrics,
+            log_metrics=self._log_metrics,
         )
-        message = torch.tensor([1, first.credit or 0, first.partition_size or 0], device=device)
-    dist.broadcast(message, src=0)
-    _, credit, partition_size = message.tolist()
-    in_force = PointInForce(
-        core=runtime.core,
-        engine=runtime.engine,
-        values=AgreedValues(2, device=device),
-        point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
-        tuner=on_rank_zero,
-        on_change=on_change,
-    )
-    runtime.engine.on_forward = in_force.before_forward
-    return True
 
 
-def space_for(
-    parameters: int, start: TuningPoint, options: SchedulerOptions, *, largest_bucket: int
-) -> SearchSpace:
+def _record_folder(trainer: pl.Trainer) -> str | None:
+    """Where a run's files go; every rank has to ask, as the answer travels on the default group."""
+    if trainer.loggers:
+        return trainer.log_dir
+    given = os.path.abspath(trainer.default_root_dir) != os.getcwd()
+    return trainer.default_root_dir if given else None
+
+
+def _numbers(first: TuningPoint | None) -> list[int]:
+    if first is None:
+        return [0, 0, 0]
+    return [1, first.credit or 0, first.partition_size or 0]
+
+
+def space_for(parameters: int, start: TuningPoint, options: SchedulerOptions, *, largest_bucket: int) -> SearchSpace:
     """Where to look, with what is not tuned kept as it is.
 
     Args:
@@ -121,8 +181,3 @@ def space_for(
         return space
     low, high = space.partitions
     return replace(space, credits=(credit, credit), partitions=(low, min(high, credit)))
-
-
-def say_untuned(reason: str) -> None:
-    """Say why a tuner that was asked for has nothing to do."""
-    rank_zero_info(f"bytescheduler: nothing is tuned, as {reason}.")
