@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.callbacks import credit_tuner
+from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, Decision, TuningPoint
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.test_training import MixedTypes
@@ -57,10 +59,6 @@ class Restless(CreditTuning):
 def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[Outcome, list[tuple[int, int]]]:
     """Also returns the sizes in force at each forward pass; credit 0 where it is as DDP's."""
     seen: list[tuple[int, int]] = []
-    begin = credit_tuner.CreditTuner.begin
-
-    from lightning_bytescheduler.gradients.engine import GradientEngine
-
     begin_forward = GradientEngine.begin_forward
 
     def watched(engine: GradientEngine) -> None:
@@ -68,13 +66,12 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
         core = engine._core
         seen.append((0, 0) if engine.mode is True else (core.credit, core.partition_size))
 
-    assert begin is not None
     with (
         patch.object(credit_tuner, "CreditTuning", Restless),
-        patch.object(credit_tuner, "prepare", lambda: None),
         patch.object(GradientEngine, "begin_forward", watched),
     ):
         tuned = {**SIZES, "mode": "auto", "credit_tuning": True, "partition_tuning": True, **options}
+        recipe = replace(recipe, callbacks=(credit_tuner.CreditTuner,))
         return train(rank, recipe, Run(options=tuned)), seen
 
 

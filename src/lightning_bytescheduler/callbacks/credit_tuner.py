@@ -102,7 +102,7 @@ class CreditTuner(pl.Callback):
         self._counts = True
         self._in_force_from = 0  # the step that was named last
         self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None  # what the executor was given last
+        self._computed: list[Future[Any]] = []  # by the executor, now or soon
 
     # What the strategy calls, on rank 0.
 
@@ -191,7 +191,7 @@ class CreditTuner(pl.Callback):
             as_decided: Whether it was taken at `current`.
         """
         counts, self._counts = self._counts, True
-        if self._last is not None and not self._last.done():
+        if not all(future.done() for future in self._computed):
             counts = False  # it competes with the step for this process
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
         if as_decided or step < self._in_force_from:
@@ -204,11 +204,11 @@ class CreditTuner(pl.Callback):
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
-            if self._last is not None:
-                wait([self._last], timeout=_STOP_S)
-                if self._last.done():
-                    executor.shutdown(wait=True)  # the thread has nothing left to do
-        self._last = None
+            # Not for what was just called off: it is done, though `wait` would not know.
+            wait([future for future in self._computed if not future.done()], timeout=_STOP_S)
+            if all(future.done() for future in self._computed):
+                executor.shutdown(wait=True)  # the thread has nothing left to do
+        self._computed = []
         if self._tuning is not None:
             self._state = self._tuning.state_dict()
             self._write(self._new_entries())
@@ -217,7 +217,7 @@ class CreditTuner(pl.Callback):
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescheduler-tuner")
         future = self._executor.submit(compute)
-        self._last = future
+        self._computed = [*(given for given in self._computed if not given.done()), future]
         return future
 
     # Lightning's hooks.

@@ -172,11 +172,10 @@ def space_for(parameters: int, start: TuningPoint, options: SchedulerOptions, *,
         largest_bucket: In parameters.
     """
     credit, partition_size = start.sizes
-    space = SearchSpace.for_model(
-        parameters,
-        partition_size=None if options.tunes_partition else partition_size,
-        largest_bucket=largest_bucket if options.tunes_partition else None,
-    ).including(start)
+    space = SearchSpace.for_model(parameters, largest_bucket=largest_bucket)
+    if not (options.tunes_partition and space.tunes_partitions):  # a small model has but one partition size
+        space = SearchSpace.for_model(parameters, partition_size=partition_size)
+    space = space.including(start)
     if options.tunes_credit:
         return space
     low, high = space.partitions
