@@ -78,12 +78,14 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(model=partial(Tower, optimizer=adamw), steps=80),
-        Recipe(model=partial(MixedTypes, optimizer=adamw)),
-        Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}),
-        Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}),  # reduce-scatter, and nothing is really clipped
-        Recipe(model=Tower, ddp={"find_unused_parameters": True}),
-        Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}),
+        Recipe(model=partial(Tower, optimizer=adamw), steps=60),
+        Recipe(model=partial(MixedTypes, optimizer=adamw), steps=24),
+        Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24),
+        Recipe(
+            model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24
+        ),  # reduce-scatter, and nothing is really clipped
+        Recipe(model=Tower, ddp={"find_unused_parameters": True}, steps=24),
+        Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=24),
     ],
 )
 def test_every_bit_is_ddps_while_everything_changes(two_ranks: RankPool, recipe: Recipe) -> None:

@@ -19,7 +19,8 @@ Why ranks agree:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -29,6 +30,7 @@ from lightning_bytescheduler.collectives.groups import leave
 
 __all__ = ["AgreedValues"]
 
+_WAIT_SLICE = timedelta(milliseconds=200)
 _ARRIVAL_S = 1.0
 _LOOK_AGAIN_S = 0.002
 
@@ -39,10 +41,18 @@ class AgreedValues:
     Args:
         count: How many numbers are exchanged.
         timeout: Longest wait for another rank; the backend's default if ``None``.
+        failure: Asked while another rank is waited for: why it will not come, if it will not.
     """
 
-    def __init__(self, count: int, *, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        timeout: timedelta | None = None,
+        failure: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
         self._count = count
+        self._failure = failure
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         self._posted: tuple[dist.Work | None, torch.Tensor] | None = None
         self._step = 0
@@ -61,6 +71,7 @@ class AgreedValues:
 
         Raises:
             RuntimeError: If another rank is gone.
+            BaseException: What ``failure`` says.
         """
         if step <= self._step or self._group is None:
             return None
@@ -71,12 +82,22 @@ class AgreedValues:
         if self._posted is not None:
             work, message = self._posted
             if work is not None:
-                work.wait()
+                self._wait(work)
             *agreed, apart = message.tolist()
         self._next_exchange = step + apart
         message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64)
         self._posted = dist.broadcast(message, src=0, group=self._group, async_op=True), message
         return agreed
+
+    def _wait(self, work: dist.Work) -> None:
+        # In slices: this is the training thread, which has to come back when another rank has failed.
+        while not work.is_completed():
+            cause = self._failure()
+            if cause is not None:
+                raise cause
+            with suppress(RuntimeError):  # the slice ran out; or the broadcast failed, and says so below
+                work.wait(_WAIT_SLICE)
+        work.wait()
 
     def close(self) -> None:
         """Leave the group, within a second; idempotent. What was posted last may never come, after a failure."""

@@ -90,7 +90,7 @@ class FitTuning:
         self._in_force = PointInForce(
             core=runtime.core,
             engine=runtime.engine,
-            values=AgreedValues(2, timeout=self._timeout),
+            values=AgreedValues(2, timeout=self._timeout, failure=lambda: runtime.core.abort_cause),
             point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
             tuner=tuner,
             on_change=on_change,

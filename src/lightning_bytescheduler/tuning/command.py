@@ -20,7 +20,7 @@ RECORD_NAME = "tuning.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help=f"a run's directory with {RECORD_NAME} in it, or such a file")
+    parser.add_argument("record", metavar="RUN", help=f"a run's directory with {RECORD_NAME} in it, or such a file")
     parser.add_argument(
         "--png",
         metavar="OUT",
@@ -42,7 +42,7 @@ def tuning_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    file = Path(options.run)
+    file = Path(options.record)
     if file.is_dir():
         file = file / RECORD_NAME
     record = read_record(file)
