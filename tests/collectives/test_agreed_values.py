@@ -71,3 +71,31 @@ def test_the_end_does_not_wait_for_a_rank_that_has_failed(two_ranks: RankPool) -
     (zero, _), (one, closed) = two_ranks.run(give_up)
     assert closed
     assert max(zero, one) < 5  # of 20 s
+
+
+def wait_in_vain(rank: int) -> str | None:
+    dist.init_process_group("gloo")
+    failures: list[BaseException] = []
+    values = AgreedValues(1, timeout=timedelta(seconds=60), failure=lambda: failures[0] if failures else None)
+    values.before_step(1, [1])
+    error = None
+    if rank:
+        values.before_step(2)
+        values.before_step(3)  # a message that never comes
+        failures.append(ValueError("rank 0 is gone"))
+        try:
+            values.before_step(4)
+        except ValueError as raised:
+            error = str(raised)
+    else:
+        values.before_step(2, [2])
+        let_go()
+    values.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return error
+
+
+@pytest.mark.timeout(50)
+def test_whoever_waits_comes_back_when_another_rank_has_failed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(wait_in_vain) == [None, "rank 0 is gone"]

@@ -41,7 +41,13 @@ class OneRank:
 class SimulatedFit:
     """Steps whose time depends on the point in force."""
 
-    def __init__(self, tuner: CreditTuner, seconds: Callable[[TuningPoint], float], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        tuner: CreditTuner,
+        seconds: Callable[[TuningPoint], float],
+        folder: Path | None = None,
+        **given: Any,
+    ) -> None:
         self.core = SimpleNamespace(credit=0, partition_size=0)
         self.engine = SimpleNamespace(mode=False)
         self.tuner, self.seconds, self.now, self.step = tuner, seconds, 0.0, 0
@@ -50,13 +56,17 @@ class SimulatedFit:
         self.values = OneRank()
         self.trainer: Any = SimpleNamespace(log_every_n_steps=50, global_step=0, loggers=[], barebones=True)
         first = tuner.begin(
-            space=SPACE,
-            start=START,
-            identity=IDENTITY,
-            guesses=(),
-            plain_ddp=True,
-            folder=None if folder is None else str(folder),
-            log_metrics=False,
+            **{
+                "space": SPACE,
+                "start": START,
+                "identity": IDENTITY,
+                "guesses": (),
+                "given": (),
+                "plain_ddp": True,
+                "folder": None if folder is None else str(folder),
+                "log_metrics": False,
+                **given,
+            }
         )
         self.in_force = PointInForce(
             core=self.core,  # type: ignore[arg-type]
@@ -228,9 +238,47 @@ def test_a_checkpoint_of_another_model_says_nothing(tuner: CreditTuner) -> None:
     other.stop()
 
 
+def fixed(partition: int, credit: int = 400_000) -> dict[str, Any]:
+    """Where only the credit is tuned, as a probe of the link suggests."""
+    start = TuningPoint(credit=credit, partition_size=partition)
+    return {"start": start, "space": SearchSpace.for_model(PARAMETERS, partition_size=partition).including(start)}
+
+
+def test_a_probe_that_says_something_else_is_no_reason_to_begin_anew(tuner: CreditTuner) -> None:
+    fit = SimulatedFit(tuner, faster_with_more_credit, **fixed(90_001)).run(2000)
+    assert tuner.is_settled
+    chosen = fit.point
+    tuner.stop()
+    again = SimulatedFit(tuner, faster_with_more_credit, **fixed(110_003, credit=110_003))
+    assert tuner.is_settled
+    assert again.point == chosen
+    tuner.stop()
+    by_hand = SimulatedFit(tuner, faster_with_more_credit, **fixed(110_003), given=["partitions"])
+    assert by_hand.point == fixed(110_003)["start"], "what was chosen by hand is kept"
+    assert not tuner.is_settled
+
+
+def test_plain_ddp_of_a_checkpoint_is_not_used_where_steps_have_to_overlap(tuner: CreditTuner) -> None:
+    SimulatedFit(tuner, nothing_to_gain).run(1200)
+    assert tuner.current.is_plain_ddp
+    tuner.stop()
+    assert SimulatedFit(tuner, nothing_to_gain, plain_ddp=False).run(300).point != PLAIN_DDP
+
+
+def test_a_checkpoint_beats_what_the_last_fit_knew(tuner: CreditTuner) -> None:
+    fit = SimulatedFit(tuner, nothing_to_gain).run(20)
+    checkpoint: dict[str, Any] = {}
+    tuner.on_save_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
+    fit.run(1200)
+    tuner.stop()
+    assert tuner.is_settled
+    tuner.on_load_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
+    assert SimulatedFit(tuner, nothing_to_gain).point == START
+
+
 def test_a_checkpoint_that_cannot_be_read_is_no_reason_to_stop() -> None:
     tuner = CreditTuner()
-    tuner.on_load_checkpoint(None, None, {"bytescheduler_tuning": {"version": 99}})  # type: ignore[arg-type]
+    tuner.on_load_checkpoint(None, None, {"bytescheduler_tuning": {"version": 99, "plain_ddp": True}})  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="begins anew"):
         assert SimulatedFit(tuner, nothing_to_gain).point == START
     tuner.stop()

@@ -25,7 +25,6 @@ class Seen:
         points: In force in each step; (0, 0) for plain DDP.
         tuners: Among the callbacks in mid-fit.
         left: Of ours after the fit: callbacks and threads.
-        error: The fit's.
         entries: The tuner's.
         is_settled: At each step, on rank 0.
         metrics: For the progress bar, at the end.
@@ -35,15 +34,14 @@ class Seen:
     points: list[tuple[int, int]] = field(default_factory=list)
     tuners: int = 0
     left: list[str] = field(default_factory=list)
-    error: str | None = None
     entries: tuple[Any, ...] = ()
     is_settled: list[bool] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class _Looks(Callback):
-    def __init__(self, seen: Seen, save: dict[int, str], fail_at: int | None) -> None:
-        self._seen, self._save, self._fail_at = seen, save, fail_at
+    def __init__(self, seen: Seen, save: dict[int, str]) -> None:
+        self._seen, self._save = seen, save
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         strategy = trainer.strategy
@@ -61,8 +59,6 @@ class _Looks(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step in self._save:
             trainer.save_checkpoint(self._save[trainer.global_step])
-        if trainer.global_step == self._fail_at:
-            raise ValueError("boom")
 
 
 def tuned_fit(
@@ -75,7 +71,6 @@ def tuned_fit(
     logs: str | None = None,
     save: dict[int, str] | None = None,
     resume: str | None = None,
-    fail_at: dict[int, int] | None = None,
 ) -> Seen:
     """Fit once.
 
@@ -88,10 +83,9 @@ def tuned_fit(
         logs: Where a logger writes.
         save: Checkpoints by step.
         resume: A checkpoint.
-        fail_at: By rank, the step at whose end it fails.
     """
     seen = Seen()
-    callbacks: list[Callback] = [_Looks(seen, save or {}, (fail_at or {}).get(rank))]
+    callbacks: list[Callback] = [_Looks(seen, save or {})]
     if tuner is not None:
         callbacks.append(CreditTuner(**tuner))
     given = {f"BYTESCHEDULER_{name}": value for name, value in (environment or {}).items()}
@@ -105,10 +99,7 @@ def tuned_fit(
             callbacks=callbacks,
             logger=False if logs is None else CSVLogger(logs, name="", version="", flush_logs_every_n_steps=1),
         )
-        try:
-            trainer.fit(Tower(samples=2000), ckpt_path=resume)
-        except Exception as error:
-            seen.error = f"{type(error).__name__}: {error}"
+        trainer.fit(Tower(samples=2000), ckpt_path=resume)
     seen.metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     kept = [c for c in trainer.callbacks if isinstance(c, CreditTuner) and c not in callbacks]  # type: ignore[attr-defined]
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]

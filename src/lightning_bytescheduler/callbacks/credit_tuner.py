@@ -10,7 +10,7 @@ child of a process that is importing on another thread can wait for that import 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from lightning_bytescheduler.tuning.identity import TuningIdentity
 from lightning_bytescheduler.tuning.options import TuningOptions
 from lightning_bytescheduler.tuning.point import TuningPoint
 from lightning_bytescheduler.tuning.record import TrialEntry, append_entries
+from lightning_bytescheduler.tuning.resumed_space import resumed_space
 from lightning_bytescheduler.tuning.search import prepare
 from lightning_bytescheduler.tuning.search_space import SearchSpace
 
@@ -98,6 +99,8 @@ class CreditTuner(pl.Callback):
         self._log_metrics = True
         self._tuning: CreditTuning | None = None
         self._state: dict[str, Any] | None = None  # to go on from
+        self._is_open = False  # between begin and stop
+        self._plain_ddp = False
         self._told = 0  # entries
         self._counts = True
         self._in_force_from = 0  # the step that was named last
@@ -113,6 +116,7 @@ class CreditTuner(pl.Callback):
         start: TuningPoint,
         identity: TuningIdentity,
         guesses: tuple[TuningPoint, ...],
+        given: Collection[str],
         plain_ddp: bool,
         folder: str | None,
         log_metrics: bool,
@@ -124,6 +128,7 @@ class CreditTuner(pl.Callback):
             start: Sizes without tuning.
             identity: What results hold for.
             guesses: What to try first.
+            given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
             plain_ddp: Whether steps as DDP's are among the candidates.
             folder: Of the record, unless the user has named a file.
             log_metrics: Whether loggers and progress bar are told.
@@ -138,23 +143,33 @@ class CreditTuner(pl.Callback):
         self._told = self._in_force_from = 0
         prepare()
         self._counts = True
-        self._tuning = CreditTuning(
-            space,
-            start=start,
-            identity=identity,
-            guesses=guesses,
-            options=replace(self._options, plain_ddp=plain_ddp),
-            submit=self._submit,
-        )
+        self._plain_ddp = plain_ddp
+
+        def made(space: SearchSpace) -> CreditTuning:
+            credit, partition_size = start.sizes
+            if not space.tunes_partitions:
+                partition_size = space.partitions[0]
+            return CreditTuning(
+                space,
+                start=TuningPoint(credit=max(credit, partition_size), partition_size=partition_size),
+                identity=identity,
+                guesses=[guess for guess in guesses if guess in space],
+                options=replace(self._options, plain_ddp=plain_ddp),
+                submit=self._submit,
+            )
+
         state, self._state = self._state, None
-        if state is not None:
+        if state is not None and state.get("plain_ddp") == plain_ddp:
+            self._tuning = made(resumed_space(state, space, given=given))
             try:
-                used = self._tuning.load_state_dict(state)
+                if self._tuning.load_state_dict(state):
+                    rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {self._tuning.current}.")
+                    self._is_open = True
+                    return self._tuning.current
             except OptionError as error:
-                used = False
                 rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
-            if used:
-                rank_zero_info(f"bytescheduler: tuning goes on from the checkpoint, with {self._tuning.current}.")
+        self._tuning = made(space)
+        self._is_open = True
         return self._tuning.current
 
     @property
@@ -209,9 +224,13 @@ class CreditTuner(pl.Callback):
             if all(future.done() for future in self._computed):
                 executor.shutdown(wait=True)  # the thread has nothing left to do
         self._computed = []
-        if self._tuning is not None:
-            self._state = self._tuning.state_dict()
+        if self._is_open:
+            self._is_open = False
+            self._state = self._state_dict()
             self._write(self._new_entries())
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._begun.state_dict(), "plain_ddp": self._plain_ddp}
 
     def _submit(self, compute: Callable[[], _T]) -> Future[_T]:
         if self._executor is None:
@@ -263,8 +282,10 @@ class CreditTuner(pl.Callback):
     ) -> None:
         """Nor does one with a checkpoint in it; what is known goes into that."""
         self._counts = False
-        if self._tuning is not None:
-            checkpoint[STATE_KEY] = self._tuning.state_dict()
+        if self._is_open:
+            checkpoint[STATE_KEY] = self._state_dict()
+        elif self._state is not None:
+            checkpoint[STATE_KEY] = self._state  # after a fit
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -135,6 +135,8 @@ class FitTuning:
                 backend=backend,
                 start=start,
             )
+        by_hand = {"credits": self._options.credit, "partitions": self._options.partition_size}
+        given = [name for name, size in by_hand.items() if size is not None]
         return tuner.begin(
             space=space,
             start=start,
@@ -142,6 +144,7 @@ class FitTuning:
                 parameters=count, bytes_per_parameter=width, workers=workers, backend=backend, link=link
             ),
             guesses=guesses,
+            given=given,
             plain_ddp=self._options.mode == "auto",
             folder=folder,
             log_metrics=self._log_metrics,
