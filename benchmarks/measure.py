@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
-__all__ = ["Measured", "MeasurementFailed", "measure"]
+__all__ = ["Measured", "MeasurementFailed", "measure", "ranks_of"]
 
 _REPOSITORY = Path(__file__).parents[1]
 
@@ -78,7 +78,7 @@ def measure(
     found = {name: Measured() for name in contenders}
     specification = json.dumps({**work, "contenders": [*contenders] * rounds, "steps": steps})
     command = [sys.executable, "-m", "benchmarks.rank", specification]
-    with _ranks(command, workers, mbit, round_trip_seconds) as ranks:
+    with ranks_of(command, workers, mbit, round_trip_seconds) as (ranks, _):
         output = ranks[0].stdout
         if output is None:
             raise MeasurementFailed("Rank 0 has no output.")
@@ -98,9 +98,14 @@ def measure(
 
 
 @contextmanager
-def _ranks(
-    command: list[str], workers: int, mbit: float | None, round_trip_seconds: float
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+def ranks_of(
+    command: list[str], workers: int, mbit: float | None, round_trip_seconds: float = 0.0
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], ShapedLink | None]]:
+    """Start ``command`` once per rank; rank 0's output is a pipe. Yields the processes and their link, if they have one.
+
+    See `measure` for the arguments.
+    """
+
     def streams(rank: int) -> dict[str, Any]:
         # What ranks complain of goes where ours goes; an open standard input tells them that we live.
         return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL}
@@ -111,7 +116,7 @@ def _ranks(
             ranks = [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
             with ExitStack() as pipes:
                 _close_later(pipes, ranks)
-                yield ranks
+                yield ranks, link
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -138,7 +143,7 @@ def _ranks(
             )
         with ExitStack() as pipes:
             _close_later(pipes, ranks)
-            yield ranks
+            yield ranks, None
     finally:
         stop_sessions(ranks)
 

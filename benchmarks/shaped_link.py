@@ -174,6 +174,25 @@ class ShapedLink:
         self._children.append(child)
         return child
 
+    def reshape(self, mbit: float) -> None:
+        """Gives all links another rate, while they are in use.
+
+        Args:
+            mbit: As for the class.
+
+        Raises:
+            LinkError: If the system refuses.
+        """
+        if not 0 < mbit < float("inf"):
+            raise ValueError(f"mbit must be a positive rate in Mbit/s, not {mbit}.")
+        self.mbit = mbit
+        for host in range(self.hosts):
+            for place, device in ((self.namespace(host), "eth0"), (self._bridge, f"port{host}")):
+                _command("tc", "-n", place, "qdisc", "change", "dev", device, *self._limit())
+
+    def _limit(self) -> tuple[str, ...]:
+        return ("root", "tbf", "rate", f"{round(self.mbit * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
+
     def interface_bytes(self, host: int) -> InterfaceBytes:
         """Reads the byte counters of a host's ``eth0``."""
         shown = _command("ip", "-n", self.namespace(host), "-j", "-s", "link", "show", "dev", "eth0")
@@ -198,7 +217,7 @@ class ShapedLink:
         # routed to.
         _command("ip", "-n", inside, "link", "set", "dev", "eth0", "addrgenmode", "none")
         _command("ip", "-n", inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-        limit = ("root", "tbf", "rate", f"{round(self.mbit * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
+        limit = self._limit()
         _command("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *limit)
         _command("tc", "-n", self._bridge, "qdisc", "add", "dev", port, *limit)
         _command("ip", "-n", self._bridge, "link", "set", "dev", port, "master", "bridge", "up")
