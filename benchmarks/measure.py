@@ -101,7 +101,7 @@ def measure(
 def ranks_of(
     command: list[str], workers: int, mbit: float | None, round_trip_seconds: float = 0.0
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], ShapedLink | None]]:
-    """Start ``command`` once per rank; rank 0's output is a pipe. Yields the processes and their link, if they have one.
+    """Start ``command`` once per rank, with rank 0's output in a pipe; yields the processes and their link, if any.
 
     See `measure` for the arguments.
     """

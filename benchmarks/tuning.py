@@ -30,6 +30,7 @@ from lightning_bytescheduler.simulation import NETWORKS
 
 _FIRST_STEPS = 500  # in which tuning may cost 2%
 _WARM_UP = 10
+_SHORT = 100  # of fits that take turns
 _TURN = 5
 _POINTS = 18  # of a grid, with the start and steps as DDP's
 _VISIT = _TURN + 4  # steps, with those in which a change comes into force
@@ -65,8 +66,8 @@ def fits_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.kind == "cost":
         return [off, by_default, off]
     if options.kind == "loopback":
-        ddp = {"kind": "ddp", "steps": 200}
-        return [by_default, *[ddp, {**by_default, "steps": 200}] * options.again]
+        ddp = {"kind": "ddp", "steps": _SHORT}
+        return [by_default, *[ddp, {**by_default, "steps": _SHORT}] * options.again]
     if options.kind == "reshape":
         return [{**tuned, "reshape_at": options.steps // 2}, grid, again]
     return [tuned, grid, again]
@@ -159,8 +160,7 @@ def _against_grid(first: dict[str, Any], results: Sequence[dict[str, Any]]) -> I
     for point, seconds in again.items():
         yield f"again {_text(point)}", f"{1e3 * seconds:.1f} ms"
     current, start = tuple(first["current"]), tuple(first["start"])
-    on_grid = [again[point] for point in again if point in visited and point not in (start, (0, 0))]
-    best = min(on_grid)
+    best = min(again[point] for point in again if point in visited and point != (0, 0))
     yield "tuned / best of the grid", f"{again[current] / best:.3f}"
     yield "not tuned / best of the grid", f"{again[start] / best:.3f}"
     yield "as DDP / best of the grid", f"{again[0, 0] / best:.3f}"
