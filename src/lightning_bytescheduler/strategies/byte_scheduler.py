@@ -340,6 +340,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             exception.add_note(str(cause))
         if self._runtime is not None:
             self._runtime.fail(cause)
+        self._tuning.end([])
         board.close()  # here, as teardown is skipped when another callback's on_exception raises
 
     def on_exception(self, exception: BaseException) -> None:
