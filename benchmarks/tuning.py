@@ -183,7 +183,8 @@ def _against_ddp(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]
     for ddp, ours in zip(rounds[::2], rounds[1::2], strict=True):
         ratios.append(_median(ours["seconds"][20:]) / _median(ddp["seconds"][20:]))
         yield "ddp, tuned", f"{1e3 * _median(ddp['seconds'][20:]):.2f}, {1e3 * _median(ours['seconds'][20:]):.2f} ms"
-    yield "point in force", _text(tuple(rounds[-1]["current"]))
+    settled = sum(ours["settled"] for ours in rounds[1::2])
+    yield "point in force", f"{_text(rounds[-1]['current'])}; settled after {settled} of {len(ratios)} rounds"
     yield "tuned / ddp, median of the rounds", f"{_median(ratios):.3f}"
 
 

@@ -16,7 +16,7 @@ A, B = (TuningPoint(credit=size, partition_size=size) for size in (100, 200))
 def test_a_grid_has_the_corners_of_its_space() -> None:
     space = SearchSpace(credits=(1_000, 8_000), partitions=(500, 4_000))
     points = grid(space)
-    assert len(points) == len(set(points)) == 15  # two of them meet on the diagonal
+    assert len(points) == len(set(points)) == 13  # some meet on the diagonal
     assert {(p.credit, p.partition_size) for p in points} >= {(1_000, 500), (8_000, 500), (8_000, 4_000)}
     assert all(point in space or point.sizes for point in points)
 
@@ -72,7 +72,7 @@ def test_tuned_against_ddp() -> None:
     ddp, ours = {"fit": {"kind": "ddp"}, "seconds": [2.0] * 50}, tuned(seconds=[2.2] * 50, current=[0, 0])
     rows = dict(rows_of("loopback", [tuned(), ddp, ours, ddp, ours]))
     assert rows["tuned / ddp, median of the rounds"] == "1.100"
-    assert rows["point in force"] == "plain DDP"
+    assert rows["point in force"] == "plain DDP; settled after 2 of 2 rounds"
 
 
 def test_every_kind_has_its_fits(capsys: pytest.CaptureFixture[str]) -> None:
