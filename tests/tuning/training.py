@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_bytescheduler.tuning import CreditTuning, Decision, TuningIdentity, TuningOptions, TuningPoint, prepare
 from lightning_bytescheduler.tuning.search_space import SearchSpace
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what old versions of SciPy and scikit-learn say when they are imported
-    prepare()
+prepare()
 
 PARAMETERS = 6_250_000
 IDENTITY = TuningIdentity(parameters=PARAMETERS, bytes_per_parameter=4, workers=4, backend="gloo")

@@ -19,6 +19,7 @@ call after that takes about ten milliseconds of a processor.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,9 @@ class Proposal:
 
 def prepare() -> None:
     """Import what a search needs, so that no step has to wait for it."""
-    import bayes_opt  # noqa: F401
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what old versions of SciPy and scikit-learn say of each other
+        import bayes_opt  # noqa: F401
 
 
 def propose(
