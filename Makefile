@@ -9,6 +9,8 @@
 #                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
 
 PYTHON ?= python3
+# Rooms whose tests start no ranks, or few: two files at a time. The others' ranks need both cores of a small machine.
+ROOMS_OF_ONE_PROCESS := $(addprefix tests/,scheduler simulation tuning data diloco advice benchmarks)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECKOUT ?=
@@ -40,7 +42,12 @@ demo: $(VENV)/.demo
 	$(RUN) -m examples.demo
 
 test: $(VENV)/.dev
+ifeq ($(strip $(PYTEST_ARGS)),)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_ONE_PROCESS)
+	$(RUN) -m pytest $(ROOMS_OF_ONE_PROCESS:%=--ignore=%)
+else
 	$(RUN) -m pytest $(PYTEST_ARGS)
+endif
 
 fuzz: $(VENV)/.dev
 	$(RUN) -m tests.parity.fuzz $(FUZZ_ARGS)

@@ -20,6 +20,8 @@ from benchmarks.shaped_link import ShapedLink, stop_sessions
 __all__ = ["Measured", "MeasurementFailed", "measure", "ranks_of"]
 
 _REPOSITORY = Path(__file__).parents[1]
+# As torchrun does for several ranks on a host. Idle OpenMP threads spin, and take the processor from other ranks.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class MeasurementFailed(RuntimeError):
@@ -112,7 +114,7 @@ def ranks_of(
 
     if mbit is not None:
         with _link(workers, mbit, round_trip_seconds) as link:
-            environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR", **_ONE_THREAD}
             ranks = [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
             with ExitStack() as pipes:
                 _close_later(pipes, ranks)
@@ -138,7 +140,7 @@ def ranks_of(
             }
             ranks.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **variables}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
+                    command, env={**os.environ, **variables, **_ONE_THREAD}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
                 )
             )
         with ExitStack() as pipes:

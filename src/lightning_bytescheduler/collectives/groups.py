@@ -3,9 +3,10 @@
 Gradients never travel on the default group: DDP's bucket rebuild, its buffer broadcasts and Lightning's per-batch
 SIGTERM broadcast live there and would interleave differently on each rank, or wait behind gradients (DESIGN 3, trap 1).
 
-Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched by the
-dispatcher thread alone; *control* for launch decisions, always gloo, touched by the dispatcher of rank 0 and the
-follower thread of the others. Two threads never launch on one group, so each group sees one order per rank.
+Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched under
+the core's launching lock alone; *control* for launch decisions, always gloo, touched under the launching lock of rank 0
+and by the follower thread of the others. Two threads never launch on one group at a time, and the lock hands over what
+is next in the order, so each group sees one order per rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Why the ranks agree, and why nobody waits forever:
 
-* Collectives match by the order in which each rank launches them on a group. Only the dispatcher thread launches on
-  the data group, and it launches exactly the sequence its order pops.
+* Collectives match by the order in which each rank launches them on a group. Whichever thread launches
+  on the data group holds the core's launching lock from popping a batch until the last of it is launched, so what is
+  launched is exactly the sequence that the order pops.
 * Rank 0 pops by priority and credit. Before it starts a batch it broadcasts the batch's decisions on the control group;
   broadcasts on one group arrive in order, so every follower holds the same sequence and pops nothing else.
 * A decision is made only for a task whose data exists on rank 0. A follower launches it when its own data exists,

@@ -40,7 +40,7 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
     bytes. Each figure is agreed on before the next size is chosen: all ranks run the same sequence.
 
     Args:
-        group: The scheduler's data group, before its dispatcher starts.
+        group: The scheduler's data group, before the core launches anything.
         device: Where gradients live.
     """
     samples = [(_SMALL_BYTES, _measure(group, device, _SMALL_BYTES))]

@@ -7,7 +7,7 @@ On gloo, reduce-scatter and all-gather are made of point-to-point messages: its 
 and its all-to-all is half again as slow as the link (measured with torch 2.13, four ranks on shaped links). On NCCL the
 native ones are used. Each part of a buffer is cut into one *shard* per rank, see :func:`shard_of`.
 
-Every operation is started by the dispatcher thread alone, in one order on all ranks, so a running number matches the
+Every operation is started under the core's launching lock, in one order on all ranks, so a running number matches the
 messages of one operation on all of them.
 """
 
