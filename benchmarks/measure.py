@@ -135,7 +135,11 @@ def _ranks(
             }
             ranks.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **variables, **_ONE_THREAD}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
+                    command,
+                    env={**os.environ, **variables, **_ONE_THREAD},
+                    cwd=_REPOSITORY,
+                    start_new_session=True,
+                    **streams(rank),
                 )
             )
         with ExitStack() as pipes:
