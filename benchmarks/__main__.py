@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from benchmarks.contenders import ALONE, DDP_BUCKETS
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.measure import MeasurementFailed, measure
 from benchmarks.models import REAL_MODELS
-from benchmarks.report import Cell, draw, save, show
+from benchmarks.report import Cell, draw, prediction_errors, save, show
 from benchmarks.shaped_link import LinkError, ShapedLink
 from lightning_bytescheduler.simulation import NETWORKS
 
@@ -115,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         communication_seconds=configuration.communication_seconds,
                         bounds=configuration.bounds(found[ALONE].median),
                         measured=found,
+                        predicted=configuration.predictions(found[ALONE].median),
                     )
                 )
             for model in options.real:
@@ -137,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (MeasurementFailed, LinkError) as error:
             console.print(f"[bold]Stopped:[/bold] {error}")
             return 1
+    if errors := prediction_errors(cells):
+        console.print(f"The simulator was off by {100 * statistics.median(errors):.1f}% in the median.")
     draw(options.out.with_suffix(".png"), cells)
     console.print(f"Written: {options.out.with_suffix('.json')} and {options.out.with_suffix('.png')}")
     return 0

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.contenders import DDP_BUCKETS
 from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
 from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,
+    Schedule,
     clipped_bound,
     ddp_bound,
     lower_bound,
     network_profile,
+    simulate,
 )
+from lightning_bytescheduler.simulation.prediction import chosen_schedule
 
 __all__ = ["Configuration"]
 
@@ -78,3 +82,18 @@ class Configuration:
             "barrier": ddp_bound(profile, link),
             "norm clipping": clipped_bound(profile, link),
         }
+
+    def predictions(self, compute_seconds: float) -> dict[str, float]:
+        """What the simulator expects of contenders, in seconds a step; nothing in it is fitted to measured steps.
+
+        Args:
+            compute_seconds: Of all layers, as measured.
+        """
+        profile, link = self.profile.scaled_to(compute_seconds), self.link
+        schedules = {
+            "ddp": Schedule.ddp(),
+            **{f"ddp, {size} MB buckets": Schedule.ddp(bucket_bytes=size * 1024 * 1024) for size in DDP_BUCKETS},
+            "bytescheduler, overlapped": chosen_schedule(profile, link),
+            "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping="gather_early"),
+        }
+        return {name: simulate(profile, link, schedule).step_seconds for name, schedule in schedules.items()}

@@ -3,8 +3,9 @@
 Gradients are real and travel over the real network. A layer reads its weights before it computes, so that the gates of
 a strategy are real too; what sleeps is only the arithmetic.
 
-As on a GPU, whose work is queued ahead, a layer begins when the one before it has ended, even if this process wakes up
-a little late; it begins later only where it had to: at the start of a pass, and after weights it had to wait for.
+As on a GPU, work is queued ahead: while a layer computes in the forward pass, this process prepares the next one (waits
+for its weights, steps them), which begins when both are done. In the backward pass, where a gradient has to be there
+before it is sent, this process waits for the end of each layer; that it wakes up a little late makes no layer late.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from lightning_bytescheduler.simulation import LayerProfile, ModelProfile
 __all__ = ["Accelerator", "EmulatedModel", "scaled"]
 
 _BYTES = 4
-_PLAIN_READ_S = 5e-5  # reading a weight takes longer only if its gate was closed
 
 
 def scaled(profile: ModelProfile, *, parameter_bytes: int, compute_seconds: float) -> ModelProfile:
@@ -45,45 +45,46 @@ class Accelerator:
     def __init__(self) -> None:
         self._free_at = 0.0
 
-    def wait_for_host(self) -> None:
-        """What is computed next could not be queued before now."""
-        self._free_at = max(self._free_at, time.perf_counter())
+    def begin(self, seconds: float) -> None:
+        """Return when ``seconds`` of work have begun, which was asked for now."""
+        begins = max(self._free_at, time.perf_counter())
+        self._free_at = begins + seconds
+        _sleep_until(begins)
 
-    def compute(self, seconds: float) -> None:
-        """Return when ``seconds`` of work have ended that begin as soon as the device is free."""
-        self._free_at += seconds
-        left = self._free_at - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+    def finish(self, seconds: float, *, asked_before: bool) -> None:
+        """Return when ``seconds`` of work have ended, which was asked for now, or before what is under way began."""
+        begins = self._free_at if asked_before else max(self._free_at, time.perf_counter())
+        self._free_at = begins + seconds
+        _sleep_until(self._free_at)
+
+
+def _sleep_until(moment: float) -> None:
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        asked = time.perf_counter()
         first = weight[0]  # here its gate opens
-        if layer.first or time.perf_counter() - asked > _PLAIN_READ_S:
-            layer.accelerator.wait_for_host()
-        layer.accelerator.compute(layer.forward_seconds)
+        layer.accelerator.begin(layer.forward_seconds)
         return value + first
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         layer = ctx.layer
-        if layer.last:
-            layer.accelerator.wait_for_host()
-        layer.accelerator.compute(layer.backward_seconds)
+        layer.accelerator.finish(layer.backward_seconds, asked_before=not layer.last)
         return gradients[0], layer.gradient, None
 
 
 class EmulatedLayer(nn.Module):
     """One layer of a profile."""
 
-    def __init__(self, profile: LayerProfile, accelerator: Accelerator, *, first: bool, last: bool) -> None:
+    def __init__(self, profile: LayerProfile, accelerator: Accelerator, *, last: bool) -> None:
         super().__init__()
         self.accelerator = accelerator
-        self.first = first
         self.last = last
         count = profile.parameter_bytes // _BYTES
         self.weight = nn.Parameter(torch.zeros(count))
@@ -103,10 +104,7 @@ class EmulatedModel(L.LightningModule):
         super().__init__()
         accelerator, end = Accelerator(), len(profile.layers) - 1
         self.layers = nn.Sequential(
-            *(
-                EmulatedLayer(layer, accelerator, first=position == 0, last=position == end)
-                for position, layer in enumerate(profile.layers)
-            )
+            *(EmulatedLayer(layer, accelerator, last=position == end) for position, layer in enumerate(profile.layers))
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -140,7 +140,11 @@ def ranks_of(
             }
             ranks.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **variables, **_ONE_THREAD}, cwd=_REPOSITORY, start_new_session=True, **streams(rank)
+                    command,
+                    env={**os.environ, **variables, **_ONE_THREAD},
+                    cwd=_REPOSITORY,
+                    start_new_session=True,
+                    **streams(rank),
                 )
             )
         with ExitStack() as pipes:

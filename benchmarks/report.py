@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.measure import Measured
 from lightning_bytescheduler import __version__
 
-__all__ = ["Cell", "draw", "save", "show"]
+__all__ = ["Cell", "draw", "prediction_errors", "save", "show"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Cell:
         communication_seconds: At the link's limit; 0 on loopback.
         bounds: Shortest possible steps in seconds, from the compute time as measured; empty for real compute.
         measured: By contender.
+        predicted: Seconds of a step by the simulator, by contender; empty for real compute.
     """
 
     name: str
@@ -42,6 +43,13 @@ class Cell:
     communication_seconds: float
     bounds: dict[str, float]
     measured: dict[str, Measured]
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    def prediction_error(self, contender: str) -> float | None:
+        """By how much the simulator was off, as a share of the measured step."""
+        if contender not in self.predicted:
+            return None
+        return self.predicted[contender] / self.measured[contender].median - 1.0
 
     def bound_of(self, contender: str) -> float | None:
         """The bound that holds for a contender."""
@@ -71,19 +79,26 @@ def machine() -> dict[str, Any]:
 def show(console: Console, cell: Cell) -> None:
     """Print a configuration's table."""
     table = Table(title=cell.name, title_justify="left")
-    for column in ("", "step [ms]", "× bound", "× ddp", "MB sent"):
+    for column in ("", "step [ms]", "× bound", "× ddp", "predicted", "MB sent"):
         table.add_column(column, justify="left" if not column else "right")
     reference = cell.measured.get("ddp")
     for name, measured in cell.measured.items():
-        bound = cell.bound_of(name)
+        bound, error = cell.bound_of(name), cell.prediction_error(name)
         table.add_row(
             f"{name} (best of ddp)" if name == cell.best_ddp else name,
             f"{1e3 * measured.median:.1f}",
             "" if bound is None else f"{measured.median / bound:.3f}",
             "" if reference is None else f"{measured.median / reference.median:.3f}",
+            "" if error is None else f"{100 * error:+.1f}%",
             f"{measured.bytes_per_step / 1e6:.1f}" if measured.bytes_per_step else "",
         )
     console.print(table)
+
+
+def prediction_errors(cells: Sequence[Cell]) -> list[float]:
+    """By how much the simulator was off, over all configurations and contenders; without sign."""
+    errors = (cell.prediction_error(name) for cell in cells for name in cell.measured)
+    return [abs(error) for error in errors if error is not None]
 
 
 def save(path: Path, cells: Sequence[Cell]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.configuration import Configuration
+from benchmarks.contenders import CONTENDERS
 from benchmarks.emulation import EmulatedModel, scaled
 from lightning_bytescheduler.simulation import NETWORKS, network_profile
 
@@ -50,3 +51,13 @@ def test_layers_keep_their_shares() -> None:
         assert layer.forward_seconds * original.compute_seconds == pytest.approx(whole.forward_seconds * 0.3)
     parameters = sum(p.numel() for p in EmulatedModel(small).parameters())
     assert 4 * parameters == small.parameter_bytes
+
+
+def test_what_is_predicted_lies_above_its_bound_and_in_its_order() -> None:
+    configuration = Configuration(network="resnet50", ratio=1.0)
+    seconds = configuration.profile.compute_seconds
+    predicted, bounds = configuration.predictions(seconds), configuration.bounds(seconds)
+    assert bounds["any order"] < predicted["bytescheduler, overlapped"] < predicted["ddp, 1 MB buckets"]
+    assert bounds["norm clipping"] < predicted["bytescheduler, norm clipping"] < predicted["ddp, 1 MB buckets"]
+    assert predicted["ddp, 1 MB buckets"] < predicted["ddp"]
+    assert predicted.keys() <= CONTENDERS.keys()

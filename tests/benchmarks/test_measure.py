@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.measure import MeasurementFailed, measure
-from benchmarks.report import Cell, draw, save, show
+from benchmarks.report import Cell, draw, prediction_errors, save, show
 
 CONTENDERS = ["alone", "ddp", "bytescheduler, as ddp"]
 
@@ -28,11 +28,16 @@ def test_contenders_are_measured_in_turn(tmp_path: Path) -> None:
         communication_seconds=0.1,
         bounds={"any order": 0.1, "barrier": 0.2, "norm clipping": 0.1},
         measured=found,
+        predicted={"ddp": 1.1 * found["ddp"].median},
     )
+    assert cell.prediction_error("ddp") == pytest.approx(0.1)
+    assert prediction_errors([cell]) == [pytest.approx(0.1)]
     assert cell.best_ddp == "ddp"
     console = Console(record=True, width=100)
     show(console, cell)
-    assert "× bound" in console.export_text()
+    shown = console.export_text()
+    assert "× bound" in shown
+    assert "+10.0%" in shown
     save(tmp_path / "result.json", [cell])
     kept = json.loads((tmp_path / "result.json").read_text())
     assert kept["cells"][0]["measured"]["ddp"]["seconds"] == found["ddp"].seconds

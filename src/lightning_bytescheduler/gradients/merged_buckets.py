@@ -4,8 +4,8 @@ The buckets are smaller than DDP's, as they are what gates a layer, and cannot b
 step without gates merges them as they come.
 
 Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
-data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which every
-rank has launched it.
+data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
+every rank has launched it.
 """
 
 from __future__ import annotations

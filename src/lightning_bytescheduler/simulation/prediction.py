@@ -97,7 +97,8 @@ def chosen_schedule(profile: ModelProfile, link: LinkModel, *, clipping: str | N
         clipping: See ``Schedule``.
     """
     stages = 2 if link.algorithm == "push_pull" else 1
-    alpha = stages * link.overhead_seconds + link.latency_seconds
+    # Nothing hides the overhead behind another message, so it weighs more.
+    alpha = 4 * stages * link.overhead_seconds + link.latency_seconds
     sizes = default_sizes(
         parameters=profile.parameter_bytes // _WIDTH,
         bytes_per_parameter=_WIDTH,

@@ -16,10 +16,10 @@ __all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes"]
 _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
-_ALPHAS_PER_PARTITION = 8  # start-up is a ninth of a lone partition's time, and hidden by the next in flight
+_ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
-_PARTITIONS_IN_CREDIT = 4
+_MOST_PARTITIONS_IN_CREDIT = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +89,8 @@ def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstima
 
     A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no
     larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units that gate a
-    layer's forward: about 64 per model, never smaller than a partition. The credit keeps a few partitions in
-    flight, so that launch decisions travel behind data.
+    layer's forward: about 64 per model, never smaller than a partition. The credit lets as
+    many be in flight as hide start-up and launch decisions behind data, two to four: what waits can still be overtaken.
 
     Args:
         parameters: Trainable parameters of the model.
@@ -104,14 +104,15 @@ def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstima
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(option, value, f"a whole number, {least} or more")
     model_bytes = max(parameters * bytes_per_parameter, 1)
-    partition = _ALPHAS_PER_PARTITION * link.alpha / link.beta
-    partition = min(partition, model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
+    hiding = _ALPHAS_PER_PARTITION * link.alpha / link.beta
+    partition = min(hiding, model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
     partition = max(partition, _MIN_PARTITION_BYTES)
     bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
+    behind = math.ceil(hiding / partition)  # partitions that travel while one is decided on and starts up
     return SchedulerSizes(
         partition_size=partition_size,
-        credit=_PARTITIONS_IN_CREDIT * partition_size,
+        credit=min(1 + max(behind, 1), _MOST_PARTITIONS_IN_CREDIT) * partition_size,
         bucket_bytes=int(bucket),
     )
 

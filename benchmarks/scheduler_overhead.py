@@ -1,0 +1,97 @@
+"""What the scheduler itself costs: sub-tasks enqueued, ordered, started and finished on a transport that does nothing.
+
+``python -m benchmarks.scheduler_overhead`` prints processor time, on one core, and what stays in memory per step.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import statistics
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+
+__all__ = ["NullTransport", "bytes_kept_per_step", "processor_seconds", "train_steps"]
+
+TASKS = 100
+PARTS = 100
+_WAIT_S = 30.0
+
+
+class NullTransport:
+    """Ends each sub-task on a thread of its own, as a real transport does, and at once."""
+
+    def __init__(self) -> None:
+        self._started: queue.SimpleQueue[SubCommTask | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._end, name="null-transport", daemon=True)
+        self._thread.start()
+
+    def start(self, sub_task: SubCommTask) -> None:
+        """The ``launch`` of a task."""
+        self._started.put(sub_task)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._started.put(None)
+        self._thread.join(_WAIT_S)
+
+    def _end(self) -> None:
+        while (sub_task := self._started.get()) is not None:
+            sub_task.notify_finish()
+
+
+def train_steps(core: ByteCore, launch: Callable[[SubCommTask], None], steps: int, *, tasks: int, parts: int) -> None:
+    """Send ``tasks`` tasks of ``parts`` parts in each of ``steps`` steps, the last layer's first."""
+    for step in range(steps):
+        size = parts * core.partition_size
+        sent = [CommTask(f"{n}", size, launch=launch, priority=-n, key=(step, n)) for n in range(tasks)]
+        for task in sent:
+            core.enqueue(task)
+            task.notify_ready()
+        for task in sent:
+            task.wait(_WAIT_S)
+
+
+def processor_seconds(*, tasks: int = TASKS, parts: int = PARTS) -> float:
+    """Processor time of all threads for ``tasks * parts`` sub-tasks, under a window of four."""
+    transport = NullTransport()
+    try:
+        with ByteCore(partition_size=1000, credit=4000) as core:
+            began = time.process_time()
+            train_steps(core, transport.start, 1, tasks=tasks, parts=parts)
+            return time.process_time() - began
+    finally:
+        transport.close()
+
+
+def bytes_kept_per_step(steps: int = 200) -> float:
+    """What a step leaves in memory."""
+    transport = NullTransport()
+    tracemalloc.start()
+    try:
+        with ByteCore(partition_size=1000, credit=4000) as core:
+            kept = []
+            for _ in range(2):
+                train_steps(core, transport.start, steps, tasks=4, parts=4)
+                gc.collect()
+                kept.append(tracemalloc.get_traced_memory()[0])
+            return (kept[1] - kept[0]) / steps
+    finally:
+        tracemalloc.stop()
+        transport.close()
+
+
+def main() -> None:
+    """Print both figures."""
+    seconds = statistics.median(processor_seconds() for _ in range(5))
+    print(f"{TASKS * PARTS:,} sub-tasks: {seconds:.3f} s of processor time")
+    print(f"kept in memory: {bytes_kept_per_step():.1f} bytes a step")
+
+
+if __name__ == "__main__":
+    main()
