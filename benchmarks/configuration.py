@@ -37,7 +37,7 @@ class Configuration:
     ratio: float
     workers: int = 4
     mbit: float = 500.0
-    megabytes: float = 20.0
+    megabytes: float = 30.0
     round_trip_seconds: float = 0.0
 
     @property

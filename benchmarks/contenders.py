@@ -3,6 +3,7 @@
 No postponed annotations here: DDP looks at those of a comm hook as objects.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,5 +78,21 @@ def _contenders() -> list[Contender]:
     return found
 
 
-CONTENDERS = {contender.name: contender for contender in _contenders()}
-"""All of them, by name."""
+class _Named(dict[str, Contender]):
+    """Makes what is asked for with sizes of its own: ``"bytescheduler, partition 65536, credit 131072"``."""
+
+    def __missing__(self, name: str) -> Contender:
+        found = re.fullmatch(r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?", name)
+        if found is None:
+            raise KeyError(name)
+        return Contender(
+            name=name,
+            strategy=partial(
+                ByteSchedulerStrategy, mode="overlapped", partition_size=int(found[1]), credit=int(found[2])
+            ),
+            trainer=_CLIP if found[3] else {},
+        )
+
+
+CONTENDERS: dict[str, Contender] = _Named({contender.name: contender for contender in _contenders()})
+"""All of them, by name; sizes may be part of a name, see :class:`_Named`."""

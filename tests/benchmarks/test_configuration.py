@@ -14,10 +14,10 @@ from lightning_bytescheduler.simulation import NETWORKS, network_profile
 def test_totals_and_bounds(network: str, ratio: float, workers: int) -> None:
     configuration = Configuration(network=network, ratio=ratio, workers=workers)
     profile = configuration.profile
-    assert profile.parameter_bytes == pytest.approx(20e6, rel=1e-4)
+    assert profile.parameter_bytes == pytest.approx(30e6, rel=1e-4)
     assert configuration.communication_seconds / profile.compute_seconds == pytest.approx(ratio)
     # 2(n-1)/n of the bytes over what 500 Mbit/s leave for payload.
-    assert configuration.communication_seconds == pytest.approx(2 * (workers - 1) / workers * 20e6 / 59.8e6, rel=1e-3)
+    assert configuration.communication_seconds == pytest.approx(2 * (workers - 1) / workers * 30e6 / 59.8e6, rel=1e-3)
     bounds = configuration.bounds(profile.compute_seconds)
     longest = max(profile.compute_seconds, configuration.communication_seconds)
     assert longest < bounds["any order"] <= bounds["barrier"] < longest * 2.0

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_bytescheduler.scheduler.task import part_size
+
 __all__ = ["SynchronousPartitions", "same_sizes"]
 
 
@@ -38,7 +40,7 @@ class SynchronousPartitions(DDPStrategy):
 def _average(partition_size: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     buffer.mul_(1.0 / dist.get_world_size())
-    for part in buffer.split(partition_size):
+    for part in buffer.split(part_size(buffer.numel(), partition_size)):
         dist.all_reduce(part)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -15,6 +17,7 @@ from tests.scheduler.harness import (
     ManualTransport,
     Stuck,
     enqueue,
+    in_thread,
     ready_at_once,
     running_core,
     settle,
@@ -31,7 +34,7 @@ def test_a_task_is_cut_sent_and_timed() -> None:
     with running_core(credit=100, clock=lambda: float(next(ticks)), observer=seen.append) as core:
         task = CommTask("t", 25, launch=transport)
         core.enqueue(task)
-        assert [(sub.offset, sub.size) for sub in task.sub_tasks] == [(0, 10), (10, 10), (20, 5)]
+        assert [(sub.offset, sub.size) for sub in task.sub_tasks] == [(0, 9), (9, 9), (18, 7)]
         task.notify_ready()
         transport.wait_for(3)
         assert core.in_flight == 25
@@ -298,7 +301,7 @@ def test_a_task_that_fails_between_choice_and_launch_stops_nothing() -> None:
         held = enqueue(core, stuck, "held", ready=False)
         chosen = [enqueue(core, transport, name, priority=1, ready=False) for name in ("a", "b")]
 
-        core.update_order(partial(ready_at_once, held, *chosen))
+        launcher = in_thread(partial(core.update_order, partial(ready_at_once, held, *chosen)))
         assert stuck.entered.wait(WAIT)
         assert core.in_flight == 30
         chosen[0].fail(LOST)
@@ -307,7 +310,81 @@ def test_a_task_that_fails_between_choice_and_launch_stops_nothing() -> None:
             chosen[0].wait(0)
         assert core.in_flight == 30
         stuck.let_go.set()
+        assert launcher() is None
         assert [sub.parent for sub in transport.wait_for(2)] == chosen
         settle(core, transport)
         assert (core.in_flight, core.abort_cause) == (0, None)
         held.wait(0)
+
+
+# ---------------------------------------------------------------------- who launches
+
+
+def test_whoever_returns_credit_launches_what_it_allows() -> None:
+    launchers: list[int] = []
+
+    class Noting(ManualTransport):
+        def __call__(self, sub: SubCommTask) -> None:
+            launchers.append(threading.get_ident())
+            super().__call__(sub)
+
+    transport = Noting()
+    with running_core(partition_size=10, credit=10) as core:
+        enqueue(core, transport, "t", 30)
+        transport.wait_for(1)
+        until(lambda: not core._launching.locked())  # else the dispatcher, still at it, would see to it
+        transport.launched[0].notify_finish()
+        transport.launched[1].notify_finish()
+        settle(core, transport)
+    assert launchers == [core._dispatcher.ident, threading.get_ident(), threading.get_ident()]
+
+
+def test_what_is_allowed_while_another_thread_launches_is_launched_by_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wakes the dispatcher here: what was returned during a launch must not wait for its next look."""
+    transport, stuck = ManualTransport(), Stuck()
+    with running_core(partition_size=10, credit=20) as core:
+        first = enqueue(core, transport, "first", 10)
+        transport.wait_for(1)
+        held = enqueue(core, stuck, "held", 10)
+        assert stuck.entered.wait(WAIT)
+        monkeypatch.setattr(core, "_wake", lambda: None)
+        later = enqueue(core, transport, "later", 10)
+        first.sub_tasks[0].notify_finish()  # on this thread, which finds the lock taken
+        assert transport.names == ["first[0]"]
+        stuck.let_go.set()
+        transport.wait_for(2)
+        assert transport.names == ["first[0]", "later[0]"]
+        later.sub_tasks[0].notify_finish()
+        held.wait(WAIT)
+
+
+def test_launches_never_overlap() -> None:
+    launching = threading.Lock()
+    overlaps: list[str] = []
+
+    def launch(sub: SubCommTask) -> None:
+        if not launching.acquire(blocking=False):
+            overlaps.append(sub.name)
+            return
+        time.sleep(0.0002)
+        ended.put(sub)
+        launching.release()
+
+    ended: queue.SimpleQueue[SubCommTask | None] = queue.SimpleQueue()
+
+    def finish() -> None:
+        while (sub := ended.get()) is not None:
+            sub.notify_finish()
+
+    with running_core(partition_size=1, credit=4) as core:
+        finishers = [in_thread(finish) for _ in range(3)]
+        tasks = [CommTask(f"t{n}", 20, launch=launch, key=(0, n)) for n in range(20)]
+        for task in tasks:
+            core.enqueue(task)
+            task.notify_ready()
+        for task in tasks:
+            task.wait(WAIT)
+        for _ in finishers:
+            ended.put(None)
+        assert [join() for join in finishers] == [None] * 3
+    assert overlaps == []

@@ -61,11 +61,12 @@ def test_an_abort_stops_the_rest_of_a_batch_and_returns_its_credit() -> None:
     with running_core(partition_size=10, credit=50) as core:
         first = enqueue(core, stuck, "first", ready=False)
         rest = enqueue(core, transport, "rest", 30, priority=1, ready=False)
-        core.update_order(partial(ready_at_once, first, rest))
+        launcher = in_thread(partial(core.update_order, partial(ready_at_once, first, rest)))
         assert stuck.entered.wait(WAIT)
         assert core.in_flight == 40
         core.abort(LOST)
         stuck.let_go.set()
+        assert launcher() is None
         until(lambda: core.in_flight == 0)
         assert {sub.state for sub in rest.sub_tasks} == {TaskState.FAILED}
     assert transport.launched == []
@@ -153,20 +154,25 @@ def test_a_callback_that_raises_aborts_and_hides_no_other_end(caplog: pytest.Log
     assert [record.getMessage().split()[3] for record in caplog.records] == ["t0", "t1", "t2"]
 
 
-class Watched(threading.Condition):
-    """Calls ``on_release`` when a block that took the lock has just let it go."""
+class Watched:
+    """A lock that calls ``on_release`` once, right after it was released for the first time."""
 
-    on_release: Callable[[], None] | None = None
+    def __init__(self, lock: Any, on_release: Callable[[], None]) -> None:
+        self.lock = lock
+        self.on_release: Callable[[], None] | None = on_release
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
 
     def __exit__(self, *arguments: Any) -> None:
-        super().__exit__(*arguments)
+        self.lock.release()
         on_release, self.on_release = self.on_release, None
         if on_release is not None:
             on_release()
 
 
 @pytest.mark.parametrize("ending", ["abort", "shutdown"])
-def test_nothing_slips_in_while_the_core_ends(ending: str) -> None:
+def test_nothing_slips_in_while_the_core_ends(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[BaseException] = []
     with running_core() as core:
 
@@ -176,8 +182,7 @@ def test_nothing_slips_in_while_the_core_ends(ending: str) -> None:
             refused.append(caught.value)
 
         held = enqueue(core, ManualTransport(), "held", ready=False)
-        core._changed.__class__ = Watched
-        core._changed.on_release = slip_in  # type: ignore[attr-defined]
+        monkeypatch.setattr(core, "_lock", Watched(core._lock, slip_in))
         if ending == "abort":
             core.abort(LOST)
         else:
@@ -237,19 +242,36 @@ def test_a_shutdown_that_cannot_drain_says_so_and_closes_all_the_same() -> None:
     assert not core._dispatcher.is_alive()
 
 
-def test_a_dispatcher_that_is_stuck_is_reported_within_the_bound() -> None:
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("on the dispatcher", "'bytescheduler-dispatcher' did not stop within"),
+        ("where decisions come", "A launch on another thread did not end within"),
+    ],
+)
+def test_a_launch_that_is_stuck_is_reported_within_the_bound(
+    where: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck, transport = Stuck(), ManualTransport()
     core = ByteCore(partition_size=10, credit=30)
     first = enqueue(core, stuck, "first", ready=False)
     rest = enqueue(core, transport, "rest", priority=1, ready=False)
-    core.update_order(partial(ready_at_once, first, rest))
+    update = partial(ready_at_once, first, rest)
+    launcher = None
+    if where == "on the dispatcher":
+        with core._lock:
+            update()
+    else:
+        monkeypatch.setattr(core, "_wake", lambda: None)  # the dispatcher sleeps on
+        launcher = in_thread(partial(core.update_order, update))
     assert stuck.entered.wait(WAIT)
     for _ in range(2):
-        with pytest.raises(SchedulerTimeoutError, match="'bytescheduler-dispatcher' did not stop within"):
+        with pytest.raises(SchedulerTimeoutError, match=message):
             core.shutdown(timeout=0.01, drain=False)
     assert isinstance(first.error, SchedulerClosedError)
     stuck.let_go.set()
     core.shutdown(timeout=WAIT)
+    assert launcher is None or launcher() is None
     assert not core._dispatcher.is_alive()
     assert core.in_flight == 0
     assert transport.launched == []  # it was chosen, but not launched after the end

@@ -148,7 +148,7 @@ def test_two_tasks_of_one_key_are_refused() -> None:
     [
         [Decision((0, 0), 10, 2)],  # a part that is not here
         [Decision((0, 0), 10, -1)],
-        [Decision((0, 0), 10, 0), Decision((0, 0), 15, 1)],  # cut again, otherwise
+        [Decision((0, 0), 10, 0), Decision((0, 0), 6, 1)],  # cut again, otherwise
         [Decision((0, 0), 10, 1), Decision((0, 0), 10, 1)],  # twice
         [Decision((0, 0), 0, 0)],
         [Decision((0, 0), -5, 0)],

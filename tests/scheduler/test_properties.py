@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SchedulerClosedError, TaskStateError
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskState
+from lightning_bytescheduler.scheduler.task import part_size
 from tests.scheduler.harness import WAIT, LinkTransport, ManualTransport, restless_threads, running_core, settle
 
 LOST = ConnectionError("the network is gone")
@@ -57,7 +58,7 @@ class Model:
                 on_end=lambda task: self.ended.update([task.name]),
             )
             self.core.enqueue(task)
-            assert [sub.size for sub in task.sub_tasks[:-1]] == [limit] * (len(task.sub_tasks) - 1)
+            assert [sub.size for sub in task.sub_tasks[:-1]] == [part_size(first, limit)] * (len(task.sub_tasks) - 1)
             assert sum(sub.size for sub in task.sub_tasks) == first
             self.tasks.append(task)
             if task.immediate:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ class Listener:
         self.readied: list[str] = []
         self.ended: list[str] = []
         self.concluded: list[tuple[str, BaseException | None]] = []
+        self.told_last = 0
         self.time = 0.0
 
     def now(self) -> float:
@@ -39,6 +41,9 @@ class Listener:
         assert not (self.alone and task._lock.locked())
         assert not task.done() or task.error is not None, "waiters woke before the credit was returned"
         self.ended.append(sub_task.name)
+
+    def credit_returned(self) -> None:
+        self.told_last += 1
 
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
         assert not (self.alone and task._lock.locked())
@@ -64,13 +69,20 @@ def attached(
 
 @given(size=st.integers(1, 5000), part=st.integers(1, 6000))
 @settings(max_examples=200, deadline=None)
-def test_parts_cover_the_buffer_once_and_are_cut_at_multiples(size: int, part: int) -> None:
+def test_parts_cover_the_buffer_once_and_are_as_few_and_as_equal_as_can_be(size: int, part: int) -> None:
     task = CommTask("t", size, launch=lambda sub: None)
     parts = task.partition(part)
     assert parts == task.sub_tasks
     assert [p for sub in parts for p in range(sub.offset, sub.offset + sub.size)] == list(range(size))
-    assert all(sub.offset == sub.index * part and sub.parent is task for sub in parts)
-    assert all(sub.size == part for sub in parts[:-1])
+    assert all(sub.parent is task and sub.index == index for index, sub in enumerate(parts))
+    largest = parts[0].size
+    assert largest <= part
+    assert all(sub.size == largest for sub in parts[:-1])
+    fewest = math.ceil(size / part)
+    assert len(parts) <= fewest
+    assert largest == math.ceil(size / fewest)
+    again = CommTask("announced", size, launch=lambda sub: None).partition(largest)  # as other ranks cut it
+    assert [sub.size for sub in again] == [sub.size for sub in parts]
 
 
 @pytest.mark.parametrize("size", NOT_SIZES, ids=repr)

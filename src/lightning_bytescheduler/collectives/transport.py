@@ -27,7 +27,7 @@ class ReadyMark:
 
 
 class GradientTransport:
-    """Launches collectives; called by the dispatcher thread alone, so ranks that dispatch in one order match.
+    """Launches collectives, one at a time (the core's launching lock), so ranks that launch in one order match.
 
     Args:
         group: The scheduler's data group.

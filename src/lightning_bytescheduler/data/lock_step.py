@@ -124,18 +124,27 @@ class LockStepEpoch:
     def runs(self, rank: int, *, first_step: int = 0) -> Iterator[SampleRun]:
         """What a rank trains on, in order, from a step on.
 
-        Padding goes to the last ranks: they repeat samples from the beginning of what is left.
+        The last ranks' last sample is padding, if there is any: from the beginning of what is left.
         """
-        offset = sum(self._shares.samples[:rank])
-        start = offset + self._shares.samples_until(rank, first_step)
-        stop = offset + self._shares.samples[rank]
-        # Places count what is left from 0; those beyond the end are padding, and start over.
-        while start < stop:
-            turn = start // self.left
-            end = min(stop, (turn + 1) * self.left)
-            for low, high in self._on_line(start - turn * self.left, end - turn * self.left):
+        offset, stop = self._own(rank)
+        for low, high in self._on_line(offset + self._shares.samples_until(rank, first_step), stop):
+            yield from self._in_slices(low, high)
+        if self._is_padded(rank) and first_step < self.steps:
+            place = (rank - (len(self._shares.samples) - self.padded)) % self.left
+            for low, high in self._on_line(place, place + 1):
                 yield from self._in_slices(low, high)
-            start = end
+
+    def _is_padded(self, rank: int) -> bool:
+        """Whether a rank's last sample is one that another has, or had.
+
+        Padding is in the last step only: where an epoch is left before it, nothing was trained on twice.
+        """
+        return rank >= len(self._shares.samples) - self.padded
+
+    def _own(self, rank: int) -> tuple[int, int]:
+        """Where a rank's own samples begin and end, counting what is left from 0."""
+        offset = sum(share - self._is_padded(earlier) for earlier, share in enumerate(self._shares.samples[:rank]))
+        return offset, offset + self._shares.samples[rank] - self._is_padded(rank)
 
     def after(self, steps: int) -> tuple[Stage, ...]:
         """The stages of the epoch, once every rank has taken so many steps of this one.
@@ -152,13 +161,12 @@ class LockStepEpoch:
     def _left_after(self, steps: int) -> list[tuple[int, int]]:
         """Stretches of the line that nobody trained on in the first steps, nor is to be dropped at the end."""
         left: list[tuple[int, int]] = []
-        offset = 0
-        for rank, share in enumerate(self._shares.samples):
-            start = offset + self._shares.samples_until(rank, steps)
-            offset += share
-            left += self._on_line(start, offset)  # which has no repeats: they lie beyond its end
+        stop = 0
+        for rank in range(len(self._shares.samples)):
+            offset, stop = self._own(rank)
+            left += self._on_line(offset + self._shares.samples_until(rank, steps), stop)
         # Dropped samples are a matter of these ranks: others may have a step for them.
-        return left + self._on_line(offset, self.left) if self.dropped else left
+        return left + self._on_line(stop, self.left)
 
     def _on_line(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Places of what is left, as stretches of the line through the epoch."""

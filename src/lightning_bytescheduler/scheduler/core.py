@@ -5,8 +5,13 @@ finishing returns it. As in the published loop, the check is "credit left > 0", 
 exceed the credit by less than one sub-task, and a sub-task larger than the whole credit can still be sent.
 
 Threads: one dispatcher, named ``<name>-dispatcher``, owned by the core; ``shutdown`` ends it within a bound.
-Lock order: the core's condition, then a task's lock (see ``task.py``). ``launch``, ``decided``, ``on_end``
-and observers are called with no lock held; if one of them raises, the core aborts: nobody is left waiting.
+It starts what has become ready. Whoever returns credit or brings decisions starts what that allows itself, as waking
+another thread first would cost more than the launch, with every part. Only one thread launches at a time: it holds the
+*launching* lock, and what others allow meanwhile it starts as well, so one order of launches is kept.
+
+Lock order: the launching lock, then the core's, then a task's (see ``task.py``). ``launch`` and ``decided`` are called
+with the launching lock held and no other; ``on_end`` and observers on the thread that ended the sub-task, which holds
+the launching lock only if ``launch`` itself ended it. If one of them raises, the core aborts: nobody is left waiting.
 """
 
 from __future__ import annotations
@@ -63,7 +68,13 @@ class ByteCore:
         self._observer = observer
         self._clock = clock
         self._debug = debug
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)  # for the dispatcher
+        self._ended = threading.Condition(self._lock)  # for whoever drains
+        self._launching = threading.Lock()
+        self._launcher: int | None = None  # thread that holds it
+        self._woken = False  # there may be work for the dispatcher
+        self._look_again = False  # somebody has found the launching lock taken
         self._open_tasks: dict[int, CommTask] = {}  # enqueued, not concluded; in order of arrival
         self._in_flight: set[SubCommTask] = set()  # immediate ones too, which take no credit
         self._in_flight_size = 0
@@ -88,9 +99,9 @@ class ByteCore:
 
     @credit.setter
     def credit(self, value: int) -> None:
-        with self._changed:
+        with self._lock:
             self._credit = require_size("credit", value)
-            self._changed.notify_all()
+            self._wake()
 
     @property
     def in_flight(self) -> int:
@@ -119,7 +130,7 @@ class ByteCore:
             BaseException: The cause of an abort, if the core was aborted; what an immediate task's ``launch``
                 raised.
         """
-        with self._changed:
+        with self._lock:
             if self._abort_cause is not None:
                 raise self._abort_cause
             if self._closed:
@@ -141,7 +152,7 @@ class ByteCore:
             return
         task.notify_ready()
         for sub in task.sub_tasks:
-            with self._changed:
+            with self._lock:
                 if self._stopped or not sub.claim():
                     return  # failed or aborted meanwhile: the owner learns it from wait()
                 self._in_flight.add(sub)
@@ -149,10 +160,10 @@ class ByteCore:
             sub.start()
 
     def update_order(self, update: Callable[[], None]) -> None:
-        """Run ``update``, which changes the order, under the core's lock; then look for work again."""
-        with self._changed:
+        """Run ``update``, which changes the order, under the core's lock; then start what that allows."""
+        with self._lock:
             update()
-            self._changed.notify_all()
+        self._launch_allowed()
 
     def drain(self, timeout: float) -> None:
         """Wait until everything that was made ready has ended, with its callbacks.
@@ -167,7 +178,7 @@ class ByteCore:
             BaseException: The cause of an abort.
         """
         deadline = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             while True:
                 if self._abort_cause is not None:
                     raise self._abort_cause
@@ -179,11 +190,11 @@ class ByteCore:
                     waiting_for += {s.parent for s in self._in_flight}.difference(waiting_for)
                     names = "; ".join(t.describe_outstanding() for t in waiting_for[:4])
                     raise SchedulerTimeoutError(f"Communication did not drain within {timeout:g} s: {names}.")
-                self._changed.wait(min(left, _IDLE_WAIT_S))
+                self._ended.wait(min(left, _IDLE_WAIT_S))
 
     def abort(self, cause: BaseException) -> None:
         """Fail every open task with ``cause``; later calls raise it too. What is in flight may still end."""
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 return
             self._abort_cause = cause
@@ -192,7 +203,7 @@ class ByteCore:
             task.fail(cause)
 
     def shutdown(self, *, timeout: float, drain: bool = True) -> None:
-        """Stop the dispatcher; idempotent.
+        """Stop the dispatcher; afterwards nothing is launched any more. Idempotent.
 
         Args:
             timeout: Bound on the whole call, in seconds.
@@ -210,7 +221,7 @@ class ByteCore:
                 self.drain(timeout)
         except BaseException as error:
             late = error
-        with self._changed:
+        with self._lock:
             self._closed = True
             open_tasks = self._take_open_tasks()
         for task in open_tasks:
@@ -219,6 +230,11 @@ class ByteCore:
             self._dispatcher.join(max(0.1, deadline - time.monotonic()))
             if self._dispatcher.is_alive() and late is None:
                 late = SchedulerTimeoutError(f"{self._dispatcher.name!r} did not stop within {timeout:g} s.")
+        if self._launcher != threading.get_ident():  # wait for what another thread is launching
+            if self._launching.acquire(timeout=max(0.1, deadline - time.monotonic())):
+                self._launching.release()
+            elif late is None:
+                late = SchedulerTimeoutError(f"A launch on another thread did not end within {timeout:g} s.")
         if late is not None:
             raise late
 
@@ -238,20 +254,20 @@ class ByteCore:
 
     def sub_tasks_ready(self, task: CommTask, sub_tasks: list[SubCommTask]) -> None:
         """Queue what has become ready."""
-        with self._changed:
+        with self._lock:
             if not task.immediate and not self._stopped:
                 self._order.ready(sub_tasks)
-            self._changed.notify_all()
+                self._wake()
 
     def sub_task_ended(self, sub_task: SubCommTask) -> None:
         """Return the credit of what has finished or failed."""
         sub_task.finished_at = self._clock()
-        with self._changed:
+        with self._lock:
             if sub_task in self._in_flight:
                 self._in_flight.remove(sub_task)
                 if not sub_task.parent.immediate:
                     self._in_flight_size -= sub_task.size
-            self._changed.notify_all()
+            self._ended.notify_all()
         try:
             if self._observer is not None and sub_task.state is TaskState.FINISHED:
                 self._observer(sub_task)
@@ -260,15 +276,24 @@ class ByteCore:
 
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
         """Let go of a task whose callback and waiters have been told."""
-        with self._changed:
+        with self._lock:
             self._open_tasks.pop(id(task), None)
-            self._changed.notify_all()
+            self._ended.notify_all()
         if callback_error is not None:
             self._callback_failed(f"callback of {task.name}", callback_error)
+
+    def credit_returned(self) -> None:
+        """Start what the end of a sub-task allows, on the thread that ended it."""
+        self._launch_allowed()
 
     def _callback_failed(self, what: str, error: BaseException) -> None:
         log.error("The %s failed; the scheduler stops.", what, exc_info=error)
         self.abort(error)
+
+    def _wake(self) -> None:
+        """Let the dispatcher look for work; called with the lock held."""
+        self._woken = True
+        self._work.notify()
 
     @property
     def _stopped(self) -> bool:
@@ -279,13 +304,42 @@ class ByteCore:
         self._order.clear()
         open_tasks = list(self._open_tasks.values())
         self._open_tasks.clear()
-        self._changed.notify_all()
+        self._work.notify_all()
+        self._ended.notify_all()
         return open_tasks
 
-    def _select(self, batch: list[SubCommTask]) -> bool:
-        """Wait for work, and append what credit allows to ``batch``; ``False`` once the core is closed."""
-        with self._changed:
-            while not self._closed:
+    def _dispatch(self) -> None:
+        while True:
+            with self._lock:
+                if not self._woken and not self._closed:
+                    self._work.wait(_IDLE_WAIT_S)
+                if self._closed:
+                    return
+                self._woken = False
+            self._launch_allowed()
+
+    def _launch_allowed(self) -> None:
+        """Start what credit allows, unless another thread is at it, which then starts this too.
+
+        That thread sees what changed before :attr:`_look_again` was set, as it looks once more after it has let go of
+        the launching lock.
+        """
+        self._look_again = True
+        while self._look_again and self._launching.acquire(blocking=False):
+            self._launcher = threading.get_ident()
+            try:
+                self._look_again = False
+                while batch := self._select():
+                    self._launch(batch)
+            finally:
+                self._launcher = None
+                self._launching.release()
+
+    def _select(self) -> list[SubCommTask]:
+        """Claim what credit allows."""
+        batch: list[SubCommTask] = []
+        with self._lock:
+            try:
                 while not self._stopped and self._in_flight_size < self._credit:
                     sub = self._order.pop()
                     if sub is None:
@@ -293,24 +347,26 @@ class ByteCore:
                     self._in_flight.add(sub)
                     self._in_flight_size += sub.size
                     batch.append(sub)
-                if batch:
-                    return True
-                self._changed.wait(_IDLE_WAIT_S)
-            return False
-
-    def _dispatch(self) -> None:
-        while True:
-            batch: list[SubCommTask] = []
-            try:
-                if not self._select(batch):
-                    return
-                self._start(batch)
+                return batch
             except BaseException as error:
-                # Whatever went wrong while launching, nobody may be left waiting for it.
-                log.debug("dispatcher failed", exc_info=True)
-                self.abort(error)
+                failure = error
+        self._cannot_launch(batch, failure)
+        return []
+
+    def _launch(self, batch: list[SubCommTask]) -> None:
+        try:
+            self._start(batch)
+        except BaseException as error:
+            self._cannot_launch(batch, error)
+        else:
             if self._stopped:
                 self._withdraw(batch)
+
+    def _cannot_launch(self, batch: list[SubCommTask], error: BaseException) -> None:
+        """Whatever went wrong while launching, nobody may be left waiting for it."""
+        log.debug("launching failed", exc_info=error)
+        self.abort(error)
+        self._withdraw(batch)
 
     def _start(self, batch: list[SubCommTask]) -> None:
         self._order.decided(batch)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_bytescheduler.exceptions import LaunchOrderError
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, part_size
 
 __all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "PriorityOrder"]
 
@@ -162,7 +162,7 @@ class AnnouncedOrder:
         if size < 1 or decision.task_size not in (None, task.size):
             return None
         sub_tasks = task.sub_tasks or task.partition(size)
-        if sub_tasks[0].size != min(size, task.size) or not 0 <= decision.index < len(sub_tasks):
+        if sub_tasks[0].size != part_size(task.size, size) or not 0 <= decision.index < len(sub_tasks):
             return None
         return sub_tasks[decision.index]
 

@@ -127,5 +127,8 @@ class TaskListener(Protocol):
     def sub_task_ended(self, sub_task: SubCommTask) -> None:
         """A part has finished or failed; called before its task's callback."""
 
+    def credit_returned(self) -> None:
+        """All who had to know of a part's end have been told; called last."""
+
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
         """The outcome is known, the callback has run (or raised ``callback_error``), waiters are awake."""

@@ -18,12 +18,17 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateE
 from lightning_bytescheduler.scheduler.options import require_size
 from lightning_bytescheduler.scheduler.sub_task import SubCommTask, TaskListener, TaskState
 
-__all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskState"]
+__all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskState", "part_size"]
 
 TaskKey = tuple[int, int]
 """What names a task on every rank alike: (step, index within the step)."""
 
 _ENDED = (TaskState.FINISHED, TaskState.FAILED)
+
+
+def part_size(size: int, largest: int) -> int:
+    """Size of the equal parts of a tensor of ``size``; none exceeds ``largest``, the last may be a little smaller."""
+    return -(-size // -(-size // largest))
 
 
 class CommTask:
@@ -105,7 +110,8 @@ class CommTask:
     def partition(self, size: int) -> tuple[SubCommTask, ...]:
         """Cut the task into sub-tasks no larger than ``size`` parameters, without copying.
 
-        Cuts are at multiples of ``size``, so every rank that uses the same size makes the same parts.
+        As few parts as that takes, and all of about the same size: a small rest would cost a message's start-up time
+        for next to nothing. Every rank that uses the same size makes the same parts.
 
         Args:
             size: Largest part, in parameters.
@@ -123,9 +129,10 @@ class CommTask:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it is partitioned already.")
             if self._ended:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it has ended.")
+            part = part_size(self.size, size)
             self._sub_tasks = tuple(
-                SubCommTask(self, index, offset, min(size, self.size - offset))
-                for index, offset in enumerate(range(0, self.size, size))
+                SubCommTask(self, index, offset, min(part, self.size - offset))
+                for index, offset in enumerate(range(0, self.size, part))
             )
             self._outstanding = len(self._sub_tasks)
             if self._ready:
@@ -269,8 +276,12 @@ class CommTask:
             with self._lock:
                 self._outstanding -= launched
                 decided = decided or (self._outstanding == 0 and self._decide(None))
-            if decided:
-                self._conclude()
+            try:
+                if decided:
+                    self._conclude()
+            finally:
+                if launched and listener is not None:
+                    listener.credit_returned()
 
     def _decide(self, error: BaseException | None) -> bool:
         """Settle the outcome; called with the lock held. Returns whether it was open."""
