@@ -16,13 +16,16 @@ SLICES_AHEAD = 8
 
 
 class BatchPlan(Protocol):
-    """The batches of a rank. Its position is what was trained on, not what was handed to a process that reads."""
+    """The batches of a rank. Its position is what was trained on, not what was handed to a process that reads.
 
-    def __len__(self) -> int:
-        """Batches of the epoch, those included that the training loop has counted before a restart."""
+    A plan that knows how many batches there are has a length too.
+    """
 
     def __iter__(self) -> Iterator[SliceBatch]:
-        """Batches from the position on."""
+        """Batches from the position on; whoever was handed some before and did not train on them gets them again."""
+
+    def trained(self) -> None:
+        """The next batch has been trained on."""
 
 
 def cut_batches(epoch: int, runs: Iterable[SampleRun], sizes: Iterable[int]) -> Iterator[SliceBatch]:

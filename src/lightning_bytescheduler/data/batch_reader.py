@@ -38,11 +38,15 @@ class ReadNote(NamedTuple):
         cost: What reading has cost since the last note, by the names of ``SliceStatistics``.
         corrupt: Key and reason of each slice that was found to be corrupt.
         lost: Samples of this batch that could not be read.
+        is_empty: Whether there are none at all, so that there is no batch.
+        depth: How many slices ahead the reader would like to know.
     """
 
     cost: dict[str, float]
     corrupt: tuple[tuple[str, str], ...] = ()
     lost: int = 0
+    is_empty: bool = False
+    depth: int = 0
 
 
 class BatchReader:
@@ -110,7 +114,8 @@ class BatchReader:
             self._spare = (samples[-1],)
         if self._transform is not None:
             samples = [self._transform(sample) for sample in samples]
-        return samples, ReadNote(cost=self._cost(), corrupt=tuple(corrupt), lost=lost)
+        note = ReadNote(self._cost(), tuple(corrupt), lost, is_empty=not samples, depth=self.store.depth)
+        return samples, note
 
     def _read(self, epoch: int, run: SampleRun) -> Iterator[Any]:
         slice_ = self.store.source.slices[run.slice_index]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_bytescheduler.data.batch_plan import cut_batches
 from lightning_bytescheduler.data.batch_reader import SliceBatch
 from lightning_bytescheduler.data.catalogue import SliceCatalogue
-from lightning_bytescheduler.data.lock_step import LockStepEpoch, Stage
+from lightning_bytescheduler.data.lock_step import LockStepEpoch, SampleRun, Stage
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 
 __all__ = ["LockStepPlan"]
@@ -28,6 +32,7 @@ class LockStepPlan:
         seed: Of the order of slices.
         shuffle: False keeps the catalogue's order in every epoch.
         shortage: ``"pad"`` or ``"drop"``, see :class:`LockStepEpoch`.
+        repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
 
     Attributes:
         epoch: The running epoch, from 0.
@@ -46,13 +51,14 @@ class LockStepPlan:
         seed: int = 0,
         shuffle: bool = True,
         shortage: str = "pad",
+        repeats: bool = True,
     ) -> None:
         self.catalogue = catalogue
         self._batch_sizes = tuple(batch_sizes)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < max(len(self._batch_sizes), 1):
             raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
         self._rank = rank
-        self._seed, self._shuffle, self._shortage = seed, shuffle, shortage
+        self._seed, self._shuffle, self._shortage, self._repeats = seed, shuffle, shortage, repeats
         self.epoch = 0
         self.counted = 0
         self._stages: tuple[Stage, ...] = ()
@@ -87,18 +93,33 @@ class LockStepPlan:
     def __iter__(self) -> Iterator[SliceBatch]:
         shares, first = self._shares, self._steps
         sizes = (shares.batch(self._rank, step) for step in range(first, shares.steps))
-        return cut_batches(self.epoch, shares.runs(self._rank, first_step=first), sizes)
+        runs = shares.runs(self._rank, first_step=first)
+        if self._repeats:
+            runs = itertools.chain(runs, self._next_epoch())
+        return cut_batches(self.epoch, runs, sizes)
+
+    def _next_epoch(self) -> Iterator[SampleRun]:
+        yield from self._shared(self.epoch + 1, self._quarantined, ()).runs(self._rank)
 
     def trained(self) -> None:
-        """Count a step that every rank has taken."""
+        """Count a step that every rank has taken.
+
+        Raises:
+            OptionError: If the epoch has no more of them.
+        """
         if self.over:
             raise OptionError("steps", self._steps + 1, f"at most {self._shares.steps}, the steps of the epoch")
         self._steps += 1
         self.counted += 1
 
-    def end_epoch(self) -> None:
-        """Go to the next epoch; what is left of this one is not trained on."""
+    def end_epoch(self, *, counted: int = 0) -> None:
+        """Go to the next epoch; what is left of this one is not trained on.
+
+        Args:
+            counted: Steps of this one that the training loop counts as the next one's.
+        """
         self.start_epoch(self.epoch + 1)
+        self.counted = counted
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch.
@@ -180,23 +201,29 @@ class LockStepPlan:
         """Share what is left after some stages; the last one is continued if it was of these ranks."""
         last = stages[-1] if stages else None
         continues = last is not None and (last.batch_sizes, last.shortage) == (self._batch_sizes, self._shortage)
-        samples = self.catalogue.samples.copy()
-        for key in self._left_out:
-            index = self.catalogue.find(key)
-            if index is not None:
-                samples[index] = 0
-        shares = LockStepEpoch(
-            samples=samples,
-            batch_sizes=self._batch_sizes,
-            seed=self._seed,
-            epoch=self.epoch,
-            shuffle=self._shuffle,
-            shortage=self._shortage,
-            stages=stages[:-1] if continues else stages,
-        )
+        shares = self._shared(self.epoch, self._left_out, stages[:-1] if continues else stages)
         steps = last.steps if continues and last is not None else 0
         shares.after(steps)  # raises if there are not so many
         self._shares, self._stages, self._steps = shares, stages, steps
+
+    def _shared(self, epoch: int, left_out: Mapping[str, str], stages: Sequence[Stage]) -> LockStepEpoch:
+        return LockStepEpoch(
+            samples=self._samples_without(left_out),
+            batch_sizes=self._batch_sizes,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle=self._shuffle,
+            shortage=self._shortage,
+            stages=stages,
+        )
+
+    def _samples_without(self, keys: Mapping[str, str]) -> npt.NDArray[np.int64]:
+        samples = self.catalogue.samples.copy()
+        for key in keys:
+            index = self.catalogue.find(key)
+            if index is not None:
+                samples[index] = 0
+        return samples
 
     def _require_same_order(self, state: Mapping[str, Any]) -> None:
         here = self.catalogue.fingerprint

@@ -6,7 +6,8 @@ local queues; so nobody else needs to know of ranks, and the order is the plan's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def collate_samples(samples: list[Any]) -> Any:
 
 
 class SliceLoader:
-    """Batches of a plan, any number of times. It has the length that its plan had when it was made.
+    """Batches of a plan, any number of times. It has the length that its plan had when it was made, if that has one.
 
     It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace.
 
@@ -40,6 +41,10 @@ class SliceLoader:
         prefetch_factor: Batches that each worker reads ahead.
         pin_memory: Copy batches to pinned memory.
         on_note: Called with what the reader has to tell, when a batch is handed out.
+
+    Attributes:
+        plan: As given.
+        waited: Seconds that whoever iterates has waited for batches, with all that it took to make them.
     """
 
     def __init__(
@@ -61,10 +66,20 @@ class SliceLoader:
         self._prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory
         self._on_note = on_note
-        self._length = len(plan)
+        self.waited = 0.0
+        self._length = len(plan) if isinstance(plan, Sized) else None
 
     def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("How many batches there will be is not known: they are handed out as they are needed.")
         return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do, see ``state_dict``."""
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
@@ -80,7 +95,14 @@ class SliceLoader:
             worker_init_fn=self.worker_init_fn,
             **workers,
         )
-        for batch, note in loader:
+        batches = iter(loader)
+        while True:
+            started = time.perf_counter()
+            read = next(batches, None)
+            self.waited += time.perf_counter() - started
+            if read is None:
+                return
+            batch, note = read
             if self._on_note is not None:
                 self._on_note(ReadNote(*note))
             if batch is not None:

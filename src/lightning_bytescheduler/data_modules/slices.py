@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.data.batch_plan import BatchPlan
 from lightning_bytescheduler.data.batch_reader import BatchReader, ReadNote
 from lightning_bytescheduler.data.catalogue import SliceCatalogue
 from lightning_bytescheduler.data.formats import SliceReader
@@ -24,6 +24,8 @@ from lightning_bytescheduler.data.source import SliceSource
 from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
 from lightning_bytescheduler.data.store import SliceStore
 from lightning_bytescheduler.data.store_options import StoreOptions
+from lightning_bytescheduler.data.tracker_options import TrackerOptions
+from lightning_bytescheduler.data_modules.lock_step_training import LockStepTraining, require_same_slices
 from lightning_bytescheduler.data_modules.slice_options import (
     LoaderOptions,
     batch_sizes_of,
@@ -31,7 +33,10 @@ from lightning_bytescheduler.data_modules.slice_options import (
     require_batch_size,
     require_urls,
 )
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.data_modules.tracked_training import TrackedTraining
+from lightning_bytescheduler.data_modules.tracker_host import TrackerHost
+from lightning_bytescheduler.data_modules.training_slices import TrainingSlices
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["SliceDataModule"]
 
@@ -44,15 +49,18 @@ _SPLITS = {
 
 
 class SliceDataModule(pl.LightningDataModule):
-    """Data in slices, for one process and for ranks that step together (``ddp``, ``bytescheduler``).
+    """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
-    Every rank takes the same number of steps. Each sample of an epoch is trained on exactly once, also when a fit is
-    stopped anywhere and resumed with another number of ranks, other batch sizes or another number of workers; with the
-    same ranks and batch sizes the next batch is the one that would have come. The position in the checkpoint is what
-    was trained on, not what workers have read ahead.
+    A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
+    ``num_workers``, on a machine with an empty cache; with the same ranks and batch sizes the next batch is the one that
+    would have come. The position in the checkpoint is what was trained on, not what was read ahead.
 
-    A slice that is corrupt however often it is fetched is named in a warning and left out from the next epoch on. For
-    the rest of its epoch other samples are repeated in its place, so that no rank runs out of steps.
+    Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps, and work out their shares
+    without a message. A slice that is corrupt however often it is fetched is named in a warning, and left out from the
+    next epoch on; for the rest of its epoch other samples are repeated in its place, so that no rank runs out of steps.
+
+    Workers of unequal speed take slices from a tracker as they need them, if their strategy has called
+    :meth:`bind_tracker`. The loader has no length then, and corrupt slices are left out at once.
 
     As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches weigh more.
 
@@ -80,6 +88,9 @@ class SliceDataModule(pl.LightningDataModule):
         cache_dir: Folder of the cache, for sources that are not on this machine; None is the user's folder for caches.
         cache_bytes: Bound of the cache.
         prefetch: Slices to fetch ahead; None follows the speeds.
+        delivery: Of workers that take slices as they need them: ``"at_least_once"`` trains again on what a dead worker
+            did not report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
+        lease: Seconds without a word after which such a worker is taken for dead.
         timeout: Seconds that a source may stay away.
         attempts: How often a chunk is fetched that is short or wrong.
 
@@ -114,6 +125,8 @@ class SliceDataModule(pl.LightningDataModule):
         cache_dir: str | None = None,
         cache_bytes: int = 10 * 1024**3,
         prefetch: int | None = None,
+        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        lease: float = 300.0,
         timeout: float = 60.0,
         attempts: int = 3,
     ) -> None:
@@ -142,27 +155,47 @@ class SliceDataModule(pl.LightningDataModule):
             timeout=timeout,
             attempts=attempts,
         )
+        self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
         if isinstance(slice_bytes, bool) or not isinstance(slice_bytes, int) or slice_bytes < 1:
             raise OptionError("slice_bytes", slice_bytes, "a positive whole number of bytes")
         self._opening = {"reader": reader, "slice_bytes": slice_bytes, "storage_options": storage_options}
         self._sources: dict[str, SliceSource] = {}
+        self._catalogues: dict[str, SliceCatalogue] = {}
         self._stores: dict[str, SliceStore] = {}
-        self._plan: LockStepPlan | None = None
+        self._host: TrackerHost | None = None
+        self._training: TrainingSlices | None = None
         self._pending: dict[str, Any] | None = None
         self._counters = SliceCounters()
-        self._corrupt: dict[str, str] = {}
-        self._lost = 0
+        self._waited = 0.0  # for loaders that are gone
+        self._loader_of_training: SliceLoader | None = None
+        self._warned: set[str] = set()
+
+    def bind_tracker(self, host: TrackerHost | None) -> None:
+        """Take training slices from a tracker, as they are needed: what a strategy of unequal workers calls.
+
+        To be called before ``setup``, as in ``Strategy.setup_environment``; each worker is a Lightning world of its own.
+
+        Args:
+            host: The way to the tracker; None goes back to ranks that step together.
+
+        Raises:
+            OptionError: In the middle of a fit.
+        """
+        if self._stores:
+            raise OptionError("host", host, "bound before setup()")
+        self._host = host
+        self._training = None
 
     @property
-    def plan(self) -> LockStepPlan:
-        """The batches of the training data, and where their epoch stands.
+    def training(self) -> TrainingSlices:
+        """Where the training data stands.
 
         Raises:
             OptionError: Before ``setup("fit")``.
         """
-        if self._plan is None:
-            raise OptionError("plan", None, "asked for after setup('fit')")
-        return self._plan
+        if self._training is None:
+            raise OptionError("training", None, "asked for after setup('fit')")
+        return self._training
 
     @property
     def statistics(self) -> SliceStatistics:
@@ -170,9 +203,9 @@ class SliceDataModule(pl.LightningDataModule):
         return self._counters.snapshot()
 
     @property
-    def corrupt(self) -> dict[str, str]:
-        """Reason by key of the training slices that this rank has found to be corrupt in the running epoch."""
-        return dict(self._corrupt)
+    def waited(self) -> float:
+        """Seconds that the training of this rank has waited for batches so far, whatever for."""
+        return self._waited + (0.0 if self._loader_of_training is None else self._loader_of_training.waited)
 
     # ------------------------------------------------------------------ life cycle
 
@@ -183,6 +216,7 @@ class SliceDataModule(pl.LightningDataModule):
             OptionError: If the stage has no data, a batch size is missing for a rank, the cache is smaller than a
                 slice, or ranks see different slices.
             SourceUnavailableError: If a source stays away.
+            UnsupportedError: If a tracker is bound, and a worker has several ranks.
         """
         splits = _SPLITS[stage]
         if self._urls[splits[0]] is None:
@@ -198,7 +232,9 @@ class SliceDataModule(pl.LightningDataModule):
             self._set_up_training()
 
     def teardown(self, stage: str) -> None:
-        """Stop what fetches; see LightningDataModule."""
+        """Stop what fetches, and give back what is held; see LightningDataModule."""
+        if stage == "fit" and self._training is not None:
+            self._training.close()
         for store in self._stores.values():
             store.close()
         self._stores = {}
@@ -206,57 +242,66 @@ class SliceDataModule(pl.LightningDataModule):
             SliceCoordinator.release(self.trainer)
 
     def _set_up_training(self) -> None:
+        before = self._training
+        self._training = self._together(before) if self._host is None else self._tracked(self._host, before)
+        if self._pending is not None:
+            self._training.load_state_dict(self._pending)
+            self._pending = None
+        if self.trainer is not None:
+            SliceCoordinator.bind(self.trainer, has_length=self._host is None)
+
+    def _together(self, before: TrainingSlices | None) -> LockStepTraining:
         rank, ranks = self._rank_and_ranks()
-        sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
-        before = self._plan
-        catalogue = SliceCatalogue(self._sources["train"].slices) if before is None else before.catalogue
-        self._plan = LockStepPlan(
+        catalogue = self._catalogue("train")
+        plan = LockStepPlan(
             catalogue,
-            batch_sizes=sizes,
+            batch_sizes=batch_sizes_of("batch_size", self.batch_size, ranks),
             rank=rank,
             seed=self._loading.seed,
             shuffle=self._loading.shuffle,
             shortage=self._loading.shortage,
         )
+        training = LockStepTraining(plan)
         if before is not None:  # a further fit goes on where the last one stopped
-            self._plan.load_state_dict(before.state_dict())
-        if self._pending is not None:
-            self._plan.load_state_dict(self._pending)
-            self._pending = None
-        self._plan.counted = 0  # a loop that is restored says so after this
-        self._corrupt = {}
+            training.load_state_dict(before.state_dict())
+            training.close()
         if self.trainer is not None:
-            self._require_same_slices(catalogue)
-            SliceCoordinator.bind(self.trainer)
+            require_same_slices(self.trainer, catalogue)
+        return training
 
-    def _require_same_slices(self, catalogue: SliceCatalogue) -> None:
-        if self.trainer is None or self.trainer.world_size == 1:
-            return
-        here = asdict(catalogue.fingerprint)
-        there = self.trainer.strategy.broadcast(here)
-        if {**here, "blocks": list(here["blocks"])} != {**there, "blocks": list(there["blocks"])}:
-            raise OptionError(
-                "train",
-                self._urls["train"],
-                f"the same slices on every rank: here are {here['slices']} with {here['samples']} samples, "
-                f"rank 0 has {there['slices']} with {there['samples']}, or their keys differ",
+    def _tracked(self, host: TrackerHost, before: TrainingSlices | None) -> TrackedTraining:
+        if self._rank_and_ranks()[1] > 1:
+            raise UnsupportedError(
+                "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
+                "same number of steps: use one rank for each worker."
             )
+        training = TrackedTraining(
+            host,
+            self._stores["train"],
+            options=self._tracking,
+            batch_size=batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],
+            ahead=self._storing.prefetch,
+        )
+        if before is not None:
+            training.load_state_dict(before.state_dict())
+        return training
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _catalogue(self, split: str) -> SliceCatalogue:
+        if split not in self._catalogues:
+            self._catalogues[split] = SliceCatalogue(self._sources[split].slices)
+        return self._catalogues[split]
 
     # ------------------------------------------------------------------ loaders
 
     def train_dataloader(self) -> SliceLoader:
         """Batches of what is left of the running epoch."""
-        plan = self.plan
-        if plan.over and len(plan.catalogue) and plan.begun:
-            plan.end_epoch()
-        shares = plan.shares
-        if shares.padded or shares.dropped:
-            what = f"{shares.padded} are repeated" if shares.padded else f"{shares.dropped} are left out"
-            rank_zero_info(f"slices: in epoch {plan.epoch} not every rank has a sample in every step; {what}.")
-        return self._loader("train", plan)
+        self.training.open()
+        self._waited = self.waited
+        self._loader_of_training = self._loader("train", self.training.plan)
+        return self._loader_of_training
 
     def val_dataloader(self) -> list[SliceLoader]:
         """The validation data, if there is any."""
@@ -275,23 +320,32 @@ class SliceDataModule(pl.LightningDataModule):
             return []
         rank, ranks = self._rank_and_ranks()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
+        size = getattr(self, name)
+        if self._host is not None and not isinstance(size, int):  # of a world of its own
+            size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = LockStepPlan(
-            SliceCatalogue(self._sources[split].slices),
-            batch_sizes=batch_sizes_of(name, getattr(self, name), ranks),
+            self._catalogue(split),
+            batch_sizes=batch_sizes_of(name, size, ranks),
             rank=rank,
             shuffle=False,
+            repeats=False,
         )
         if plan.shares.padded:
-            rank_zero_info(f"slices: {plan.shares.padded} samples of {split} are repeated, so that each rank has one.")
+            rank_zero_info(
+                f"slices: the samples of {split} do not go round, so that {plan.shares.padded} repeated, for every rank "
+                f"to take {plan.shares.steps} steps."
+            )
         return [self._loader(split, plan)]
 
-    def _loader(self, split: str, plan: LockStepPlan) -> SliceLoader:
+    def _loader(self, split: str, plan: BatchPlan) -> SliceLoader:
         loading = self._loading
+        is_training = split == "train"
         reader = BatchReader(
             self._stores[split],
             transform=loading.transform,
-            shuffle_samples=loading.shuffle_samples and split == "train",
+            shuffle_samples=loading.shuffle_samples and is_training,
             seed=loading.seed,
+            fill=self.training.fills if is_training else True,
         )
         return SliceLoader(
             plan,
@@ -300,21 +354,20 @@ class SliceDataModule(pl.LightningDataModule):
             num_workers=loading.num_workers,
             prefetch_factor=loading.prefetch_factor,
             pin_memory=loading.pin_memory,
-            on_note=self._note_training if split == "train" else self._note,
+            on_note=self._note_training if is_training else self._note,
         )
 
     def _note_training(self, note: ReadNote) -> None:
         self._note(note)
-        self._corrupt.update({key: reason for key, reason in note.corrupt if key not in self._corrupt})
+        self.training.note(note)
 
     def _note(self, note: ReadNote) -> None:
         self._counters.add(**note.cost)
-        self._lost += note.lost
         for key, reason in note.corrupt:
-            if key not in self._corrupt:
+            if key not in self._warned:  # several processes may find it
+                self._warned.add(key)
                 warnings.warn(
-                    f"Slice {key!r} is corrupt, also when fetched again, and is quarantined: {reason} Other samples "
-                    "are repeated in its place; in the next epoch it is left out. Check it with "
+                    f"Slice {key!r} is corrupt, also when fetched again, and is quarantined: {reason} Check it with "
                     "'lightning-bytescheduler slices verify'.",
                     stacklevel=2,
                 )
@@ -323,7 +376,7 @@ class SliceDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What was trained on, of the running epoch; see LightningDataModule."""
-        return {} if self._plan is None else self._plan.state_dict()
+        return {} if self._training is None else self._training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state was saved; see LightningDataModule.
@@ -331,7 +384,7 @@ class SliceDataModule(pl.LightningDataModule):
         Raises:
             TrackerStateError: If it was saved in the middle of an epoch of other slices or another order.
         """
-        if self._plan is None:
+        if self._training is None:
             self._pending = dict(state_dict)
         else:
-            self._plan.load_state_dict(state_dict)
+            self._training.load_state_dict(state_dict)
