@@ -40,7 +40,6 @@ class SliceCoordinator(pl.Callback):
         self._is_added = False  # by the data module
         self._reload_epochs: int | None = None
         self._logged, self._waited, self._steps = SliceStatistics(), 0.0, 0
-        self._epoch_ends = False
 
     @classmethod
     def bind(cls, trainer: pl.Trainer, *, has_length: bool) -> None:
@@ -92,18 +91,11 @@ class SliceCoordinator(pl.Callback):
         data = self._data(trainer)
         data.training.trained()
         self._steps += 1
-        self._epoch_ends = batch_idx + 1 >= trainer.num_training_batches
-        if self._epoch_ends:
+        if batch_idx + 1 >= trainer.num_training_batches:
             data.training.finish_epoch(trainer)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self._log_metrics and every and trainer.global_step % every == 0 and not trainer.barebones:
             self._log(pl_module, data)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note an epoch that was stopped; what is left of it comes when the fit is resumed, or in another one."""
-        if not self._epoch_ends:
-            self._data(trainer).training.stop_epoch()
-        self._epoch_ends = False
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Keep the lease of what is held."""

@@ -36,7 +36,7 @@ class LockStepPlan:
 
     Attributes:
         epoch: The running epoch, from 0.
-        counted: Steps before the position that the training loop counts too, as it was restored in mid-epoch.
+        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
 
     Raises:
         OptionError: If an option is not allowed.
@@ -110,16 +110,10 @@ class LockStepPlan:
         if self.over:
             raise OptionError("steps", self._steps + 1, f"at most {self._shares.steps}, the steps of the epoch")
         self._steps += 1
-        self.counted += 1
 
-    def end_epoch(self, *, counted: int = 0) -> None:
-        """Go to the next epoch; what is left of this one is not trained on.
-
-        Args:
-            counted: Steps of this one that the training loop counts as the next one's.
-        """
+    def end_epoch(self) -> None:
+        """Go to the next epoch; what is left of this one is not trained on."""
         self.start_epoch(self.epoch + 1)
-        self.counted = counted
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch.
@@ -149,7 +143,6 @@ class LockStepPlan:
         return {
             "version": _VERSION,
             "epoch": self.epoch,
-            "counted": self.counted,
             "stages": [
                 {"batch_sizes": list(stage.batch_sizes), "steps": stage.steps, "shortage": stage.shortage}
                 for stage in stages
@@ -182,7 +175,7 @@ class LockStepPlan:
                 Stage(batch_sizes=tuple(saved["batch_sizes"]), steps=saved["steps"], shortage=saved["shortage"])
                 for saved in state["stages"]
             )
-            epoch, counted = int(state["epoch"]), int(state["counted"])
+            epoch = int(state["epoch"])
             left_out, quarantined = dict(state["left_out"]), dict(state["quarantined"])
             if stages:
                 self._require_same_order(state)
@@ -195,7 +188,7 @@ class LockStepPlan:
         except OptionError as error:
             self.epoch, self._left_out = before
             raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
-        self.counted, self._quarantined = counted, quarantined
+        self._quarantined = quarantined
 
     def _start(self, stages: tuple[Stage, ...]) -> None:
         """Share what is left after some stages; the last one is continued if it was of these ranks."""

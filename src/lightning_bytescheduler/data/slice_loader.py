@@ -7,7 +7,7 @@ local queues; so nobody else needs to know of ranks, and the order is the plan's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,14 @@ def collate_samples(samples: list[Any]) -> Any:
 
 
 class SliceLoader:
-    """Batches of a plan, any number of times. It has the length that its plan had when it was made, if that has one.
+    """Batches of a plan, any number of times.
 
     It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace.
 
     Args:
         plan: Which batches.
         reader: Reads them.
+        length: Of the loader; None if nobody knows how many batches there will be.
         collate: Makes a batch of samples.
         num_workers: Processes that read; 0 reads in the process that trains.
         prefetch_factor: Batches that each worker reads ahead.
@@ -52,6 +53,7 @@ class SliceLoader:
         plan: BatchPlan,
         reader: BatchReader,
         *,
+        length: int | None,
         collate: Callable[[list[Any]], Any] = collate_samples,
         num_workers: int = 0,
         prefetch_factor: int = 2,
@@ -67,7 +69,7 @@ class SliceLoader:
         self._pin_memory = pin_memory
         self._on_note = on_note
         self.waited = 0.0
-        self._length = len(plan) if isinstance(plan, Sized) else None
+        self._length = length
 
     def __len__(self) -> int:
         if self._length is None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_bytescheduler.data.batch_reader import ReadNote
 from lightning_bytescheduler.data.catalogue import SliceCatalogue
 from lightning_bytescheduler.data.lock_step_plan import LockStepPlan
+from lightning_bytescheduler.data_modules.restored_progress import counted_batches, ends_restored_epoch
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 
 __all__ = ["LockStepTraining", "require_same_slices"]
@@ -33,13 +34,19 @@ class LockStepTraining:
     def __init__(self, plan: LockStepPlan) -> None:
         self.plan = plan
         self._corrupt: dict[str, str] = {}
+        self._only_ends = False
 
     @property
     def epoch(self) -> int:
         """See ``TrainingSlices``."""
         return self.plan.epoch
 
-    def open(self) -> None:
+    @property
+    def batches(self) -> int:
+        """Steps of the loader that was opened, those included that Lightning counts as done."""
+        return self.plan.counted if self._only_ends else len(self.plan)
+
+    def open(self, trainer: pl.Trainer | None) -> None:
         """Say what is padded or dropped.
 
         Raises:
@@ -47,7 +54,12 @@ class LockStepTraining:
         """
         plan = self.plan
         if plan.over and plan.begun:  # these ranks have no step for what was left to others
-            plan.end_epoch(counted=plan.counted)
+            plan.end_epoch()
+        plan.counted = 0
+        self._only_ends = False
+        if trainer is not None:
+            self._only_ends = not plan.begun and ends_restored_epoch(trainer)
+            plan.counted = counted_batches(trainer)
         shares = plan.shares
         if not shares.steps:
             raise OptionError(
@@ -74,16 +86,11 @@ class LockStepTraining:
         self._corrupt = {}
         self.plan.end_epoch()
 
-    def stop_epoch(self) -> None:
-        """Stay where the epoch is; Lightning counts the rest of it as another one."""
-        self.plan.counted = 0
-
     def keep_alive(self) -> None:
         """Nobody waits for this."""
 
     def close(self) -> None:
-        """Forget what Lightning has counted: the next fit begins to count anew."""
-        self.plan.counted = 0
+        """The position stays."""
 
     def state_dict(self) -> dict[str, Any]:
         """The plan's, the same at every rank."""
@@ -122,16 +129,16 @@ def require_same_slices(trainer: pl.Trainer, catalogue: SliceCatalogue) -> None:
     """Compare the slices of all ranks; called by all of them.
 
     Raises:
-        OptionError: At a rank that sees others than rank 0.
+        OptionError: At every rank, if one sees others than rank 0.
     """
     if trainer.world_size == 1:
         return
     here = asdict(catalogue.fingerprint)
     there = trainer.strategy.broadcast(here)
-    if here != there:
+    if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
         raise OptionError(
             "train",
             f"{here['slices']} slices, {here['samples']} samples",
-            f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples"
-            + ("" if here["slices"] != there["slices"] else ", or other keys"),
+            f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples, and some rank "
+            "has others, or the same under other names",
         )

@@ -264,7 +264,6 @@ class SliceDataModule(pl.LightningDataModule):
         training = LockStepTraining(plan)
         if before is not None:  # a further fit goes on where the last one stopped
             training.load_state_dict(before.state_dict())
-            training.close()
         if self.trainer is not None:
             require_same_slices(self.trainer, catalogue)
         return training
@@ -298,9 +297,9 @@ class SliceDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> SliceLoader:
         """Batches of what is left of the running epoch."""
-        self.training.open()
+        self.training.open(self.trainer)
         self._waited = self.waited
-        self._loader_of_training = self._loader("train", self.training.plan)
+        self._loader_of_training = self._loader("train", self.training.plan, self.training.batches)
         return self._loader_of_training
 
     def val_dataloader(self) -> list[SliceLoader]:
@@ -335,9 +334,9 @@ class SliceDataModule(pl.LightningDataModule):
                 f"slices: the samples of {split} do not go round, so that {plan.shares.padded} repeated, for every rank "
                 f"to take {plan.shares.steps} steps."
             )
-        return [self._loader(split, plan)]
+        return [self._loader(split, plan, len(plan))]
 
-    def _loader(self, split: str, plan: BatchPlan) -> SliceLoader:
+    def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
         loading = self._loading
         is_training = split == "train"
         reader = BatchReader(
@@ -350,6 +349,7 @@ class SliceDataModule(pl.LightningDataModule):
         return SliceLoader(
             plan,
             reader,
+            length=length,
             collate=loading.collate or collate_samples,
             num_workers=loading.num_workers,
             prefetch_factor=loading.prefetch_factor,

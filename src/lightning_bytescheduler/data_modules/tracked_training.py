@@ -64,11 +64,16 @@ class TrackedTraining:
         return 0 if self._plan is None else self._plan.epoch
 
     @property
+    def batches(self) -> None:
+        """Nobody knows."""
+        return None
+
+    @property
     def tracker(self) -> LocalTracker | None:
         """The tracker, where it is."""
         return self._tracker
 
-    def open(self) -> None:
+    def open(self, trainer: pl.Trainer | None) -> None:
         """Reach the tracker, once."""
         if self._plan is None:
             self._plan = TrackerPlan(
@@ -91,9 +96,6 @@ class TrackedTraining:
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """The tracker says when an epoch of the data is over."""
-
-    def stop_epoch(self) -> None:
-        """What is left is handed out in Lightning's next epoch."""
 
     def keep_alive(self) -> None:
         """Renew the lease in time."""

@@ -28,7 +28,11 @@ class TrainingSlices(Protocol):
     def fills(self) -> bool:
         """Whether other samples are repeated in the place of those that cannot be read."""
 
-    def open(self) -> None:
+    @property
+    def batches(self) -> int | None:
+        """Length of a loader, if it is known."""
+
+    def open(self, trainer: pl.Trainer | None) -> None:
         """A loader is about to be made, after a checkpoint was loaded."""
 
     def note(self, note: ReadNote) -> None:
@@ -39,9 +43,6 @@ class TrainingSlices(Protocol):
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """Lightning's epoch has had its last batch, of all ranks."""
-
-    def stop_epoch(self) -> None:
-        """Lightning's epoch was stopped before its last batch, and counts as one."""
 
     def keep_alive(self) -> None:
         """Something takes time in which nothing is trained."""
