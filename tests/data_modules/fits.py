@@ -28,19 +28,26 @@ def make_rows(folder: Path, counts: Iterable[int]) -> str:
 
 
 class Remembers(LightningModule):
-    """One weight; ``batches`` are the samples of each step."""
+    """One weight; ``batches`` are the samples of each step, and ``seen`` those of evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.batches: list[list[int]] = []
-        self.seen: list[int] = []  # in evaluation
+        self.seen: list[int] = []
         self.on_step: Callable[[int], None] = lambda step: None
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.batches.append([int(number) for number in batch.flatten()])
         self.on_step(len(self.batches))
         return self.layer(batch.float() * 1e-4).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Evaluates(Remembers):
+    """And has the other steps; by itself, as Lightning warns of one without data."""
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.seen += [int(number) for number in batch.flatten()]
@@ -49,9 +56,6 @@ class Remembers(LightningModule):
 
     def predict_step(self, batch: torch.Tensor, batch_idx: int) -> list[int]:
         return [int(number) for number in batch.flatten()]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def trainer_for(callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
@@ -72,10 +76,15 @@ def trainer_for(callbacks: list[Callback] | None = None, **options: Any) -> Trai
 
 
 def fit(
-    data: SliceDataModule, *, resume: str | None = None, callbacks: list[Callback] | None = None, **options: Any
+    data: SliceDataModule,
+    *,
+    model: Remembers | None = None,
+    resume: str | None = None,
+    callbacks: list[Callback] | None = None,
+    **options: Any,
 ) -> Remembers:
     """One process."""
-    model = Remembers()
+    model = model or Remembers()
     trainer_for(callbacks, **options).fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
     return model
 
@@ -106,7 +115,7 @@ def fit_rank(
 ) -> tuple[list[list[int]], list[int], int]:
     """On a rank of a pool; returns the batches, what was validated, and the steps that Lightning expected."""
     rank_zero_only.rank = rank
-    model = Remembers()
+    model = Evaluates() if "val" in options else Remembers()
     its = trainer_for(**{"devices": int(os.environ["LOCAL_WORLD_SIZE"]), **trainer})
     its.fit(model, datamodule=SliceDataModule(**options), ckpt_path=resume, weights_only=True)
     if save_to is not None:

@@ -123,7 +123,9 @@ class BatchReader:
         if place is None or place[:2] != (epoch, run.slice_index) or place[2] > run.start:
             first = 0 if self._shuffle_samples else run.start
             samples = self.store.samples(slice_, first)
-            self._samples = self._shuffled(epoch, run.slice_index, slice_, samples) if self._shuffle_samples else samples
+            self._samples = (
+                self._shuffled(epoch, run.slice_index, slice_, samples) if self._shuffle_samples else samples
+            )
             place = (epoch, run.slice_index, first)
         self._place = None  # until it is known again: whoever is interrupted has lost count
         skip = run.start - place[2]

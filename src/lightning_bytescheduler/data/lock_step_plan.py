@@ -224,7 +224,9 @@ class LockStepPlan:
         saved = tuple(state[name] for name in ("slices", "samples", "blocks", "seed", "shuffle"))
         for name, there, value in zip(("slices", "samples", "blocks", "seed", "shuffle"), saved, now, strict=True):
             if there != value:
-                what = "the slices' keys or sample counts" if name == "blocks" else f"{name} was {there}, is {value} now"
+                what = (
+                    "the slices' keys or sample counts" if name == "blocks" else f"{name} was {there}, is {value} now"
+                )
                 raise TrackerStateError(
                     f"The state was saved in the middle of an epoch of other data or another order ({what}): "
                     "resume with what it was saved with, or from the end of an epoch."

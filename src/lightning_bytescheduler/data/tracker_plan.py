@@ -283,7 +283,9 @@ class TrackerPlan:
         index = answer.slice_index
         here = self._slices[index].key if index < len(self._slices) else None
         if here != answer.slice.key:
-            raise OptionError("slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}")
+            raise OptionError(
+                "slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}"
+            )
 
     def _heed(self, receipt: Receipt, grant: int | None = None) -> None:
         self._heard = self._clock()

@@ -135,8 +135,13 @@ class SliceDataModule(pl.LightningDataModule):
         self._urls = {split: require_urls(split, urls) for split, urls in given.items()}
         if not any(self._urls.values()):
             raise OptionError("train", train, "given, or val, test or predict")
+        for split, urls in self._urls.items():
+            if urls is None:  # as if the method was not there, which Lightning can tell from a loader without batches
+                setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
         self.batch_size = require_batch_size("batch_size", batch_size)
-        self.eval_batch_size = None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
+        self.eval_batch_size = (
+            None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
+        )
         self._loading = LoaderOptions(
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
