@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.data_modules.fits import fit_rank, make_rows
+from lightning_bytescheduler import SliceDataModule
+from tests.data_modules.fits import SaveEveryStep, fit, fit_rank, make_rows
 from tests.support.rank_pool import RankPool
 
 COUNTS = [5, 7, 3, 9, 2]
@@ -78,21 +79,18 @@ def test_resume_with_the_same_ranks_more_and_fewer(two_ranks: RankPool, rows: st
     resumed = fitted(two_ranks, options=options, trainer=trainer, resume=stopped)
     assert [batches for batches, _, _ in resumed] == [batches[3:] for batches, _, _ in whole]
 
-    with RankPool(1) as one:
-        (alone,) = fitted(
-            one, options={**options, "batch_size": 5, "num_workers": 2}, trainer={"max_epochs": 2}, resume=stopped
-        )
-        assert trained(alone[0], *(batches for batches, _, _ in before)) == Counter(range(SAMPLES))
+    alone = fit(SliceDataModule(rows, batch_size=5, num_workers=2), max_epochs=2, resume=stopped)
+    assert trained(alone.batches, *(batches for batches, _, _ in before)) == Counter(range(SAMPLES))
 
-        trainer = {"max_epochs": -1, "max_steps": 2}
-        (start,) = fitted(one, options=options, trainer=trainer, save_to=stopped)
+    save = SaveEveryStep(str(tmp_path))
+    start = fit(SliceDataModule(rows, batch_size=2), max_epochs=-1, max_steps=2, callbacks=[save])
     rest = fitted(
         two_ranks,
         options={**options, "batch_size": [3, 1]},
         trainer={"strategy": "ddp", "max_epochs": 2},
         resume=stopped,
     )
-    counts = trained(start[0], *(batches for batches, _, _ in rest))
+    counts = trained(start.batches, *(batches for batches, _, _ in rest))
     assert set(counts) == set(range(SAMPLES))
     assert sum(counts.values()) - SAMPLES in (0, 1)  # padding
 
