@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler import SliceDataModule
+from lightning_bytescheduler import OptionError, SliceDataModule
+from lightning_bytescheduler.data.make import make_slices
 from tests.data_modules.fits import SaveEveryStep, fit, fit_rank, make_rows
 from tests.support.rank_pool import RankPool
 
@@ -87,8 +88,8 @@ def test_resume_with_the_same_ranks_more_and_fewer(two_ranks: RankPool, rows: st
     rest = fitted(
         two_ranks,
         options={**options, "batch_size": [3, 1]},
-        trainer={"strategy": "ddp", "max_epochs": 2},
-        resume=stopped,
+        trainer={"strategy": "ddp"},
+        resume=save.saved[-1],
     )
     counts = trained(start.batches, *(batches for batches, _, _ in rest))
     assert set(counts) == set(range(SAMPLES))
@@ -102,8 +103,19 @@ def test_every_rank_refuses_other_slices(two_ranks: RankPool, tmp_path: Path) ->
 
 
 def _refused(rank: int, urls: list[str]) -> str:
-    from lightning_bytescheduler import OptionError
-
     with pytest.raises(OptionError) as caught:
         fit_rank(rank, options={"train": urls[rank]}, trainer={"strategy": "ddp"})
     return str(caught.value)
+
+
+def test_all_ranks_leave_out_what_one_finds_corrupt(two_ranks: RankPool, tmp_path: Path) -> None:
+    make_slices(make_rows(tmp_path / "rows", [8, 8, 8, 8]), str(tmp_path / "slices"))
+    damaged = sorted((tmp_path / "slices").glob("*.npy"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    options = {"train": str(tmp_path / "slices"), "batch_size": 4, "shuffle": False}
+    trainer = {"strategy": "ddp", "max_epochs": 2}
+    (first, _, _), (second, _, _) = fitted(two_ranks, options=options, trainer=trainer)
+    left = [*range(8), *range(16, 32)]
+    assert len(first) == len(second) == 4 + 3
+    assert set(trained(first[:4], second[:4])) == set(left)
+    assert trained(first[4:], second[4:]) == Counter(left)

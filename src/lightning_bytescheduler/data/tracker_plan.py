@@ -32,6 +32,7 @@ from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["TrackerPlan"]
 
+_LATEST = 0.5  # seconds until the tracker is asked again, whose guess is made of speeds that it may not know yet
 _RENEWALS = 4  # in the time of a lease, while there is nothing else to say
 
 
@@ -249,7 +250,7 @@ class TrackerPlan:
         elif answer.reason is WaitReason.LIMIT:
             self._allowed = max(len(self._waiting()), 1)  # from now on it is asked when one more was begun
         else:
-            self._ask_at = self._clock() + answer.seconds
+            self._ask_at = self._clock() + min(answer.seconds, _LATEST)
         return False
 
     def _join(self) -> int:

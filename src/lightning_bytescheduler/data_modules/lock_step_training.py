@@ -66,9 +66,9 @@ class LockStepTraining:
                 "train", f"{shares.left} samples", "a sample for each rank: check what is quarantined, or use 'pad'"
             )
         if shares.padded or shares.dropped:
-            what = f"{shares.padded} repeated" if shares.padded else f"{shares.dropped} left out"
+            what = f"{shares.padded} will be repeated" if shares.padded else f"{shares.dropped} will be left out"
             rank_zero_info(
-                f"slices: the samples of epoch {plan.epoch} do not go round, so that {what}, for every rank to take "
+                f"slices: the samples of epoch {plan.epoch} do not go round, so {what}, for every rank to take "
                 f"{shares.steps} steps."
             )
 

@@ -178,7 +178,7 @@ class SliceDataModule(pl.LightningDataModule):
     def bind_tracker(self, host: TrackerHost | None) -> None:
         """Take training slices from a tracker, as they are needed: what a strategy of unequal workers calls.
 
-        To be called before ``setup``, as in ``Strategy.setup_environment``; each worker is a Lightning world of its own.
+        To be called before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world.
 
         Args:
             host: The way to the tracker; None goes back to ranks that step together.
@@ -334,10 +334,11 @@ class SliceDataModule(pl.LightningDataModule):
             shuffle=False,
             repeats=False,
         )
-        if plan.shares.padded:
+        shares = plan.shares
+        if shares.padded:
             rank_zero_info(
-                f"slices: the samples of {split} do not go round, so that {plan.shares.padded} repeated, for every rank "
-                f"to take {plan.shares.steps} steps."
+                f"slices: the samples of {split} do not go round, so {shares.padded} will be repeated, for every rank to "
+                f"take {shares.steps} steps."
             )
         return [self._loader(split, plan, len(plan))]
 
