@@ -48,7 +48,7 @@ class Trains:
             clock=clock,
             **{"batch_size": 3, **options},
         )
-        self.plan._stopped = _NoWaiting(clock)
+        self.plan._stopped = _NoWaiting(clock)  # type: ignore[assignment]
         self.trained = trained
         self.begin()
 
@@ -98,7 +98,8 @@ def all_of(counts: list[int], epochs: int = 1) -> Counter:
 
 
 def test_one_worker_goes_from_epoch_to_epoch():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     worker = Trains(make_tracker([4, 5, 2], clock), clock, "w", trained, batch_size=4)
     assert [worker.epoch() for _ in range(3)] == [[4, 4, 3]] * 3
     assert trained == all_of([4, 5, 2], epochs=3)
@@ -106,7 +107,8 @@ def test_one_worker_goes_from_epoch_to_epoch():
 
 
 def test_the_batch_size_may_change():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     worker = Trains(make_tracker([10], clock), clock, "w", trained, batch_size=4)
     worker.fetch()
     worker.plan.batch_size = 1
@@ -118,7 +120,8 @@ def test_the_batch_size_may_change():
 @given(st.data())
 def test_each_sample_once_in_any_order_of_fetching_and_training(data):
     counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker(counts, clock, seed=3)
     workers = [
         Trains(tracker, clock, f"w{number}", trained, batch_size=data.draw(st.integers(1, 5)), ahead=ahead)
@@ -141,7 +144,8 @@ def test_each_sample_once_in_any_order_of_fetching_and_training(data):
 
 
 def test_who_dies_is_continued_where_it_was():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([6, 6], clock, lease=10.0)
     dead, other = (Trains(tracker, clock, name, trained) for name in "ab")
     dead.fetch()
@@ -154,7 +158,8 @@ def test_who_dies_is_continued_where_it_was():
 
 
 def test_who_leaves_gives_back_and_may_come_again():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([6], clock)
     worker = Trains(tracker, clock, "w", trained)
     worker.fetch()
@@ -168,7 +173,8 @@ def test_who_leaves_gives_back_and_may_come_again():
 
 
 def test_after_the_lease_is_over_it_joins_again():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([4, 4], clock, lease=10.0)
     worker = Trains(tracker, clock, "w", trained, batch_size=2)
     worker.fetch()
@@ -182,7 +188,8 @@ def test_after_the_lease_is_over_it_joins_again():
 
 
 def test_the_lease_is_kept_while_nothing_is_trained():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([4, 4], clock, lease=10.0)
     worker = Trains(tracker, clock, "w", trained)
     worker.fetch()
@@ -196,7 +203,8 @@ def test_the_lease_is_kept_while_nothing_is_trained():
 
 
 def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([3, 3], clock, shuffle=False)
     worker = Trains(tracker, clock, "w", trained)
     first = next(worker.batches)
@@ -210,7 +218,8 @@ def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
 
 
 def test_it_prefers_what_is_cached_and_says_what_comes_and_goes():
-    clock, trained, local = Clock(), Counter(), {"slice7", "slice5"}
+    clock, local = Clock(), {"slice7", "slice5"}
+    trained: Counter = Counter()
     tracker = make_tracker([2] * 9, clock)
     worker = Trains(
         tracker,
@@ -234,7 +243,8 @@ def test_it_prefers_what_is_cached_and_says_what_comes_and_goes():
 
 
 def test_stop_ends_a_wait():
-    clock, trained = Clock(), Counter()
+    clock = Clock()
+    trained: Counter = Counter()
     tracker = make_tracker([4], clock)
     holder, waits = (Trains(tracker, clock, name, trained) for name in "ab")
     holder.fetch()

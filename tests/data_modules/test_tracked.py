@@ -123,7 +123,8 @@ def test_resumed_alone_the_next_batch_is_the_same(tmp_path: Path, rows: str, mom
 def test_resumed_by_more_workers_with_other_batch_sizes(tmp_path: Path, rows: str) -> None:
     save = SaveEveryStep(str(tmp_path))
     start = fit(data_of(Hosts(1).of(0), rows), max_epochs=-1, max_steps=3, callbacks=[save])
-    hosts, others = Hosts(2), []
+    hosts = Hosts(2)
+    others: list[list[int]] = []
     thread = threading.Thread(target=plain_loop, args=(data_of(hosts.of(1), rows, batch_size=1), 1, others))
     thread.start()
     rest = fit(data_of(hosts.of(0), rows, batch_size=5), resume=save.saved[-1])
@@ -152,6 +153,7 @@ def test_a_corrupt_slice_is_left_out_at_once(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     hosts = Hosts(1)
     with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         model = fit(data_of(hosts.of(0), str(tmp_path / "slices"), batch_size=2, shuffle=False), max_epochs=2)
     assert sum("is quarantined" in str(warning.message) for warning in seen) == 1
     assert trained(model.batches) == Counter(dict.fromkeys([*range(6), *range(8, 14)], 2))

@@ -211,7 +211,7 @@ class LockStepPlan:
         )
 
     def _samples_without(self, keys: Mapping[str, str]) -> npt.NDArray[np.int64]:
-        samples = self.catalogue.samples.copy()
+        samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
         for key in keys:
             index = self.catalogue.find(key)
             if index is not None:

@@ -91,7 +91,7 @@ class SliceLoader:
             self._dataset,
             batch_size=None,
             sampler=self.plan,
-            collate_fn=self._collate,
+            collate_fn=self._collate,  # type: ignore[arg-type]  # of what the dataset returns, which is no list
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=self.worker_init_fn,

@@ -104,8 +104,8 @@ class LockStepTraining:
         """
         if "together" not in state:
             raise TrackerStateError(
-                "The state of the slices was saved by workers that did not step together. Resume with the strategy that "
-                "it was saved with, or load only the weights."
+                "The state of the slices was saved by workers that did not step together. Resume with the strategy "
+                "that it was saved with, or load only the weights."
             )
         self.plan.load_state_dict(state["together"])
 
@@ -120,7 +120,7 @@ class LockStepTraining:
             index = catalogue.find(key)
             if index is not None:
                 marks[index] = 1
-        marked = trainer.strategy.reduce(marks, reduce_op="sum").cpu()  # type: ignore[union-attr]
+        marked = trainer.strategy.reduce(marks, reduce_op="sum").cpu()
         keys = [catalogue.key(int(index)) for index in marked.nonzero().flatten()]
         return {key: found.get(key, "Another rank found it to be corrupt.") for key in keys}
 
@@ -139,6 +139,6 @@ def require_same_slices(trainer: pl.Trainer, catalogue: SliceCatalogue) -> None:
         raise OptionError(
             "train",
             f"{here['slices']} slices, {here['samples']} samples",
-            f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples, and some rank "
-            "has others, or the same under other names",
+            f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples, and some "
+            "rank has others, or the same under other names",
         )

@@ -7,6 +7,8 @@ last batch was trained on, and whose end is still to come.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 
 __all__ = ["counted_batches", "ends_restored_epoch"]
@@ -15,7 +17,8 @@ __all__ = ["counted_batches", "ends_restored_epoch"]
 def counted_batches(trainer: pl.Trainer) -> int:
     """Batches of the epoch that Lightning counts as done when it goes on in the middle of one."""
     loop = trainer.fit_loop
-    return loop.epoch_loop.batch_progress.current.processed if loop.restarting else 0
+    current: Any = loop.epoch_loop.batch_progress.current  # typed as less than it is
+    return int(current.processed) if loop.restarting else 0
 
 
 def ends_restored_epoch(trainer: pl.Trainer) -> bool:
@@ -24,7 +27,8 @@ def ends_restored_epoch(trainer: pl.Trainer) -> bool:
     An epoch that was saved after its last batch, before all else, is ended here; like Lightning, without a validation.
     """
     loop = trainer.fit_loop
-    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+    batches: Any = loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress
     if not loop.restarting or not batches.is_last_batch:
         return False
     if epochs.current.processed < epochs.current.started:

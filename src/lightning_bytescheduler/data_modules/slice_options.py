@@ -80,7 +80,7 @@ def require_batch_size(option: str, size: object) -> int | list[int]:
     Raises:
         OptionError: If it is neither.
     """
-    sizes = list(size) if isinstance(size, (list, tuple)) else [size]
+    sizes: list[int] = list(size) if isinstance(size, (list, tuple)) else [size]  # type: ignore[list-item]
     if not sizes or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in sizes):
         raise OptionError(option, size, "a whole number of samples, 1 or more, or a list of one for each rank")
     return sizes if isinstance(size, (list, tuple)) else sizes[0]

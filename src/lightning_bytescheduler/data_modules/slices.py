@@ -52,8 +52,8 @@ class SliceDataModule(pl.LightningDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
     A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
-    ``num_workers``, on a machine with an empty cache; with the same ranks and batch sizes the next batch is the one that
-    would have come. The position in the checkpoint is what was trained on, not what was read ahead.
+    ``num_workers``, on a machine with an empty cache; with the same ranks and batch sizes the next batch is the one
+    that would have come. The position in the checkpoint is what was trained on, not what was read ahead.
 
     Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps, and work out their shares
     without a message. A slice that is corrupt however often it is fetched is named in a warning, and left out from the
@@ -163,7 +163,11 @@ class SliceDataModule(pl.LightningDataModule):
         self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
         if isinstance(slice_bytes, bool) or not isinstance(slice_bytes, int) or slice_bytes < 1:
             raise OptionError("slice_bytes", slice_bytes, "a positive whole number of bytes")
-        self._opening = {"reader": reader, "slice_bytes": slice_bytes, "storage_options": storage_options}
+        self._opening: dict[str, Any] = {
+            "reader": reader,
+            "slice_bytes": slice_bytes,
+            "storage_options": storage_options,
+        }
         self._sources: dict[str, SliceSource] = {}
         self._catalogues: dict[str, SliceCatalogue] = {}
         self._stores: dict[str, SliceStore] = {}
@@ -337,8 +341,8 @@ class SliceDataModule(pl.LightningDataModule):
         shares = plan.shares
         if shares.padded:
             rank_zero_info(
-                f"slices: the samples of {split} do not go round, so {shares.padded} will be repeated, for every rank to "
-                f"take {shares.steps} steps."
+                f"slices: the samples of {split} do not go round, so {shares.padded} will be repeated, for every rank "
+                f"to take {shares.steps} steps."
             )
         return [self._loader(split, plan, len(plan))]
 
