@@ -30,7 +30,7 @@ def batches_of(data: SliceDataModule) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_batches_are_the_same_with_any_number_of_workers(tmp_path: Path, workers: int) -> None:
     data = SliceDataModule(make_rows(tmp_path, [5, 7, 3]), batch_size=4, num_workers=workers, seed=5)
     expected = batches_of(SliceDataModule(make_rows(tmp_path, [5, 7, 3]), batch_size=4, seed=5))
@@ -195,7 +195,7 @@ def test_misuse(tmp_path: Path) -> None:
         fit(data)
     with pytest.raises(OptionError, match="asked for after setup"):
         _ = SliceDataModule(rows).training
-    with pytest.raises(OptionError, match="stands for no file|no such|exist"):
+    with pytest.raises(OptionError, match="a glob that some file fits"):
         fit(SliceDataModule(f"{tmp_path}/*.nothing"))
     with pytest.raises(OptionError, match="cache_bytes"):
         fit(SliceDataModule(remote("too-large", [500], tmp_path), cache_dir=str(tmp_path / "c"), cache_bytes=100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class BatchReader:
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
-        self._told = SliceStatistics()
+        self._told, self._process = store.statistics, os.getpid()
 
     def read(self, batch: SliceBatch) -> tuple[list[Any], ReadNote]:
         """The samples of a batch.
@@ -158,6 +159,8 @@ class BatchReader:
         raise error
 
     def _cost(self) -> dict[str, float]:
+        if self._process != os.getpid():  # where the store has begun anew
+            self._told, self._process = SliceStatistics(), os.getpid()
         now, before = asdict(self.store.statistics), asdict(self._told)
         self._told = SliceStatistics(**now)
         return {name: amount - before[name] for name, amount in now.items()}

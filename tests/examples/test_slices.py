@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from examples import slices
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_trains_over_http_and_resumes_exactly(capsys: pytest.CaptureFixture[str], workers: int) -> None:
+    assert slices.main(["--files", "4", "--steps", "20", "--workers", str(workers)]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"slices of (\d+) lines at http://127", printed)
+    assert found is not None
+    lines = int(found[1])
+    assert lines > 20 * 32
+    assert f"{20 * 32} + {lines - 20 * 32} = {lines} lines: the epoch, each line once" in printed
