@@ -63,7 +63,8 @@ def served_library(folder: Path, files: int) -> Iterator[str]:
     """Slices of Python's own library, over http."""
     texts = folder / "texts"
     texts.mkdir()
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
+    library = Path(sysconfig.get_path("stdlib")).glob("*.py")
+    sources = sorted(library, key=lambda source: source.stat().st_size, reverse=True)[:files]
     for source in sources:
         (texts / f"{source.stem}.txt").write_text(source.read_text("utf-8", "replace"), "utf-8")
     made = make_slices(f"{texts}/*.txt", str(folder / "slices"), slice_bytes=100_000)
