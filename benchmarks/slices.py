@@ -4,7 +4,7 @@
   that take turns.
 - Waiting with an emulated source: each request takes a round trip, all requests together the bandwidth, which is twice
   what is consumed. The cache is smaller than the data, which is read twice.
-- The same two through ``SliceDataModule``: its loader against a ``DataLoader``, and a fit whose steps take a fixed time.
+- Both through ``SliceDataModule``: its loader against the ``DataLoader``, and a fit whose steps take a fixed time.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _TimedSteps(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seconds_per_row = seconds_per_row
         self.waited: list[float] = []  # until each step
-        self.began = 0.0
+        self.began = self.stalled = 0.0
         self.first_slice = self.rows = 0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -171,6 +171,7 @@ class _TimedSteps(LightningModule):
         self.rows += len(batch)
         if not self.began and self.rows > self.first_slice:
             self.began, self.waited = time.perf_counter(), self.waited[-1:]
+            self.stalled = self.trainer.datamodule.statistics.stall_seconds  # type: ignore[attr-defined]
         time.sleep(self.seconds_per_row * len(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -193,7 +194,7 @@ def fit_stall(
         bandwidth = 2 * slice_bytes / seconds_per_slice
         data = SliceDataModule(
             "memory://stall",
-            batch_size=64,
+            batch_size=256,
             num_workers=workers,
             cache_dir=f"{folder}/cache",
             cache_bytes=max(slices // 2, 4) * (slice_bytes + 100_000),
@@ -219,7 +220,7 @@ def fit_stall(
         "first slice [s]": model.waited[0],
         "after it [s]": total,
         "waited for batches after it [%]": 100 * (model.waited[-1] - model.waited[0]) / total,
-        "stalled readers, all [s]": counted.stall_seconds,
+        "of that, for bytes [%]": 100 * (counted.stall_seconds - model.stalled) / total,
         "hits": counted.cache_hits,
         "misses": counted.cache_misses,
         "prefetched": counted.prefetched,
