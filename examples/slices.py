@@ -59,15 +59,12 @@ class NextCharacter(LightningModule):
 
 
 @contextmanager
-def served_library(folder: Path, files: int) -> Iterator[str]:
-    """Slices of Python's own library, over http."""
-    texts = folder / "texts"
-    texts.mkdir()
-    library = Path(sysconfig.get_path("stdlib")).glob("*.py")
-    sources = sorted(library, key=lambda source: source.stat().st_size, reverse=True)[:files]
-    for source in sources:
-        (texts / f"{source.stem}.txt").write_text(source.read_text("utf-8", "replace"), "utf-8")
-    made = make_slices(f"{texts}/*.txt", str(folder / "slices"), slice_bytes=100_000)
+def served_library(folder: Path, size: int) -> Iterator[str]:
+    """Slices of so many bytes of Python's own library, over http."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(source.read_bytes() for source in sources)[:size]
+    (folder / "library.txt").write_bytes(text)
+    made = make_slices(f"{folder}/library.txt", str(folder / "slices"), slice_bytes=max(size // 20, 1))
     with SliceServer(str(folder / "slices")) as server:
         print(f"{len(made)} slices of {sum(entry.slice.samples for entry in made)} lines at {server.url}")
         yield server.url
@@ -95,7 +92,7 @@ def train(url: str, cache: Path, *, batch_size: int, workers: int, **options: An
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.slices", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", help="slices of text; those of Python's library by default")
-    parser.add_argument("--files", type=int, default=60, help="how many files of the library")
+    parser.add_argument("--size", type=int, default=1_000_000, help="bytes of the library")
     parser.add_argument("--steps", type=int, default=100, help="after which the first fit stops")
     parser.add_argument("--workers", type=int, default=0, help="processes that read")
     options = parser.parse_args(arguments)
@@ -103,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(temporary)
         if options.url is not None:
             return run(options.url, folder, options)
-        with served_library(folder, options.files) as url:
+        with served_library(folder, options.size) as url:
             return run(url, folder, options)
 
 
