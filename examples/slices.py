@@ -44,12 +44,13 @@ class NextCharacter(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, 32)
-        self.layers = nn.Sequential(nn.Linear(3 * 32, 256), nn.ReLU(), nn.Linear(256, 128))
+        self.layers = nn.Sequential(nn.Linear(3 * 32, 128), nn.ReLU(), nn.Linear(128, 128))
         self.samples = 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.samples += len(batch)
-        seen = self.embedding(batch).unfold(1, 3, 1)[:, :-1].flatten(2)
+        codes = self.embedding(batch)
+        seen = torch.cat((codes[:, :-3], codes[:, 1:-2], codes[:, 2:-1]), dim=2)
         loss = nn.functional.cross_entropy(self.layers(seen).flatten(0, 1), batch[:, 3:].flatten())
         self.log("loss", loss, prog_bar=True)
         return loss

@@ -10,10 +10,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 
 def test_it_trains_over_http_and_resumes_exactly(capsys: pytest.CaptureFixture[str]) -> None:
-    assert slices.main(["--size", "50000", "--steps", "20", "--workers", "1"]) == 0
+    assert slices.main(["--size", "20000", "--steps", "10", "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     found = re.search(r"slices of (\d+) lines at http://127", printed)
     assert found is not None
     lines = int(found[1])
-    assert lines > 20 * 32
-    assert f"{20 * 32} + {lines - 20 * 32} = {lines} lines: the epoch, each line once" in printed
+    assert lines > 10 * 32
+    assert f"{10 * 32} + {lines - 10 * 32} = {lines} lines: the epoch, each line once" in printed
