@@ -34,13 +34,13 @@ def storage_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]
 def test_epochs_and_a_resumed_one(tmp_path: Path, storage_options: dict[str, Any], workers: int) -> None:
     import s3fs
 
-    s3fs.S3FileSystem(**storage_options).mkdir("fit")
+    s3fs.S3FileSystem(**storage_options).mkdir(f"fit-{workers}")
     rows = make_rows(tmp_path / "rows", [30, 40, 30])
-    make_slices(rows, "s3://fit/slices", storage_options=storage_options)
+    make_slices(rows, f"s3://fit-{workers}/slices", storage_options=storage_options)
 
     def data(cache: str) -> SliceDataModule:
         return SliceDataModule(
-            "s3://fit/slices",
+            f"s3://fit-{workers}/slices",
             batch_size=10,
             num_workers=workers,
             cache_dir=str(tmp_path / cache),
