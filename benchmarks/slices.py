@@ -4,6 +4,7 @@
   that take turns.
 - Waiting with an emulated source: each request takes a round trip, all requests together the bandwidth, which is twice
   what is consumed. The cache is smaller than the data, which is read twice.
+- Both through ``SliceDataModule``: its loader against the ``DataLoader``, and a fit whose steps take a fixed time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_bytescheduler import SliceDataModule
 from lightning_bytescheduler.data.make import make_slices
 from lightning_bytescheduler.data.open_source import open_source
 from lightning_bytescheduler.data.slice import Slice
@@ -50,14 +54,17 @@ class _SlicedRows(IterableDataset):
 
 
 def throughput(*, rows: int, columns: int, batch_size: int = 64, rounds: int = 5) -> dict[str, float]:
-    """Rows a second from mapped memory and from slices, each the median of the rounds, and the ratio."""
+    """Rows a second from mapped memory and from slices, each the median of the rounds, and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.npy"
         np.save(path, np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32))
         make_slices(str(path), f"{folder}/slices", slice_bytes=16 * 1024 * 1024)
-        loaders = {
+        data = SliceDataModule(f"{folder}/slices", batch_size=batch_size, shuffle=False)
+        data.setup("fit")
+        loaders: dict[str, Any] = {
             "mapped": DataLoader(_MappedRows(path), batch_size=batch_size),
             "slices": DataLoader(_SlicedRows(Path(folder) / "slices"), batch_size=batch_size),
+            "data module": data.train_dataloader(),
         }
         seconds: dict[str, list[float]] = {name: [] for name in loaders}
         for _ in range(rounds + 1):
@@ -68,7 +75,8 @@ def throughput(*, rows: int, columns: int, batch_size: int = 64, rounds: int = 5
                 if seen != rows:
                     raise RuntimeError(f"{name} gave {seen} of {rows} rows.")
     rates = {name: rows / statistics.median(times[1:]) for name, times in seconds.items()}
-    return {**rates, "ratio": rates["slices"] / rates["mapped"]}
+    ratios = {f"{name} / mapped": rates[name] / rates["mapped"] for name in ("slices", "data module")}
+    return {**rates, **ratios}
 
 
 class DistantSource(SliceSource):
@@ -146,6 +154,79 @@ def stall(*, slices: int, slice_bytes: int, seconds_per_slice: float, latency: f
     }
 
 
+class _TimedSteps(LightningModule):
+    """Steps that take a fixed time, as on an accelerator."""
+
+    def __init__(self, seconds_per_row: float) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seconds_per_row = seconds_per_row
+        self.waited: list[float] = []  # until each step
+        self.began = self.stalled = 0.0
+        self.first_slice = self.rows = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.waited.append(self.trainer.datamodule.waited)  # type: ignore[attr-defined]
+        self.rows += len(batch)
+        if not self.began and self.rows > self.first_slice:
+            self.began, self.waited = time.perf_counter(), self.waited[-1:]
+            self.stalled = self.trainer.datamodule.statistics.stall_seconds  # type: ignore[attr-defined]
+        time.sleep(self.seconds_per_row * len(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_stall(
+    *, slices: int, slice_bytes: int, seconds_per_slice: float, latency: float = 0.05, workers: int = 0
+) -> dict[str, float]:
+    """Share of the time that a fit of two epochs waits for batches after the first slice."""
+    import fsspec
+
+    columns = 256
+    rows = slices * slice_bytes // (4 * columns)
+    memory = fsspec.filesystem("memory")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.npy"
+        np.save(path, np.zeros((rows, columns), dtype=np.float32))
+        make_slices(str(path), "memory://stall", slice_bytes=slice_bytes + 4096, overwrite=True)
+        bandwidth = 2 * slice_bytes / seconds_per_slice
+        data = SliceDataModule(
+            "memory://stall",
+            batch_size=256,
+            num_workers=workers,
+            cache_dir=f"{folder}/cache",
+            cache_bytes=max(slices // 2, 4) * (slice_bytes + 100_000),
+        )
+        source = DistantSource.behind(open_source("memory://stall"), seconds=latency, bandwidth=bandwidth)
+        data._sources["train"] = source
+        model = _TimedSteps(seconds_per_slice / source.slices[0].samples)
+        model.first_slice = source.slices[0].samples
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, datamodule=data)
+        total = time.perf_counter() - model.began
+        counted = data.statistics
+        memory.rm("/stall", recursive=True)
+    return {
+        "workers": workers,
+        "first slice [s]": model.waited[0],
+        "after it [s]": total,
+        "waited for batches after it [%]": 100 * (model.waited[-1] - model.waited[0]) / total,
+        "of that, for bytes [%]": 100 * (counted.stall_seconds - model.stalled) / total,
+        "hits": counted.cache_hits,
+        "misses": counted.cache_misses,
+        "prefetched": counted.prefetched,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
@@ -154,13 +235,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slices", type=int, default=16)
     parser.add_argument("--slice-mb", type=float, default=4.0)
     parser.add_argument("--seconds-per-slice", type=float, default=0.4)
-    parser.add_argument("--only", choices=("throughput", "stall"))
+    parser.add_argument("--workers", type=int, default=0, help="that read for the fit")
+    parser.add_argument("--only", choices=("throughput", "stall", "fit"))
     options = parser.parse_args(arguments)
-    if options.only != "stall":
+    distant: dict[str, Any] = {
+        "slices": options.slices,
+        "slice_bytes": int(options.slice_mb * 1024 * 1024),
+        "seconds_per_slice": options.seconds_per_slice,
+    }
+    if options.only in (None, "throughput"):
         print("throughput", throughput(rows=options.rows, columns=options.columns))
-    if options.only != "throughput":
-        size = int(options.slice_mb * 1024 * 1024)
-        print("stall", stall(slices=options.slices, slice_bytes=size, seconds_per_slice=options.seconds_per_slice))
+    if options.only in (None, "stall"):
+        print("stall", stall(**distant))
+    if options.only in (None, "fit"):
+        print("fit", fit_stall(**distant, workers=options.workers))
     return 0
 
 

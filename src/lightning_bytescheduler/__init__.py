@@ -5,6 +5,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.advice.advice import Advice
 from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
+from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.data.slice_dataset import SliceDataset
+from lightning_bytescheduler.data_modules.slices import SliceDataModule
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -12,7 +15,11 @@ from lightning_bytescheduler.exceptions import (
     RankFailedError,
     SchedulerClosedError,
     SchedulerTimeoutError,
+    SliceCorruptError,
+    SliceIndexError,
+    SourceUnavailableError,
     TaskStateError,
+    TrackerStateError,
     UnsupportedError,
 )
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
@@ -35,7 +42,14 @@ __all__ = [
     "SchedulerClosedError",
     "SchedulerStatistics",
     "SchedulerTimeoutError",
+    "SliceCoordinator",
+    "SliceCorruptError",
+    "SliceDataModule",
+    "SliceDataset",
+    "SliceIndexError",
+    "SourceUnavailableError",
     "TaskStateError",
+    "TrackerStateError",
     "UnsupportedError",
     "__version__",
     "advise",

@@ -55,6 +55,10 @@ class SliceCache:
             for path, _, _ in self._files(_PARTIAL):
                 self._delete_unused(path)
 
+    def names(self) -> frozenset[str]:
+        """The slices that are there, wholly; any of them may be gone the next moment."""
+        return frozenset(name[: -len(_COMPLETE)] for name in os.listdir(self.folder) if name.endswith(_COMPLETE))
+
     def find(self, name: str, plan: ChunkPlan) -> CachedSlice | None:
         """Open a slice that is there, which keeps it there; or None."""
         try:

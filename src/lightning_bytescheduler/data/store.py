@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,15 @@ class SliceStore:
         self._begin_in_this_process()
         if self._prefetcher is not None:
             self._prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
+
+    def cached(self, slices: Iterable[Slice]) -> list[str]:
+        """Keys of those slices that are in the cache now, whichever process has brought them there."""
+        self._begin_in_this_process()
+        if self._cache is None or self._prefetcher is None:
+            return []
+        names = self._cache.names()
+        name_of = self._prefetcher.name_of
+        return [slice_.key for slice_ in slices if name_of(slice_) in names] if names else []
 
     @property
     def depth(self) -> int:

@@ -1,0 +1,1 @@
+"""Thin Lightning adapters around data: what Lightning calls data modules."""

@@ -1,0 +1,148 @@
+"""Training data of workers that take slices as they need them, at unequal speeds."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_bytescheduler.data.batch_reader import ReadNote
+from lightning_bytescheduler.data.catalogue import SliceCatalogue
+from lightning_bytescheduler.data.local_tracker import LocalTracker
+from lightning_bytescheduler.data.store import SliceStore
+from lightning_bytescheduler.data.tracker import SliceTracker
+from lightning_bytescheduler.data.tracker_options import TrackerOptions
+from lightning_bytescheduler.data.tracker_plan import TrackerPlan
+from lightning_bytescheduler.data_modules.tracker_host import TrackerHost
+from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
+
+__all__ = ["TrackedTraining"]
+
+
+class TrackedTraining:
+    """``TrainingSlices`` of one worker. The tracker is at worker 0, which saves it too.
+
+    Args:
+        host: The way to the tracker.
+        store: Of the training data.
+        options: Of the tracker.
+        batch_size: Samples of a batch of this worker.
+        ahead: Slices to hold ahead; None follows the speeds.
+    """
+
+    fills = False
+
+    def __init__(
+        self, host: TrackerHost, store: SliceStore, *, options: TrackerOptions, batch_size: int, ahead: int | None
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._options = options
+        self._batch_size = batch_size
+        self._ahead = ahead
+        self._tracker: LocalTracker | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._plan: TrackerPlan | None = None
+
+    @property
+    def plan(self) -> TrackerPlan:
+        """The batches of this worker.
+
+        Raises:
+            OptionError: Before there was a loader.
+        """
+        if self._plan is None:
+            raise OptionError("plan", None, "asked for after train_dataloader()")
+        return self._plan
+
+    @property
+    def epoch(self) -> int:
+        """See ``TrainingSlices``."""
+        return 0 if self._plan is None else self._plan.epoch
+
+    @property
+    def batches(self) -> None:
+        """Nobody knows."""
+        return None
+
+    @property
+    def tracker(self) -> LocalTracker | None:
+        """The tracker, where it is."""
+        return self._tracker
+
+    def open(self, trainer: pl.Trainer | None) -> None:
+        """Reach the tracker, once."""
+        if self._plan is None:
+            self._plan = TrackerPlan(
+                self._host.connect(self._make_tracker),
+                worker=_name(self._host.worker),
+                incarnation=uuid.uuid4().hex,
+                batch_size=self._batch_size,
+                ahead=self._ahead,
+                slices=self._store.source.slices,
+                cached=self._store.cached,
+            )
+
+    def note(self, note: ReadNote) -> None:
+        """Tell the tracker what is corrupt."""
+        self.plan.received(note)
+
+    def trained(self) -> None:
+        """Tell the tracker where this worker is."""
+        self.plan.trained()
+
+    def finish_epoch(self, trainer: pl.Trainer) -> None:
+        """The tracker says when an epoch of the data is over."""
+
+    def keep_alive(self) -> None:
+        """Renew the lease in time."""
+        if self._plan is not None:
+            self._plan.keep_alive()
+
+    def close(self) -> None:
+        """Give back what this worker holds."""
+        if self._plan is not None:
+            self._plan.leave()
+            self._plan = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tracker's at worker 0; elsewhere nothing."""
+        if self._tracker is not None:
+            return {"tracker": self._tracker.state_dict()}
+        return {} if self._pending is None else dict(self._pending)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved; heeded where the tracker is.
+
+        Raises:
+            TrackerStateError: If it was saved by ranks that step together, or does not fit.
+        """
+        if state and "tracker" not in state:
+            raise TrackerStateError(
+                "The state of the slices was saved by ranks that step together. Resume with the strategy that it was "
+                "saved with, or load only the weights."
+            )
+        self._pending = dict(state) or None
+        if self._tracker is not None:
+            self._load(self._tracker)
+
+    def _make_tracker(self) -> LocalTracker:
+        if self._tracker is None:
+            catalogue = SliceCatalogue(self._store.source.slices)
+            tracker = LocalTracker(SliceTracker(catalogue, self._options, clock=time.monotonic))
+            self._load(tracker)
+            self._tracker = tracker
+        return self._tracker
+
+    def _load(self, tracker: LocalTracker) -> None:
+        if self._pending is not None:
+            workers = [_name(number) for number in range(self._host.workers)]
+            tracker.load_state_dict(self._pending["tracker"], workers=workers)
+            self._pending = None
+
+
+def _name(worker: int) -> str:
+    return f"worker-{worker}"
