@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.advice.advice import Advice
+from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -18,6 +19,7 @@ from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.simulation import LinkModel
 from lightning_bytescheduler.strategies.advise import advise
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.strategies.diloco import DiLoCoStrategy
 from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 
@@ -25,10 +27,12 @@ __all__ = [
     "Advice",
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
+    "DiLoCoStrategy",
     "LaunchOrderError",
     "LinkModel",
     "OptionError",
     "OverlapPlan",
+    "PerformanceMonitor",
     "RankFailedError",
     "SchedulerClosedError",
     "SchedulerStatistics",
@@ -41,4 +45,5 @@ __all__ = [
 
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
     ByteSchedulerStrategy.register_strategies(StrategyRegistry)
-refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith("bytescheduler"))
+    DiLoCoStrategy.register_strategies(StrategyRegistry)
+refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco")))

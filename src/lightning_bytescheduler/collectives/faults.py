@@ -67,17 +67,19 @@ class FaultBoard(FaultWatcher):
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
-    def open(cls, *, rank: int, world_size: int) -> FaultBoard:
-        """Watch a new board on the default group's store; every rank opens its boards in the same order.
+    def open(cls, *, rank: int, world_size: int, store: dist.Store | None = None) -> FaultBoard:
+        """Watch a new board on a store; every rank opens its boards in the same order.
 
         Args:
             rank: This rank.
             world_size: Number of ranks.
+            store: That these ranks share; the default group's unless given.
 
         Raises:
             RankFailedError: If the store is gone, or a rank does not train again after a failure.
         """
-        connection, presence = connect_to_store(dist.distributed_c10d._get_default_store())
+        shared = dist.distributed_c10d._get_default_store() if store is None else store
+        connection, presence = connect_to_store(shared)
         return cls(
             open_board(connection, presence, rank=rank, world_size=world_size),
             rank=rank,

@@ -1,0 +1,129 @@
+"""Process groups of workers that train on their own, launched as one job.
+
+One rendezvous store joins all ranks. Each worker's default process group is made from a view of that store which only
+its own ranks see, so that whatever uses the default group stays inside the worker. Two more groups, over gloo and known
+to this package alone, join the workers: *updates*, for pseudo-gradients, used by the exchange's threads; *everyone*,
+for what all ranks do at the same moment, such as a validation, used by the training thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_bytescheduler.diloco.numbers import require_whole
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+__all__ = ["WorkerWorld", "worker_name"]
+
+_TIMEOUT = timedelta(minutes=30)
+
+_stores: dict[tuple[int, int], dist.Store] = {}  # for as long as the process lives, as torch's default group would
+_joined = 0
+
+
+def worker_name(number: int) -> str:
+    """What a worker is called in messages and records."""
+    return f"worker{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWorld:
+    """One rank's place among the workers.
+
+    Attributes:
+        rank: Among all ranks.
+        size: Number of ranks.
+        inner_size: Number of ranks that train together as one worker.
+        store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
+        everyone: All ranks.
+        updates: The ranks of all workers with this one's place in its worker.
+    """
+
+    rank: int
+    size: int
+    inner_size: int
+    store: dist.Store
+    everyone: dist.ProcessGroup
+    updates: dist.ProcessGroup
+
+    @classmethod
+    def join(
+        cls, *, rank: int, size: int, inner_size: int, backend: str, timeout: timedelta | None, **options: Any
+    ) -> WorkerWorld:
+        """Meet the other ranks, and make this worker's default process group; every rank calls this.
+
+        Args:
+            rank: Among all ranks.
+            size: Number of ranks.
+            inner_size: Ranks of a worker, neighbours in number.
+            backend: Of the default group.
+            timeout: Of collectives; half an hour if ``None``.
+            **options: For ``init_process_group``.
+
+        Raises:
+            OptionError: If the ranks cannot be shared out among workers of that size.
+            UnsupportedError: If there is a default process group already.
+        """
+        global _joined
+        require_whole("inner_size", inner_size, 1)
+        if size % inner_size:
+            raise OptionError("inner_size", inner_size, f"a divisor of the number of processes, which is {size}")
+        if dist.is_initialized():
+            raise UnsupportedError(
+                "Strategy 'diloco' makes a default process group for each worker, but there is one already, as after "
+                "a training with another strategy in the same process. Call torch.distributed.destroy_process_group() "
+                "before, or use another process."
+            )
+        timeout = _TIMEOUT if timeout is None else timeout
+        if (rank, size) not in _stores:
+            _stores[rank, size] = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+        _joined += 1
+        store = dist.PrefixStore(f"bytescheduler-diloco/{_joined}", _stores[rank, size])
+        worker, place = divmod(rank, inner_size)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"worker{worker}", store),
+            rank=place,
+            world_size=inner_size,
+            timeout=timeout,
+            **options,
+        )
+        everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone", store), rank, size, timeout)
+        updates = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"updates{place}", store), worker, size // inner_size, timeout
+        )
+        return cls(rank=rank, size=size, inner_size=inner_size, store=store, everyone=everyone, updates=updates)
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker, from 0."""
+        return self.rank // self.inner_size
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.size // self.inner_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its worker."""
+        return self.rank % self.inner_size == 0
+
+    def leave(self, *, idle: bool) -> None:
+        """Give up all groups; local, does not wait for other ranks.
+
+        Args:
+            idle: Whether nothing is under way. Gloo cannot call anything off, and a group's end waits for it; groups
+                that are not idle are kept for as long as the process lives.
+        """
+        if not idle:
+            for group in (self.everyone, self.updates):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if dist.is_initialized():
+            dist.destroy_process_group()
