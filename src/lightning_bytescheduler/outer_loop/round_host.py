@@ -75,9 +75,8 @@ class RoundHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = tuple(workers)
-        self._scheduler = BatchScheduler(
-            target, replace(options, start_workers=len(self._workers)), observer=self._round_ended
-        )
+        everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
+        self._scheduler = BatchScheduler(target, everyone, observer=self._round_ended)
         self._post = post
         self._on_round = on_round
         self._on_silence = on_silence

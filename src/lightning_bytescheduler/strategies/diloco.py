@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -37,6 +37,7 @@ from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.round_boundaries import RoundBoundaries
 from lightning_bytescheduler.strategies.round_file import RoundFile
+from lightning_bytescheduler.strategies.shared_metrics import shared_metrics
 
 __all__ = ["DiLoCoStrategy"]
 
@@ -177,6 +178,8 @@ class DiLoCoStrategy(DDPStrategy):
         self._kept_state: dict[str, Any] | None = None
         self._added: list[pl.Callback] = []
         self._failed = False
+        self._validates_together = False
+        self._open = ExitStack()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -258,6 +261,12 @@ class DiLoCoStrategy(DDPStrategy):
         if isinstance(sizes, (list, tuple)) and len(sizes) != workers:
             raise OptionError("batch_size", sizes, f"one for each worker, of which there are {workers}")
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        """See DDPStrategy."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._open.enter_context(self._validating_together())
+
     def configure_ddp(self) -> None:
         """Give all ranks the same weights, and join those of one worker."""
         module, joint = self.lightning_module, self._joint
@@ -288,6 +297,7 @@ class DiLoCoStrategy(DDPStrategy):
             self._failed = False
 
     def _release(self) -> None:
+        self._open.close()
         if self._boundaries is not None:
             self._boundaries.detach()
             self._boundaries = None
@@ -334,7 +344,9 @@ class DiLoCoStrategy(DDPStrategy):
             world=world, board=board, state=state, options=options.outer(self._timeout), on_round=self._file.write
         )
         self._statistics = self._runtime.session.statistics
-        self._boundaries = RoundBoundaries(trainer, self._runtime.session, first_worker=world.worker == 0)
+        self._boundaries = RoundBoundaries(
+            trainer, self._runtime.session, first_worker=world.worker == 0, together=self._validating_together
+        )
         with self._explained():
             self._runtime.start(self._kept_state)
             self._boundaries.attach()
@@ -393,16 +405,28 @@ class DiLoCoStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ what all workers do together
 
+    @contextmanager
+    def _validating_together(self) -> Iterator[None]:
+        """All workers do the same meanwhile: what is reduced in a validation is reduced over all of them."""
+        module, joint = self.lightning_module, self._joint
+        if module is None or joint is None:
+            yield
+            return
+        self._validates_together = True
+        try:
+            with shared_metrics(module, joint.group):
+                yield
+        finally:
+            self._validates_together = False
+
     @property
     def _together(self) -> JointCollectives | None:
         """For collectives of all ranks, where all do the same; else ``None``."""
         module = self.lightning_module
-        if module is None or self._joint is None or self._failed:
+        if module is None or self._failed or not self._validates_together:
             return None
-        if module.trainer.state.fn != TrainerFn.FITTING:
-            return self._joint
-        validating = self._boundaries is not None and self._boundaries.validating_together
-        return self._joint if validating and module.trainer.validating else None
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        return None if fits and not module.trainer.validating else self._joint
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """See DDPStrategy; over all workers where they validate together."""

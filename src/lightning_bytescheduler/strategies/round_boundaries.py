@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ class RoundBoundaries:
         trainer: Whose loop it is.
         session: This worker's.
         first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
+        together: What holds while all workers validate together.
         clock: Seconds; injected by tests.
     """
 
@@ -34,11 +36,14 @@ class RoundBoundaries:
         session: WorkerSession,
         *,
         first_worker: bool,
+        together: Callable[[], AbstractContextManager[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
         self._session = session
         self._first_worker = first_worker
+        self._together = together
+        self._open = ExitStack()
         self._clock = clock
         self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
         self._own_decision: Callable[..., bool] = self._loop._should_check_val_fx
@@ -49,7 +54,6 @@ class RoundBoundaries:
         self._tokens = 0
         self._loss: float | None = None
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
-        self.validating_together = False
 
     def attach(self) -> None:
         """Begin to decide."""
@@ -58,6 +62,7 @@ class RoundBoundaries:
 
     def detach(self) -> None:
         """Leave the loop as it was."""
+        self._open.close()
         self._loop.__dict__.pop("_should_check_val_fx", None)
         self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
 
@@ -72,7 +77,7 @@ class RoundBoundaries:
         self._session.check()
         if not self._session.halted:
             return True
-        self.validating_together = False
+        self._open.close()
         goes_on = self._session.pass_on()
         self._began = self._clock()
         if not goes_on:
@@ -87,7 +92,8 @@ class RoundBoundaries:
         session, trainer = self._session, self._trainer
         if not self._epoch_to_end or session.over:
             return
-        self._epoch_to_end = self.validating_together = False
+        self._epoch_to_end = False
+        self._open.close()
         if not session.pass_on():
             self._stop()
             return
@@ -144,7 +150,8 @@ class RoundBoundaries:
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if boundary.stop:
             self._stop()
-        self.validating_together = boundary.validate
+        if boundary.validate:
+            self._open.enter_context(self._together())
         return boundary.validate
 
     def _stop(self) -> None:
