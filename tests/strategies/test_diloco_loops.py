@@ -103,7 +103,13 @@ def test_who_stops_stops_all(stops: Any, diloco_ranks: RankPool, tmp_path: Path)
 
 def test_all_validate_the_global_weights_together(diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = fit(
-        diloco_ranks, tmp_path, model=measured, max_epochs=2, limit_val_batches=1.0, val_check_interval=8, options=ROUNDS
+        diloco_ranks,
+        tmp_path,
+        model=measured,
+        max_epochs=2,
+        limit_val_batches=1.0,
+        val_check_interval=8,
+        options=ROUNDS,
     )
     assert results[0].notes == results[1].notes  # the sums of all weights, at each validation batch
     assert len(results[0].notes) == 2 * 2 * 2  # two epochs, two validations in each, two batches

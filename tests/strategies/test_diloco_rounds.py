@@ -57,6 +57,8 @@ def test_a_slow_worker_takes_fewer_steps_and_nobody_waits_long(diloco_ranks: Ran
     for one in rounds:
         assert set(one.merged) == {"worker0", "worker1"}
         assert 64 <= one.samples <= 64 + 6 * 4
-    steps = [sum(worker.steps for one in rounds for worker in one.workers if worker.worker == f"worker{k}") for k in (0, 1)]
+    steps = [
+        sum(worker.steps for one in rounds for worker in one.workers if worker.worker == f"worker{k}") for k in (0, 1)
+    ]
     assert [result.global_step for result in results] == steps
     assert steps[0] > 1.5 * steps[1]

@@ -6,6 +6,7 @@ On a gloo group of their own, with tensors in host memory, so that any device an
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["JointCollectives"]
 
+_DIMENSIONS = 16  # as many as any tensor here may have
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -61,6 +63,22 @@ class JointCollectives:
         parts = [torch.empty_like(copy) for _ in range(self.group.size())]
         self.group.allgather([parts], [copy]).wait()
         return torch.stack(parts).to(tensor.device)
+
+    def gather_uneven(self, tensor: Tensor, group: object = None) -> list[Tensor]:
+        """The tensors of all ranks, of any shape and the same type, by rank.
+
+        Args:
+            tensor: This rank's.
+            group: Is ignored; torchmetrics passes one.
+        """
+        shape = torch.full((_DIMENSIONS,), -1)
+        shape[: tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
+        shapes = [tuple(size for size in row if size >= 0) for row in self.gather(shape).tolist()]
+        sizes = [math.prod(one) for one in shapes]
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        rows = self.gather(padded)
+        return [row[:size].reshape(one) for row, size, one in zip(rows, sizes, shapes, strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

@@ -191,9 +191,7 @@ class WorkerSession:
         self.statistics.steps += 1
         self.statistics.samples += samples
         self._post(report)
-        self._post(
-            StepMetrics(worker=self.worker, round=report.round, samples=samples, seconds=seconds, loss=loss)
-        )
+        self._post(StepMetrics(worker=self.worker, round=report.round, samples=samples, seconds=seconds, loss=loss))
         if self._sent is not None:
             self._steps_since_sent += 1
             if self._steps_since_sent >= self._overlap_steps:
@@ -202,9 +200,7 @@ class WorkerSession:
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """Say what is to happen at the end of this round, and whether that is to be soon."""
         self._post(
-            EndRound(
-                worker=self.worker, round=self._counter.round, now=now, epoch=epoch, validate=validate, stop=stop
-            )
+            EndRound(worker=self.worker, round=self._counter.round, now=now, epoch=epoch, validate=validate, stop=stop)
         )
 
     def end_round(self) -> None:

@@ -23,8 +23,9 @@ __all__ = ["WorkerWorld", "worker_name"]
 
 _TIMEOUT = timedelta(minutes=30)
 
-_stores: dict[tuple[int, int], dist.Store] = {}  # for as long as the process lives, as torch's default group would
-_joined = 0
+# By rank and size, for as long as the process lives, as torch keeps that of a default group; and how often it was used.
+_stores: dict[tuple[int, int], dist.Store] = {}
+_joined: dict[tuple[int, int], int] = {}
 
 
 def worker_name(number: int) -> str:
@@ -70,7 +71,6 @@ class WorkerWorld:
             OptionError: If the ranks cannot be shared out among workers of that size.
             UnsupportedError: If there is a default process group already.
         """
-        global _joined
         require_whole("inner_size", inner_size, 1)
         if size % inner_size:
             raise OptionError("inner_size", inner_size, f"a divisor of the number of processes, which is {size}")
@@ -83,8 +83,8 @@ class WorkerWorld:
         timeout = _TIMEOUT if timeout is None else timeout
         if (rank, size) not in _stores:
             _stores[rank, size] = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
-        _joined += 1
-        store = dist.PrefixStore(f"bytescheduler-diloco/{_joined}", _stores[rank, size])
+        _joined[rank, size] = _joined.get((rank, size), 0) + 1
+        store = dist.PrefixStore(f"bytescheduler-diloco/{_joined[rank, size]}", _stores[rank, size])
         worker, place = divmod(rank, inner_size)
         dist.init_process_group(
             backend,
@@ -95,9 +95,7 @@ class WorkerWorld:
             **options,
         )
         everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone", store), rank, size, timeout)
-        updates = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"updates{place}", store), worker, size // inner_size, timeout
-        )
+        updates = dist.ProcessGroupGloo(dist.PrefixStore(f"updates{place}", store), worker, size // inner_size, timeout)
         return cls(rank=rank, size=size, inner_size=inner_size, store=store, everyone=everyone, updates=updates)
 
     @property

@@ -414,7 +414,7 @@ class DiLoCoStrategy(DDPStrategy):
             return
         self._validates_together = True
         try:
-            with shared_metrics(module, joint.group):
+            with shared_metrics(module, joint):
                 yield
         finally:
             self._validates_together = False

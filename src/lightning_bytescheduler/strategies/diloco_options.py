@@ -103,7 +103,9 @@ class DiLoCoOptions:
             raise OptionError("inner", self.inner, f"one of {', '.join(map(repr, _INNER))}")
         require_whole("inner_size", self.inner_size, 1)
         if self.inner is None and self.inner_size > 1:
-            raise OptionError("inner_size", self.inner_size, "1, unless inner='ddp' says how those ranks train together")
+            raise OptionError(
+                "inner_size", self.inner_size, "1, unless inner='ddp' says how those ranks train together"
+            )
         sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
         if not sizes:
             raise OptionError("batch_size", self.batch_size, "one for each worker")
