@@ -51,7 +51,7 @@ class JointCollectives:
         if name in ("mean", "avg") and not copy.is_floating_point():
             copy = copy.float()
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[name]
+        options.reduceOp = dist.ReduceOp(_OPERATIONS[name])
         self.group.allreduce([copy], options).wait()
         if name in ("mean", "avg"):
             copy /= self.group.size()

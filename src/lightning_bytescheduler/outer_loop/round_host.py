@@ -1,8 +1,8 @@
 """Runs the batch scheduler for a job: one thread on worker 0, fed by a mailbox.
 
-Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used up,
-or for a validation. The host tells the others, and says with each round's end what is to happen there. Where anything
-is, nobody starts the next round before all have passed.
+Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used
+up, or for a validation. The host tells the others, and says with each round's end what is to happen there. Where
+anything is, nobody starts the next round before all have passed.
 """
 
 from __future__ import annotations

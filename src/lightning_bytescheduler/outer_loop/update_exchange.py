@@ -94,7 +94,7 @@ class UpdateExchange:
         return self._core.abort_cause
 
     def start(
-        self, name: str, update: Tensor, *, weight: int, on_end: Callable[[BaseException | None], object]
+        self, name: str, update: Tensor, *, weight: int, on_end: Callable[[BaseException | None], None]
     ) -> Exchange:
         """Begin to exchange an update; returns at once. For one thread.
 

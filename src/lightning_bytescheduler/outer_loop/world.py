@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -84,7 +84,8 @@ class WorkerWorld:
         if (rank, size) not in _stores:
             _stores[rank, size] = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
-        store = dist.PrefixStore(f"bytescheduler-diloco/{_joined[rank, size]}", _stores[rank, size])
+        # Two stores of one process on one port are one store, so that sizes are kept apart as well.
+        store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
         worker, place = divmod(rank, inner_size)
         dist.init_process_group(
             backend,
@@ -96,7 +97,14 @@ class WorkerWorld:
         )
         everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone", store), rank, size, timeout)
         updates = dist.ProcessGroupGloo(dist.PrefixStore(f"updates{place}", store), worker, size // inner_size, timeout)
-        return cls(rank=rank, size=size, inner_size=inner_size, store=store, everyone=everyone, updates=updates)
+        return cls(
+            rank=rank,
+            size=size,
+            inner_size=inner_size,
+            store=store,
+            everyone=cast(dist.ProcessGroup, everyone),  # its base class, which the stubs do not know
+            updates=cast(dist.ProcessGroup, updates),
+        )
 
     @property
     def worker(self) -> int:

@@ -30,7 +30,7 @@ from lightning_bytescheduler.exceptions import OptionError, RankFailedError, Uns
 from lightning_bytescheduler.outer_loop.joint_collectives import JointCollectives
 from lightning_bytescheduler.outer_loop.outer_state import OuterState
 from lightning_bytescheduler.outer_loop.runtime import OuterRuntime
-from lightning_bytescheduler.outer_loop.worker_session import SessionStatistics, WorkerSession
+from lightning_bytescheduler.outer_loop.worker_session import SessionStatistics
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
 from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
