@@ -82,5 +82,3 @@ def test_each_worker_has_its_batch_size_and_its_weight(diloco_ranks: RankPool, t
     assert [{w.worker: w.samples for w in one.workers} for one in rounds] == 2 * [{"worker0": 24, "worker1": 8}]
     assert [result.samples for result in results] == [48, 16]
     assert same_weights(results)
-
-

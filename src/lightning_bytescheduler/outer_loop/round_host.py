@@ -71,7 +71,7 @@ class RoundHost:
         on_round: Callable[[RoundRecord], object],
         on_silence: Callable[[list[str]], object],
         on_error: Callable[[BaseException], object],
-        silent_after: float = 10.0,
+        silent_after: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = tuple(workers)

@@ -104,11 +104,9 @@ class DiLoCoStrategy(DDPStrategy):
         credit: What may be in flight at once, in parameters.
         rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
             ``rounds.jsonl`` in the run's folder if left out.
-        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, with ``inner="ddp"``.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
-        UnsupportedError: If ``kwargs`` are given and nothing uses them.
     """
 
     def __init__(
@@ -141,7 +139,6 @@ class DiLoCoStrategy(DDPStrategy):
         partition_size: int = 1_000_000,
         credit: int = 2_000_000,
         rounds_file: str | None = None,
-        **kwargs: Any,
     ) -> None:
         self._options = DiLoCoOptions(
             samples_per_round=samples_per_round,
@@ -164,10 +161,6 @@ class DiLoCoStrategy(DDPStrategy):
             credit=credit,
             rounds_file=rounds_file,
         )
-        if kwargs and inner != "ddp":
-            raise UnsupportedError(
-                f"Strategy 'diloco' has no use for {', '.join(kwargs)} without inner='ddp'. Leave it out."
-            )
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._board: FaultBoard | None = None
@@ -189,7 +182,6 @@ class DiLoCoStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **kwargs,
         )
 
     @property
