@@ -39,6 +39,7 @@ class SessionStatistics:
         rounds: That have ended.
         steps: Taken.
         samples: Processed.
+        merged_samples: Of all workers, in rounds that have ended.
         exchange_s: That the training thread waited for updates, its own and the others'.
         start_s: That it waited for a round to start.
     """
@@ -46,6 +47,7 @@ class SessionStatistics:
     rounds: int = 0
     steps: int = 0
     samples: int = 0
+    merged_samples: int = 0
     exchange_s: float = 0.0
     start_s: float = 0.0
 
@@ -271,6 +273,7 @@ class WorkerSession:
         boundary = self._await_boundary(sent.round)
         self._state.merge(sent.fragment, mean, total=total, exactly=boundary.halts)
         self.statistics.rounds += 1
+        self.statistics.merged_samples += boundary.samples
         self.boundary = boundary
         if not boundary.halts:
             self._start_round()
