@@ -10,6 +10,7 @@ or for a round to start.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -154,7 +155,7 @@ def at_loss(points: Sequence[Sequence[float]], loss: float) -> float | None:
 
 def at_samples(points: Sequence[Sequence[float]], samples: float) -> float | None:
     """The loss at so many samples, between the two validations next to it; ``None`` beyond the last."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in itertools.pairwise(points):
         if before[1] <= samples <= after[1]:
             share = (samples - before[1]) / max(after[1] - before[1], 1)
             return float(before[2] + share * (after[2] - before[2]))
@@ -199,7 +200,9 @@ def _run_seed(options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
         if options.only and not any(part in name for part in options.only):
             continue
         least = samples if "diloco" in run else 0
-        curve = measure(options, {**shared, **run, "steps": 20 * options.steps + 1000, "loss": target, "samples": least})
+        curve = measure(
+            options, {**shared, **run, "steps": 20 * options.steps + 1000, "loss": target, "samples": least}
+        )
         rows.append({"seed": seed, "name": name, "target": target, "samples": samples, **curve})
         _show(rows[-1])
     return rows

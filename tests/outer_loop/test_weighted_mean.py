@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.diloco import UpdateAccumulator, WireFormat
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.outer_loop.update_exchange import UpdateExchange
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
 from tests.support.rank_pool import RankPool
@@ -21,7 +21,7 @@ def update_of(rank: int, size: int) -> Tensor:
 
 
 def exchange(rank: int, size: int, weights: list[int], wire_dtype: str, partition_size: int) -> tuple[Tensor, int]:
-    world = WorkerWorld.join(rank=rank, size=len(weights), inner_size=1, backend="gloo", timeout=None)
+    world = WorkerWorld.join(rank=rank, size=len(weights), backend="gloo", timeout=None)
     ends = UpdateExchange(
         world.updates,
         wire=WireFormat(dtype=wire_dtype),
@@ -77,7 +77,7 @@ def test_nobody_has_done_anything(three_plain_ranks: RankPool) -> None:
 
 
 def diverged(rank: int) -> str:
-    world = WorkerWorld.join(rank=rank, size=3, inner_size=1, backend="gloo", timeout=None)
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
     ends = UpdateExchange(world.updates, wire=WireFormat(), partition_size=8, credit=8, on_error=lambda error: error)
     update = torch.tensor([math.nan])
     with pytest.raises(ValueError, match="infinities or NaN") as caught:
@@ -92,22 +92,15 @@ def test_what_has_diverged_is_not_sent(three_plain_ranks: RankPool) -> None:
     assert len(set(three_plain_ranks.run(diverged))) == 1
 
 
-def join_twice(rank: int) -> list[str]:
-    errors = []
-    with pytest.raises(OptionError) as uneven:
-        WorkerWorld.join(rank=rank, size=3, inner_size=2, backend="gloo", timeout=None)
-    errors.append(str(uneven.value))
-    world = WorkerWorld.join(rank=rank, size=3, inner_size=1, backend="gloo", timeout=None)
+def join_twice(rank: int) -> str:
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
     assert dist.get_world_size() == 1
     with pytest.raises(UnsupportedError) as twice:
-        WorkerWorld.join(rank=rank, size=3, inner_size=1, backend="gloo", timeout=None)
-    errors.append(str(twice.value))
+        WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
     world.leave(idle=True)
-    return errors
+    return str(twice.value)
 
 
-def test_a_world_is_joined_once_and_shared_out_evenly(three_plain_ranks: RankPool) -> None:
-    for uneven, twice in three_plain_ranks.run(join_twice):
-        assert "inner_size=2" in uneven
-        assert "a divisor of the number of processes, which is 3" in uneven
+def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
+    for twice in three_plain_ranks.run(join_twice):
         assert "destroy_process_group()" in twice

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,50 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.optim import SGD
+from torchmetrics import MeanMetric
 
 from lightning_bytescheduler import DiLoCoStrategy
 from tests.support.models import Tower
 
-__all__ = ["Pause", "Result", "diloco_trainer", "fit_diloco"]
+__all__ = [
+    "FAST_AND_SLOW",
+    "Measured",
+    "Pause",
+    "Result",
+    "calm_tower",
+    "diloco_trainer",
+    "fit_diloco",
+    "plain_sgd",
+]
+
+
+FAST_AND_SLOW = {0: 0.002, 1: 0.012}
+"""Seconds that each rank sleeps before a step."""
+
+
+def plain_sgd(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.01)
+
+
+calm_tower = partial(Tower, optimizer=plain_sgd, dropout=0.0)
+
+
+class Measured(Tower):
+    """Validates with a torchmetric of its own, and says how many samples it has seen."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        own = float(self.global_rank + 1)
+        self.mean.update(torch.full((len(batch[0]),), own))
+        self.log("of_metric", self.mean, on_epoch=True)
+        self.log("of_number", own, sync_dist=True, on_epoch=True)
+        loss = torch.nn.functional.mse_loss(self.predict(batch[0]), batch[1])
+        self.log("validation_loss", loss, sync_dist=True)
+        self.notes.append(("weights", [float(p.detach().double().sum()) for p in self.parameters()]))
 
 
 @dataclass(kw_only=True)

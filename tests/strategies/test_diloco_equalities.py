@@ -13,20 +13,13 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from lightning_bytescheduler import DiLoCoStrategy
-from tests.strategies.diloco_fits import diloco_trainer, fit_diloco
+from tests.strategies.diloco_fits import calm_tower, diloco_trainer, fit_diloco
 from tests.support.fit import Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 PLAIN = {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
 """Averages after every step, and takes the mean as it is."""
-
-
-def plain_sgd(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.01)
-
-
-calm_tower = partial(Tower, optimizer=plain_sgd, dropout=0.0)
 
 
 class Neighbours(Callback):

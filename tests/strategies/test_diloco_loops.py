@@ -10,40 +10,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torchmetrics import MeanMetric
 
-from tests.strategies.diloco_fits import Result, fit_diloco
-from tests.support.models import Tower
+from tests.strategies.diloco_fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_diloco, plain_sgd
 from tests.support.rank_pool import RankPool
 
-FAST_AND_SLOW = {0: 0.002, 1: 0.012}
 ROUNDS = {"inner_steps": 4}
-
-
-def plain_sgd(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.01)
-
-
-calm_tower = partial(Tower, optimizer=plain_sgd, dropout=0.0)
-
-
-class Measured(Tower):
-    """Validates with a torchmetric of its own, and says how many samples it has seen."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.mean = MeanMetric()
-
-    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        own = float(self.global_rank + 1)
-        self.mean.update(torch.full((len(batch[0]),), own))
-        self.log("of_metric", self.mean, on_epoch=True)
-        self.log("of_number", own, sync_dist=True, on_epoch=True)
-        loss = torch.nn.functional.mse_loss(self.predict(batch[0]), batch[1])
-        self.log("validation_loss", loss, sync_dist=True)
-        self.notes.append(("weights", [float(p.detach().double().sum()) for p in self.parameters()]))
 
 
 measured = partial(Measured, optimizer=plain_sgd, dropout=0.0)

@@ -41,6 +41,7 @@ from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
         ("batch_size", []),
         ("batch_size", [4, 0]),
         ("batch_size", "large"),
+        ("batch_size", [4, "many"]),
         ("partition_size", 0),
         ("credit", 0),
         ("rounds_file", ""),

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.optim import SGD
 
 from lightning_bytescheduler.diloco import read_rounds
-from tests.strategies.diloco_fits import Result, fit_diloco
-from tests.support.models import Tower
+from tests.strategies.diloco_fits import Result, calm_tower, fit_diloco
 from tests.support.rank_pool import RankPool
-
-
-def calm(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.01)
-
-
-calm_tower = partial(Tower, optimizer=calm, dropout=0.0)
 
 
 def assert_same_weights(results: list[Result]) -> None:

@@ -1,4 +1,4 @@
-"""Fragments, overlap, wire formats, batch sizes, and workers of several ranks."""
+"""Fragments, overlap, wire formats and batch sizes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
 
 from lightning_bytescheduler.diloco import read_rounds
-from tests.strategies.diloco_fits import Result, fit_diloco
+from tests.strategies.diloco_fits import Result, calm_tower, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 SMALL_PARTS = {"partition_size": 300, "credit": 600}
-
-
-def plain_sgd(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.01)
-
-
-calm_tower = partial(Tower, optimizer=plain_sgd, dropout=0.0)
 
 
 def same_weights(results: list[Result]) -> bool:
@@ -31,8 +23,9 @@ def same_weights(results: list[Result]) -> bool:
     return all(torch.equal(result.weights[name], value) for result in results for name, value in first.items())
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize(("fragments", "overlap_steps"), [(1, 0), (3, 0), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("wire_dtype", "fragments", "overlap_steps"), [("bf16", 3, 0), ("int8", 1, 2), ("fp32", 3, 2), ("int4", 3, 2)]
+)
 def test_all_workers_hold_the_same_bits(
     wire_dtype: str, fragments: int, overlap_steps: int, diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -82,3 +75,31 @@ def test_each_worker_has_its_batch_size_and_its_weight(diloco_ranks: RankPool, t
     assert [{w.worker: w.samples for w in one.workers} for one in rounds] == 2 * [{"worker0": 24, "worker1": 8}]
     assert [result.samples for result in results] == [48, 16]
     assert same_weights(results)
+
+
+class Counted(Tower):
+    """Has a buffer that each step changes, and says how large its batches are."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+        self.steps += 1
+        self.log("size", float(len(batch[0])))
+        self.notes.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_size_is_found(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 2, "equal_steps": True, "batch_size": "auto"},
+        model=partial(Counted, optimizer=plain_sgd),
+        max_steps=4,
+        default_root_dir=str(tmp_path),
+    )
+    for result in results:
+        assert result.notes[:4] == [1, 1, 1, 1]  # the first size is tried before training
+        assert result.weights["steps"] == result.global_step  # and the buffer was put back
+        assert result.samples == sum(result.notes[-result.global_step :])

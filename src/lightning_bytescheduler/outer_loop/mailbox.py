@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.store_connection import connect_to_store
 from lightning_bytescheduler.diloco.messages import Message, Report
-from lightning_bytescheduler.outer_loop.control_messages import Closed, Control, decode, encode
+from lightning_bytescheduler.outer_loop.control_messages import Closed, Control, StepMetrics, decode, encode
 
 __all__ = ["Postman", "Reader"]
 
@@ -118,10 +118,16 @@ class Reader:
 
 def _without_overtaken(letters: Iterable[Letter]) -> list[Letter]:
     kept: list[Letter] = []
+    last: dict[tuple[str, int], int] = {}  # where a report is that a later one would make up for
     for letter in letters:
-        if kept and isinstance(letter[1], Report) and isinstance(kept[-1][1], Report):
-            before = kept[-1][1]
-            if (before.worker, before.round) == (letter[1].worker, letter[1].round):
-                kept.pop()
+        message = letter[1]
+        if isinstance(message, Report):
+            key = (message.worker, message.round)
+            if key in last:
+                del kept[last[key]]
+                last = {other: index - (index > last[key]) for other, index in last.items() if other != key}
+            last[key] = len(kept)
+        elif not isinstance(message, StepMetrics):
+            last = {}  # nothing is to overtake what is told once
         kept.append(letter)
     return kept

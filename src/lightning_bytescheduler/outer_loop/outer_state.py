@@ -31,7 +31,7 @@ class OuterState:
     """Makes updates of a fragment, and takes the outer step.
 
     Args:
-        parameters: What is trained, by name; must be the same on every worker.
+        module: Its parameters that require gradients now are what is trained; must be the same on every worker.
         fragments: How the model is synchronised.
         weighting: One of ``diloco.weighting.WEIGHTINGS``.
         lr: See :class:`OuterOptimizer`.
@@ -44,7 +44,7 @@ class OuterState:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        module: nn.Module,
         *,
         fragments: FragmentOptions,
         weighting: str,
@@ -52,12 +52,14 @@ class OuterState:
         momentum: float | None,
         factory: Callable[[list[Tensor]], Optimizer] | None,
     ) -> None:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not parameters:
             raise UnsupportedError("Strategy 'diloco' has nothing to do: no parameter of the model requires gradients.")
         for name, parameter in parameters.items():
             if not parameter.is_floating_point():
                 raise UnsupportedError(f"Strategy 'diloco' cannot average parameter {name!r}: it is {parameter.dtype}.")
-        self._parameters = dict(parameters)
+        self._module = module
+        self._parameters = parameters
         self._options = fragments
         self._weighting = weighting
         self._optimizer = OuterOptimizer(
@@ -96,7 +98,16 @@ class OuterState:
 
         Returns:
             The pseudo-gradient, flat, and the weight it has in the mean.
+
+        Raises:
+            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
         """
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self._parameters:
+                raise UnsupportedError(
+                    f"Parameter {name!r} requires gradients now, and did not when training began, so that workers "
+                    "would not share it. Unfreeze it before fit, and keep it from changing with a learning rate of 0."
+                )
         names = self._fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         changes = pseudo_gradient(self._optimizer.weights, after)

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _MOMENT_S = 0.5
+_SILENCE_S = 20.0
 _HOST = "host"
 
 
@@ -81,7 +82,9 @@ class OuterRuntime:
         self.state = state
         self._world = world
         self._board = board
-        self._name = worker_name(world.worker)
+        self._name = worker_name(world.rank)
+        # A process that is busy in native code may show no sign of life for seconds.
+        self._silence = min(_SILENCE_S, options.timeout / 4)
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
@@ -111,11 +114,11 @@ class OuterRuntime:
             )
         ]
         self._host: RoundHost | None = None
-        if world.worker == 0:
+        if world.rank == 0:
             self._host = RoundHost(
                 options.target,
                 options.rounds,
-                workers=[worker_name(number) for number in range(world.workers)],
+                workers=[worker_name(number) for number in range(world.size)],
                 post=self._postman.post,
                 on_round=on_round,
                 on_silence=self._examine,
@@ -216,7 +219,8 @@ class OuterRuntime:
 
         def examine() -> None:
             names = ", ".join(silent)
-            found = self._board.diagnose(RuntimeError(f"nothing was heard of {names} for long"))
+            heard = RuntimeError(f"nothing was heard of {names} for long")
+            found = self._board.diagnose(heard, silence=self._silence)
             if isinstance(found, RankFailedError):
                 self.session.fail(found)
 

@@ -1,9 +1,9 @@
 """Process groups of workers that train on their own, launched as one job.
 
-One rendezvous store joins all ranks. Each worker's default process group is made from a view of that store which only
-its own ranks see, so that whatever uses the default group stays inside the worker. Two more groups, over gloo and known
-to this package alone, join the workers: *updates*, for pseudo-gradients, used by the exchange's threads; *everyone*,
-for what all ranks do at the same moment, such as a validation, used by the training thread.
+One rendezvous store joins all ranks, each of which is a worker. Its default process group is made from a view of that
+store which only it sees, so that whatever uses the default group stays inside the worker. Two more groups, over gloo
+and known to this package alone, join the workers: *updates*, for pseudo-gradients, used by the exchange's threads;
+*everyone*, for what all ranks do at the same moment, such as a validation, used by the training thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.diloco.numbers import require_whole
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["WorkerWorld", "worker_name"]
 
@@ -40,40 +39,31 @@ class WorkerWorld:
     Attributes:
         rank: Among all ranks.
         size: Number of ranks.
-        inner_size: Number of ranks that train together as one worker.
         store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
         everyone: All ranks.
-        updates: The ranks of all workers with this one's place in its worker.
+        updates: All ranks as well.
     """
 
     rank: int
     size: int
-    inner_size: int
     store: dist.Store
     everyone: dist.ProcessGroup
     updates: dist.ProcessGroup
 
     @classmethod
-    def join(
-        cls, *, rank: int, size: int, inner_size: int, backend: str, timeout: timedelta | None, **options: Any
-    ) -> WorkerWorld:
+    def join(cls, *, rank: int, size: int, backend: str, timeout: timedelta | None, **options: Any) -> WorkerWorld:
         """Meet the other ranks, and make this worker's default process group; every rank calls this.
 
         Args:
             rank: Among all ranks.
             size: Number of ranks.
-            inner_size: Ranks of a worker, neighbours in number.
             backend: Of the default group.
             timeout: Of collectives; half an hour if ``None``.
             **options: For ``init_process_group``.
 
         Raises:
-            OptionError: If the ranks cannot be shared out among workers of that size.
             UnsupportedError: If there is a default process group already.
         """
-        require_whole("inner_size", inner_size, 1)
-        if size % inner_size:
-            raise OptionError("inner_size", inner_size, f"a divisor of the number of processes, which is {size}")
         if dist.is_initialized():
             raise UnsupportedError(
                 "Strategy 'diloco' makes a default process group for each worker, but there is one already, as after "
@@ -86,40 +76,23 @@ class WorkerWorld:
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
-        worker, place = divmod(rank, inner_size)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"worker{worker}", store),
-            rank=place,
-            world_size=inner_size,
+            store=dist.PrefixStore(worker_name(rank), store),
+            rank=0,
+            world_size=1,
             timeout=timeout,
             **options,
         )
         everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone", store), rank, size, timeout)
-        updates = dist.ProcessGroupGloo(dist.PrefixStore(f"updates{place}", store), worker, size // inner_size, timeout)
+        updates = dist.ProcessGroupGloo(dist.PrefixStore("updates", store), rank, size, timeout)
         return cls(
             rank=rank,
             size=size,
-            inner_size=inner_size,
             store=store,
             everyone=cast(dist.ProcessGroup, everyone),  # its base class, which the stubs do not know
             updates=cast(dist.ProcessGroup, updates),
         )
-
-    @property
-    def worker(self) -> int:
-        """Number of this rank's worker, from 0."""
-        return self.rank // self.inner_size
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return self.size // self.inner_size
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for its worker."""
-        return self.rank % self.inner_size == 0
 
     def leave(self, *, idle: bool) -> None:
         """Give up all groups; local, does not wait for other ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,13 +26,14 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.callbacks.round_hooks import RoundHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.diloco.batch_size import BATCH_SIZE_VARIABLE, resolve_batch_size
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, UnsupportedError
 from lightning_bytescheduler.outer_loop.joint_collectives import JointCollectives
 from lightning_bytescheduler.outer_loop.outer_state import OuterState
 from lightning_bytescheduler.outer_loop.runtime import OuterRuntime
 from lightning_bytescheduler.outer_loop.worker_session import SessionStatistics
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
+from lightning_bytescheduler.strategies.batch_size_trial import measured_batch_size
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
 from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
@@ -40,6 +42,8 @@ from lightning_bytescheduler.strategies.round_file import RoundFile
 from lightning_bytescheduler.strategies.shared_metrics import shared_metrics
 
 __all__ = ["DiLoCoStrategy"]
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -54,9 +58,9 @@ class DiLoCoStrategy(DDPStrategy):
 
     What Lightning's notions mean here:
 
-    * Each worker is a Lightning world of its own: ``trainer.world_size`` and the default process group are those of
-      its ranks (one, or ``inner_size``). ``trainer.global_rank`` counts all processes; rank 0 writes logs and
-      checkpoints. Distributed samplers split the data among all processes.
+    * Each worker is one process, and a Lightning world of its own: ``trainer.world_size`` is 1, and the default process
+      group has one rank. ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed
+      samplers split the data among all processes.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
       first: the round ends, its changes are merged, and training is over for all. No worker takes more than
       ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer. ``min_steps`` and
@@ -78,7 +82,7 @@ class DiLoCoStrategy(DDPStrategy):
         cluster_environment: See DDPStrategy.
         checkpoint_io: See DDPStrategy.
         precision_plugin: See DDPStrategy.
-        process_group_backend: Of the groups inside workers; between workers it is always gloo.
+        process_group_backend: Of each worker's default group; between workers it is always gloo.
         timeout: Longest wait for other workers.
         start_method: See DDPStrategy.
         samples_per_round: A round is over when all workers together have processed so many samples.
@@ -96,10 +100,9 @@ class DiLoCoStrategy(DDPStrategy):
             out.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network.
         lead_steps: How many steps of the slowest worker before its end a round is decided.
-        batch_size: Of every worker, or a list with one for each; ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
+        batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
+            batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
             data loader's if that is not set either.
-        inner: How the ranks of one worker train together: ``"ddp"``; ``None`` where a worker is one rank.
-        inner_size: Ranks of a worker, neighbours in number.
         partition_size: Largest piece of an update sent at once, in parameters.
         credit: What may be in flight at once, in parameters.
         rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
@@ -134,8 +137,6 @@ class DiLoCoStrategy(DDPStrategy):
         wire_dtype: str = "fp32",
         lead_steps: int = 3,
         batch_size: int | Sequence[int] | str | None = None,
-        inner: str | None = None,
-        inner_size: int = 1,
         partition_size: int = 1_000_000,
         credit: int = 2_000_000,
         rounds_file: str | None = None,
@@ -155,8 +156,6 @@ class DiLoCoStrategy(DDPStrategy):
             wire_dtype=wire_dtype,
             lead_steps=lead_steps,
             batch_size=batch_size,
-            inner=inner,
-            inner_size=inner_size,
             partition_size=partition_size,
             credit=credit,
             rounds_file=rounds_file,
@@ -186,18 +185,18 @@ class DiLoCoStrategy(DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        """Ranks that train together as one worker."""
-        return self._options.inner_size
+        """Ranks that train together as one worker: one."""
+        return 1
 
     @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self.num_nodes * self.num_processes // self._options.inner_size
+        return self.num_nodes * self.num_processes
 
     @property
     def worker(self) -> int:
         """Number of this rank's worker, from 0."""
-        return self.global_rank // self._options.inner_size
+        return self.global_rank
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -231,8 +230,8 @@ class DiLoCoStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        size = self.num_nodes * self.num_processes
-        self._check_batch_sizes(size // self._options.inner_size)
+        size = self.workers
+        self._check_batch_sizes(size)
         device = self.root_device
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
@@ -240,7 +239,6 @@ class DiLoCoStrategy(DDPStrategy):
         self._world = WorkerWorld.join(
             rank=self.global_rank,
             size=size,
-            inner_size=self._options.inner_size,
             backend=self._process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
@@ -260,15 +258,13 @@ class DiLoCoStrategy(DDPStrategy):
             self._open.enter_context(self._validating_together())
 
     def configure_ddp(self) -> None:
-        """Give all ranks the same weights, and join those of one worker."""
+        """Give all ranks the same weights; the model is not wrapped."""
         module, joint = self.lightning_module, self._joint
         if module is None or joint is None:
             raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
         with self._explained():
             joint.check_alike(_description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
-        if self._options.inner == "ddp":
-            super().configure_ddp()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give training data this worker's batch size; see DDPStrategy."""
@@ -277,7 +273,8 @@ class DiLoCoStrategy(DDPStrategy):
             return dataloader
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
         if size == "auto":
-            raise OptionError(BATCH_SIZE_VARIABLE, size, "a positive whole number")
+            size = measured_batch_size(module, dataloader, workers=self.workers)
+            log.info("[rank %d] batches of %d samples are used", self.global_rank, size)
         return dataloader if size is None else with_batch_size(dataloader, size)
 
     def teardown(self) -> None:
@@ -322,9 +319,8 @@ class DiLoCoStrategy(DDPStrategy):
         if module is None or world is None or board is None:
             return
         options, trainer = self._options, module.trainer
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         state = OuterState(
-            parameters,
+            module,
             fragments=options.fragment_options,
             weighting=options.weighting,
             lr=options.outer_lr,
@@ -337,7 +333,7 @@ class DiLoCoStrategy(DDPStrategy):
         )
         self._statistics = self._runtime.session.statistics
         self._boundaries = RoundBoundaries(
-            trainer, self._runtime.session, first_worker=world.worker == 0, together=self._validating_together
+            trainer, self._runtime.session, first_worker=world.rank == 0, together=self._validating_together
         )
         with self._explained():
             self._runtime.start(self._kept_state)

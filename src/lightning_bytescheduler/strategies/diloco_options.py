@@ -28,7 +28,6 @@ from lightning_bytescheduler.scheduler.options import require_size
 
 __all__ = ["DiLoCoOptions"]
 
-_INNER = (None, "ddp")
 _STEPS = 100
 _TIMEOUT_S = 1800.0
 
@@ -55,8 +54,6 @@ class DiLoCoOptions:
     wire_dtype: str
     lead_steps: int
     batch_size: int | Sequence[int] | str | None
-    inner: str | None
-    inner_size: int
     partition_size: int
     credit: int
     rounds_file: str | None
@@ -82,7 +79,7 @@ class DiLoCoOptions:
         require_whole("lead_steps", self.lead_steps, 1)
         require_size("partition_size", self.partition_size)
         require_size("credit", self.credit)
-        self._check_workers()
+        self._check_batch_size()
         if self.rounds_file is not None and (not isinstance(self.rounds_file, str) or not self.rounds_file):
             raise OptionError("rounds_file", self.rounds_file, "the path of a file, or None")
 
@@ -98,20 +95,12 @@ class DiLoCoOptions:
         if self.outer_momentum is not None:
             require_share("outer_momentum", self.outer_momentum)
 
-    def _check_workers(self) -> None:
-        if self.inner not in _INNER:
-            raise OptionError("inner", self.inner, f"one of {', '.join(map(repr, _INNER))}")
-        require_whole("inner_size", self.inner_size, 1)
-        if self.inner is None and self.inner_size > 1:
-            raise OptionError(
-                "inner_size", self.inner_size, "1, unless inner='ddp' says how those ranks train together"
-            )
+    def _check_batch_size(self) -> None:
         sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
         if not sizes:
             raise OptionError("batch_size", self.batch_size, "one for each worker")
         for size in sizes:
-            if resolve_batch_size(size, environ={}) == "auto":
-                raise OptionError("batch_size", self.batch_size, "a positive whole number, or one for each worker")
+            resolve_batch_size(size, environ={})
 
     @property
     def target(self) -> RoundTarget:
