@@ -24,32 +24,12 @@ from lightning_bytescheduler.outer_loop.control_messages import (
     StepMetrics,
 )
 from lightning_bytescheduler.outer_loop.outer_state import OuterState
+from lightning_bytescheduler.outer_loop.session_statistics import SessionStatistics
 from lightning_bytescheduler.outer_loop.update_exchange import Exchange, UpdateExchange
 
-__all__ = ["SessionStatistics", "WorkerSession"]
+__all__ = ["WorkerSession"]
 
 _SLICE_S = 1.0
-
-
-@dataclass(slots=True)
-class SessionStatistics:
-    """Where a worker's time went.
-
-    Attributes:
-        rounds: That have ended.
-        steps: Taken.
-        samples: Processed.
-        merged_samples: Of all workers, in rounds that have ended.
-        exchange_s: That the training thread waited for updates, its own and the others'.
-        start_s: That it waited for a round to start.
-    """
-
-    rounds: int = 0
-    steps: int = 0
-    samples: int = 0
-    merged_samples: int = 0
-    exchange_s: float = 0.0
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
@@ -27,11 +26,11 @@ from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMon
 from lightning_bytescheduler.callbacks.round_hooks import RoundHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
-from lightning_bytescheduler.exceptions import OptionError, RankFailedError, UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.outer_loop.joint_collectives import JointCollectives
 from lightning_bytescheduler.outer_loop.outer_state import OuterState
 from lightning_bytescheduler.outer_loop.runtime import OuterRuntime
-from lightning_bytescheduler.outer_loop.worker_session import SessionStatistics
+from lightning_bytescheduler.outer_loop.session_statistics import SessionStatistics
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
 from lightning_bytescheduler.strategies.batch_size_trial import measured_batch_size
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
@@ -39,16 +38,14 @@ from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.round_boundaries import RoundBoundaries
 from lightning_bytescheduler.strategies.round_file import RoundFile
-from lightning_bytescheduler.strategies.shared_metrics import shared_metrics
+from lightning_bytescheduler.strategies.worker_strategy import WorkerStrategy
 
 __all__ = ["DiLoCoStrategy"]
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 
-
-class DiLoCoStrategy(DDPStrategy):
+class DiLoCoStrategy(WorkerStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
     Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,
@@ -161,16 +158,12 @@ class DiLoCoStrategy(DDPStrategy):
             rounds_file=rounds_file,
         )
         self._world: WorkerWorld | None = None
-        self._joint: JointCollectives | None = None
-        self._board: FaultBoard | None = None
         self._runtime: OuterRuntime | None = None
         self._boundaries: RoundBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
         self._kept_state: dict[str, Any] | None = None
         self._added: list[pl.Callback] = []
-        self._failed = False
-        self._validates_together = False
         self._open = ExitStack()
         super().__init__(
             accelerator=accelerator,
@@ -182,21 +175,6 @@ class DiLoCoStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that train together as one worker: one."""
-        return 1
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are."""
-        return self.num_nodes * self.num_processes
-
-    @property
-    def worker(self) -> int:
-        """Number of this rank's worker, from 0."""
-        return self.global_rank
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -391,102 +369,9 @@ class DiLoCoStrategy(DDPStrategy):
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(*args, **kwargs)
 
-    # ------------------------------------------------------------------ what all workers do together
-
-    @contextmanager
-    def _validating_together(self) -> Iterator[None]:
-        """All workers do the same meanwhile: what is reduced in a validation is reduced over all of them."""
-        module, joint = self.lightning_module, self._joint
-        if module is None or joint is None:
-            yield
-            return
-        self._validates_together = True
-        try:
-            with shared_metrics(module, joint):
-                yield
-        finally:
-            self._validates_together = False
-
-    @property
-    def _together(self) -> JointCollectives | None:
-        """For collectives of all ranks, where all do the same; else ``None``."""
-        module = self.lightning_module
-        if module is None or self._failed or not self._validates_together:
-            return None
-        fits = module.trainer.state.fn == TrainerFn.FITTING
-        return None if fits and not module.trainer.validating else self._joint
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """See DDPStrategy; over all workers where they validate together."""
-        together = self._together
-        if together is None or not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)
-        with self._explained():
-            return together.reduce(tensor, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """See DDPStrategy; over all workers where they validate together."""
-        together = self._together
-        if together is None:
-            return super().all_gather(tensor, group, sync_grads)
-        with self._explained():
-            return together.gather(tensor)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """See DDPStrategy; over all workers where they validate together."""
-        together = self._together
-        if together is None:
-            return super().reduce_boolean_decision(decision, all)
-        with self._explained():
-            return bool(together.reduce(torch.tensor(int(decision)), "min" if all else "max"))
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
-        if not self._failed:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """See DDPStrategy; within the worker. After a failure this rank's own ``obj`` has to do."""
-        return obj if self._failed else super().broadcast(obj, src)
-
-    # ------------------------------------------------------------------ failures
-
-    def publish_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails, or say here which other rank is at fault."""
-        if self._failed:
-            return
-        self._failed = True
-        board = self._board
-        if board is None:
-            return
-        board.take_over()
-        cause = self._explain(exception)
-        if not isinstance(cause, RankFailedError):
-            board.publish(cause)
-        if cause is not exception and hasattr(exception, "add_note"):
-            exception.add_note(str(cause))
+    def _stop_rounds(self, cause: BaseException) -> None:
         if self._runtime is not None:
             self._runtime.fail(cause)
-        board.close()  # here, as teardown is skipped when another callback's on_exception raises
-
-    def on_exception(self, exception: BaseException) -> None:
-        """See DDPStrategy."""
-        self.publish_failure(exception)
-        super().on_exception(exception)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn the consequence of another rank's failure into an error that names the rank."""
-        try:
-            yield
-        except Exception as error:
-            cause = self._explain(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _explain(self, error: BaseException) -> BaseException:
-        return error if self._board is None else self._board.explain(error)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
