@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_bytescheduler.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path: Path) -> None:
     arguments = ["--tiny", "--steps=24", "--windows=64", f"--output={tmp_path}"]
     ran = subprocess.run(

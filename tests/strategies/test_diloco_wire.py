@@ -82,6 +82,7 @@ class Counted(Tower):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.steps: torch.Tensor
         self.register_buffer("steps", torch.zeros(()))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
