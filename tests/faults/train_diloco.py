@@ -50,7 +50,7 @@ def main(options: dict[str, Any]) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=DiLoCoStrategy(inner_steps=options["inner_steps"], timeout=timedelta(seconds=16)  # a quarter of which a silent rank is given),
+        strategy=DiLoCoStrategy(inner_steps=options["inner_steps"], timeout=timedelta(seconds=16)),
         callbacks=[Fails(options["kind"], options["rank"], options["step"])],
         max_steps=options.get("max_steps", 2000),
         logger=False,
