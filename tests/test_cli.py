@@ -9,6 +9,7 @@ import pytest
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
+from tests.diloco.records import written
 
 
 @pytest.fixture
@@ -173,3 +174,11 @@ def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"lightning-bytescheduler {__version__}\n"
+
+
+def test_rounds_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(written(tmp_path / "rounds.jsonl"))
+    assert main(["rounds", file, "--rounds", "2:4"]) == 0
+    assert rows(capsys.readouterr().out)["rounds"] == "2"
+    assert main(["rounds", str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.advice.advice import Advice
 from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
+from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
 from lightning_bytescheduler.data.slice_dataset import SliceDataset
 from lightning_bytescheduler.data_modules.slices import SliceDataModule
@@ -26,6 +27,7 @@ from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.simulation import LinkModel
 from lightning_bytescheduler.strategies.advise import advise
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.strategies.diloco import DiLoCoStrategy
 from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 
@@ -34,10 +36,12 @@ __all__ = [
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
     "CreditTuner",
+    "DiLoCoStrategy",
     "LaunchOrderError",
     "LinkModel",
     "OptionError",
     "OverlapPlan",
+    "PerformanceMonitor",
     "RankFailedError",
     "SchedulerClosedError",
     "SchedulerStatistics",
@@ -57,4 +61,5 @@ __all__ = [
 
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
     ByteSchedulerStrategy.register_strategies(StrategyRegistry)
-refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith("bytescheduler"))
+    DiLoCoStrategy.register_strategies(StrategyRegistry)
+refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco")))

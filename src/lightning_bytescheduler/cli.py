@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.data.command import add_arguments as add_slices_arguments
+from lightning_bytescheduler.diloco.command import add_arguments as add_rounds_arguments
+from lightning_bytescheduler.diloco.command import rounds_table
 from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
 from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
@@ -140,6 +142,21 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_rounds(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "rounds",
+        help="summarise the rounds of a DiLoCo training, and draw them",
+        description="Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
+    )
+    add_rounds_arguments(parser)
+    parser.set_defaults(run=_rounds)
+
+
+def _rounds(options: argparse.Namespace) -> int:
+    _print_table(*rounds_table(options))
+    return 0
+
+
 def _add_slices(commands: _SubParsers) -> None:
     parser = commands.add_parser(
         "slices",
@@ -214,5 +231,6 @@ _COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (
     _add_predict,
     _add_advise,
     _add_tuning,
+    _add_rounds,
     _add_slices,
 )

@@ -118,13 +118,14 @@ class CompletionThread:
         if finished is not None:
             finished.synchronize()
             return not self._stopping.is_set()
-        if started.messages:
-            if not self._await_messages(started.works):
+        following: StartedOperation | None = started
+        while following is not None:
+            if following.messages:
+                if not self._await_messages(following.works):
+                    return False
+            elif not all(wait_in_slices(work, self._stopping) for work in following.works):
                 return False
-        elif not all(wait_in_slices(work, self._stopping) for work in started.works):
-            return False
-        if started.finish is not None:
-            started.finish()
+            following = None if following.finish is None else following.finish()
         return True
 
     def _await_messages(self, works: Sequence[dist.Work]) -> bool:

@@ -67,17 +67,19 @@ class FaultBoard(FaultWatcher):
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
-    def open(cls, *, rank: int, world_size: int) -> FaultBoard:
-        """Watch a new board on the default group's store; every rank opens its boards in the same order.
+    def open(cls, *, rank: int, world_size: int, store: dist.Store | None = None) -> FaultBoard:
+        """Watch a new board on a store; every rank opens its boards in the same order.
 
         Args:
             rank: This rank.
             world_size: Number of ranks.
+            store: That these ranks share; the default group's unless given.
 
         Raises:
             RankFailedError: If the store is gone, or a rank does not train again after a failure.
         """
-        connection, presence = connect_to_store(dist.distributed_c10d._get_default_store())
+        shared = dist.distributed_c10d._get_default_store() if store is None else store
+        connection, presence = connect_to_store(shared)
         return cls(
             open_board(connection, presence, rank=rank, world_size=world_size),
             rank=rank,
@@ -142,23 +144,24 @@ class FaultBoard(FaultWatcher):
             return self._locate(error)
         return self.diagnose(error) if is_communication_error(error) else error
 
-    def diagnose(self, error: BaseException, timeout: float = 3.0) -> BaseException:
+    def diagnose(self, error: BaseException, timeout: float = 3.0, *, silence: float = 0.0) -> BaseException:
         """Find out whose failure made one of this rank's collectives fail.
 
         Args:
             error: What the collective raised.
             timeout: Longest wait for a notice or for proof that a rank shows no sign of life, in seconds.
+            silence: How long a rank must have shown none, in seconds; more than five beats where nothing has broken.
 
         Returns:
             A :class:`RankFailedError` that names the rank if it can be told, with ``error`` as its cause.
         """
         if isinstance(error, RankFailedError):
             return error
-        deadline = time.monotonic() + max(timeout, 8 * self._period)
+        deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
         broken = f"here that broke: {brief(error)}"
         with self._changed, self._vital_signs.examined():
             while self._fault is None and not self._store_lost:
-                silent = self._vital_signs.silent()
+                silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
                     found = RankFailedError(silent[0], f"{_no_sign_of_life(silent)}; {broken}")
                     self._learn(FaultNotice.of(found, by=self._rank))

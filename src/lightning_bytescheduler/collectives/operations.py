@@ -37,13 +37,13 @@ class StartedOperation:
 
     Attributes:
         works: What has to end, in this order.
-        finish: Run once all of them have ended.
+        finish: Run once all of them have ended; may start what has to end after them.
         messages: Whether ``works`` are point-to-point messages. Gloo cannot wait for one in slices: it breaks all
             connections of a group on which a message did not come in time.
     """
 
     works: Sequence[dist.Work]
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], StartedOperation | None] | None = None
     messages: bool = False
 
 

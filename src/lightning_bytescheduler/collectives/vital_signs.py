@@ -67,9 +67,10 @@ class VitalSigns:
             self._examiners -= 1
             self._locating -= doing
 
-    def silent(self) -> list[int]:
-        """Ranks that have missed five beats since the examination began."""
-        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > _BEATS_MISSED * self._period]
+    def silent(self, at_least: float = 0.0) -> list[int]:
+        """Ranks that have missed five beats since the examination began, and none came for ``at_least`` seconds."""
+        patience = max(_BEATS_MISSED * self._period, at_least)
+        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
 
     def located(self) -> bool:
         """Whether it is known what other ranks are doing."""

@@ -90,6 +90,7 @@ class BatchScheduler:
         self._workers: dict[str, WorkerProgress] = {}
         self._step_times: dict[str, StepTimeState] = {}  # of workers that are not there
         self._gone: set[str] = set()
+        self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
@@ -191,6 +192,8 @@ class BatchScheduler:
         """Carry on from what was kept. Call it before anybody joins."""
         self._round, self._samples = state["round"], state["samples"]
         self._step_times = dict(state["step_times"])
+        if self._round:
+            self._first = self._options.restart_workers
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
 
     def _hear(self, worker: WorkerProgress, message: WorkerMessage, now: float) -> None:
@@ -253,10 +256,10 @@ class BatchScheduler:
 
     def _begin_round(self, now: float) -> None:
         members = [worker for worker in self._workers.values() if worker.state is not WorkerState.LOST]
-        first = self._options.start_workers if self._round == 0 else 1
-        if len(members) < first:
+        if len(members) < self._first:
             self._phase = _Phase.IDLE
             return
+        self._first = 1
         self._round += 1
         self._phase = _Phase.TRAINING
         self._started, self._decided = now, None

@@ -16,6 +16,7 @@ class RoundOptions:
     Attributes:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
         start_workers: Workers that the first round waits for. Whoever joins later counts from the next round.
+        restart_workers: The same for the first round after a restart.
         step_cap: Steps that no worker exceeds in a round, or ``None``. A worker that has raced ahead waits there.
         lead_steps: The end of a round is decided when it is this many steps of the slowest worker away. Fewer make a
             better forecast; with one, a worker may be in the middle of a step that it should not have begun.
@@ -31,6 +32,7 @@ class RoundOptions:
 
     outer_steps: int | None = None
     start_workers: int = 1
+    restart_workers: int = 1
     step_cap: int | None = None
     lead_steps: int = 3
     quorum: float = 0.5
@@ -42,7 +44,7 @@ class RoundOptions:
         for option in ("outer_steps", "step_cap"):
             if getattr(self, option) is not None:
                 require_whole(option, getattr(self, option), 1)
-        for option in ("start_workers", "lead_steps"):
+        for option in ("start_workers", "restart_workers", "lead_steps"):
             require_whole(option, getattr(self, option), 1)
         require_share("quorum", self.quorum)
         for option in ("grace", "silent_after", "first_step_limit"):

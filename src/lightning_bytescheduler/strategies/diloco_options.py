@@ -1,0 +1,140 @@
+"""The options of the strategy ``diloco``: checked, and made into what the rooms below understand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.diloco import (
+    FastestSteps,
+    FixedSteps,
+    FragmentOptions,
+    RoundOptions,
+    RoundTarget,
+    SampleTarget,
+    WireFormat,
+)
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
+from lightning_bytescheduler.diloco.numbers import require_positive, require_share, require_whole
+from lightning_bytescheduler.diloco.weighting import require_weighting
+from lightning_bytescheduler.diloco.wire import WIRE_DTYPES
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.outer_loop.runtime import OuterOptions
+from lightning_bytescheduler.scheduler.options import require_size
+
+__all__ = ["DiLoCoOptions"]
+
+_STEPS = 100
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCoOptions:
+    """What the user asked for; see ``DiLoCoStrategy`` for what each option means.
+
+    Raises:
+        OptionError: Names the option that is not allowed, and what would be.
+    """
+
+    samples_per_round: int | None
+    inner_steps: int | None
+    equal_steps: bool
+    outer_steps: int | None
+    outer_lr: float | None
+    outer_momentum: float | None
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
+    weighting: str
+    fragments: int
+    overlap_steps: int
+    mixing: float | None
+    wire_dtype: str
+    lead_steps: int
+    batch_size: int | Sequence[int] | str | None
+    partition_size: int
+    credit: int
+    rounds_file: str | None
+
+    def __post_init__(self) -> None:
+        if self.samples_per_round is not None:
+            require_whole("samples_per_round", self.samples_per_round, 1)
+            if self.inner_steps is not None:
+                raise OptionError("inner_steps", self.inner_steps, "left out where samples_per_round ends a round")
+            if self.equal_steps:
+                raise OptionError("equal_steps", self.equal_steps, "left out where samples_per_round ends a round")
+        if self.inner_steps is not None:
+            require_whole("inner_steps", self.inner_steps, 1)
+        if not isinstance(self.equal_steps, bool):
+            raise OptionError("equal_steps", self.equal_steps, "True or False")
+        if self.outer_steps is not None:
+            require_whole("outer_steps", self.outer_steps, 1)
+        self._check_outer_optimizer()
+        require_weighting("weighting", self.weighting)
+        FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise OptionError("wire_dtype", self.wire_dtype, f"one of {', '.join(map(repr, WIRE_DTYPES))}")
+        require_whole("lead_steps", self.lead_steps, 1)
+        require_size("partition_size", self.partition_size)
+        require_size("credit", self.credit)
+        self._check_batch_size()
+        if self.rounds_file is not None and (not isinstance(self.rounds_file, str) or not self.rounds_file):
+            raise OptionError("rounds_file", self.rounds_file, "the path of a file, or None")
+
+    def _check_outer_optimizer(self) -> None:
+        if self.outer_optimizer is not None:
+            if not callable(self.outer_optimizer):
+                raise OptionError("outer_optimizer", self.outer_optimizer, "a function that makes an optimizer")
+            for option in ("outer_lr", "outer_momentum"):
+                if getattr(self, option) is not None:
+                    raise OptionError(option, getattr(self, option), "left out where outer_optimizer is given")
+        if self.outer_lr is not None:
+            require_positive("outer_lr", self.outer_lr)
+        if self.outer_momentum is not None:
+            require_share("outer_momentum", self.outer_momentum)
+
+    def _check_batch_size(self) -> None:
+        sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
+        if not sizes:
+            raise OptionError("batch_size", self.batch_size, "one for each worker")
+        for size in sizes:
+            resolve_batch_size(size, environ={})
+
+    @property
+    def target(self) -> RoundTarget:
+        """What ends a round."""
+        if self.samples_per_round is not None:
+            return SampleTarget(self.samples_per_round)
+        steps = _STEPS if self.inner_steps is None else self.inner_steps
+        return FixedSteps(steps) if self.equal_steps else FastestSteps(steps)
+
+    @property
+    def fragment_options(self) -> FragmentOptions:
+        """How the model is synchronised."""
+        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+
+    def outer(self, timeout: timedelta | None) -> OuterOptions:
+        """What a worker's threads have to know.
+
+        Args:
+            timeout: Longest wait for other workers. All of them live or the job ends, so nobody is given up before.
+        """
+        seconds = _TIMEOUT_S if timeout is None else timeout.total_seconds()
+        return OuterOptions(
+            target=self.target,
+            rounds=RoundOptions(
+                outer_steps=self.outer_steps,
+                lead_steps=self.lead_steps,
+                quorum=0.0,
+                grace=seconds,
+                silent_after=seconds,
+                first_step_limit=seconds,
+            ),
+            wire=WireFormat(dtype=self.wire_dtype),
+            overlap_steps=self.overlap_steps,
+            partition_size=self.partition_size,
+            credit=self.credit,
+            timeout=seconds,
+        )

@@ -1,0 +1,34 @@
+"""The example trains, and shows what each worker did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    arguments = ["--tiny", "--steps=24", "--windows=64", f"--output={tmp_path}"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.diloco", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "validation loss " in ran.stdout
+    assert "worker0: 24 steps, 192 windows" in ran.stdout
+    assert "worker1: " in ran.stdout
+    assert "Traceback" not in ran.stderr
+    assert main(["rounds", str(tmp_path / "rounds.jsonl"), "--png", str(tmp_path / "rounds.png")]) == 0
+    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,43 @@
+"""A worker of DiLoCo that fails ends all, and is named by the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.faults.ranks import Ended, Nursery
+
+_SCRIPT = Path(__file__).with_name("train_diloco.py")
+_BOUND_S = 25.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("SIGKILL", ["Rank 0 failed: its process is gone", "Rank 1 failed: it shows no sign of life"]),
+        ("raise", ["Rank 0 failed: ValueError: boom", "Rank 1 failed: ValueError: boom"]),
+        ("SIGTERM", ["Rank 0 failed: SIGTERM", "Rank 1 failed: SIGTERM"]),
+    ],
+)
+def test_whoever_fails_is_named(kind: str, says: list[str], nursery: Nursery, tmp_path: Path) -> None:
+    """In short rounds, where the others wait for it, and in one that would take a minute."""
+
+    def run(rank: int, inner_steps: int) -> list[Ended]:
+        folder = tmp_path / f"{rank}-{inner_steps}"
+        folder.mkdir()
+        options = {"kind": kind, "rank": rank, "step": 10, "inner_steps": inner_steps}
+        return nursery.run(_SCRIPT, options, world_size=2, folder=folder, timeout=60.0)
+
+    cases = [(0, 2), (1, 2), (1, 2000)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        runs = list(pool.map(lambda case: run(*case), cases))
+    for (failed, _), ranks in zip(cases, runs, strict=True):
+        start = ranks[failed].stamp("FAILED_AT")
+        survivor = ranks[1 - failed]
+        assert start is not None, ranks[failed].log
+        assert survivor.code == 1, survivor.log
+        assert survivor.ended - start < _BOUND_S, survivor.log
+        assert says[failed] in survivor.log, survivor.log
+        assert "THREADS []" in survivor.log, survivor.log

@@ -1,0 +1,68 @@
+"""A training script with DiLoCo in which one rank fails. What happens is said in JSON in ``sys.argv[1]``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from lightning_bytescheduler import DiLoCoStrategy
+
+
+def say(line: str) -> None:
+    os.write(1, (line + "\n").encode())
+
+
+class Fails(Callback):
+    """Does what ``kind`` says at step ``step`` of rank ``rank``; every other rank is slow or waits for it."""
+
+    def __init__(self, kind: str, rank: int, step: int) -> None:
+        self.kind, self.rank, self.step = kind, rank, step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.02)
+        if trainer.global_rank != self.rank or trainer.global_step != self.step:
+            return
+        say(f"FAILED_AT {time.time()}")
+        if self.kind == "raise":
+            raise ValueError("boom")
+        os.kill(os.getpid(), getattr(signal, self.kind))
+
+
+class Noise(BoringModel):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.randn(4096, 32))  # type: ignore[arg-type]
+
+
+def main(options: dict[str, Any]) -> None:
+    rank_zero_only.rank = int(os.environ["RANK"])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=DiLoCoStrategy(inner_steps=options["inner_steps"], timeout=timedelta(seconds=16)),
+        callbacks=[Fails(options["kind"], options["rank"], options["step"])],
+        max_steps=options.get("max_steps", 2000),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    try:
+        trainer.fit(Noise())
+    finally:
+        say(f"THREADS {[t.name for t in threading.enumerate() if t.name.startswith('bytescheduler')]}")
+
+
+main(json.loads(sys.argv[1]))

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def three_plain_ranks() -> Iterator[RankPool]:
+    """Three ranks without a default process group of another test."""
+    with RankPool(3) as pool:
+        yield pool

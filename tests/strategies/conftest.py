@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def diloco_ranks() -> Iterator[RankPool]:
+    """Two ranks without a default process group of another strategy."""
+    with RankPool(2) as pool:
+        yield pool
