@@ -76,6 +76,25 @@ def test_plain_ddp_wins_where_nothing_is_gained(ddp: float) -> None:
     assert training.point == PLAIN_DDP or training.decisions[-1].point == PLAIN_DDP
 
 
+def test_plain_ddp_gets_another_trial_if_noise_made_it_too_costly() -> None:
+    disturbed = iter([0.4] * 4)
+
+    def seconds(point: TuningPoint) -> float:
+        return next(disturbed, 0.2) if point.is_plain_ddp else 0.3
+
+    training = Training(tuning(), seconds, seed=3, noise=0.005, outliers=0.0)
+    training.run(1000, until_settled=True)
+    trials = [entry for entry in training.tuning.entries if entry.kind == "ddp"]
+    assert [entry.outcome for entry in trials] == ["abandoned", "measured"]
+    assert training.tuning.current == PLAIN_DDP
+
+
+def test_plain_ddp_gets_no_other_trial_that_would_cost_too_much() -> None:
+    training = Training(tuning(), lambda point: 0.9 if point.is_plain_ddp else 0.3, seed=3, noise=0.005)
+    training.run(1000, until_settled=True)
+    assert [entry.outcome for entry in training.tuning.entries if entry.kind == "ddp"] == ["abandoned"]
+
+
 def test_plain_ddp_is_not_tried_where_it_is_not_wanted() -> None:
     options = TuningOptions(warm_up=0, plain_ddp=False)
     training = Training(tuning(options=options), lambda point: 0.2 if point.is_plain_ddp else 0.3)

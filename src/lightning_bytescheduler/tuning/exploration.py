@@ -117,8 +117,20 @@ class Exploration:
             return Plan()
         if self._queue:
             return Plan(*self._queue.pop(0))
+        if self._ddp_deserves_another_trial(best, affordable):
+            return Plan(PLAIN_DDP, "ddp")
         self._future = self._asked(affordable)
         return self._take(steps) if self._future.done() else Plan()
+
+    def _ddp_deserves_another_trial(self, best: TrialEntry, affordable: float) -> bool:
+        """Whether plain DDP was given up, once, and another trial can be afforded even if it is as slow again.
+
+        A few disturbed steps in a row do that to the fastest of points. Others have neighbours that tell; DDP has none.
+        """
+        trials = [trial for trial in self.trials if trial.point.is_plain_ddp]
+        if len(trials) != 1 or trials[0].outcome != "abandoned":
+            return False
+        return trials[0].step_seconds / best.step_seconds - 1 < affordable
 
     def _asked(self, affordable: float) -> Future[Proposal]:
         sized = [trial for trial in self.trials if not trial.point.is_plain_ddp]
