@@ -24,7 +24,7 @@ from lightning_bytescheduler.simulation import NETWORKS
 
 _DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]
 _EMULATED = [ALONE, *_DDP, "ddp, bf16 on the wire", "bytescheduler, overlapped", "bytescheduler, norm clipping"]
-_REAL = [*_DDP, "bytescheduler"]
+_REAL = [*_DDP, "bytescheduler, overlapped"]
 _LOOPBACK = ["ddp", "bytescheduler, as ddp", "bytescheduler"]
 
 

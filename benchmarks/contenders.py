@@ -73,7 +73,11 @@ def _contenders() -> list[Contender]:
         Contender(name="bytescheduler, overlapped", strategy=partial(ByteSchedulerStrategy, mode="overlapped")),
         Contender(name="bytescheduler, as ddp", strategy=partial(ByteSchedulerStrategy, mode="ddp")),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
-        Contender(name="bytescheduler, norm clipping", strategy=ByteSchedulerStrategy, trainer=_CLIP),
+        Contender(
+            name="bytescheduler, norm clipping",
+            strategy=partial(ByteSchedulerStrategy, mode="overlapped"),
+            trainer=_CLIP,
+        ),
     ]
     return found
 
