@@ -113,15 +113,17 @@ def test_on_cuda() -> None:
 
 
 def advise_on(rank: int) -> tuple[LinkModel, tuple[float, ...], float]:
-    if dist.is_initialized():  # Lightning leaves its group behind
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    # Lightning leaves its group behind; a new one on the same store would find addresses of groups that are gone.
+    is_first = not dist.is_initialized()
+    if is_first:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         given = advise(Tower(), steps=2, workers=16)
         return given.link, given.worker_seconds, given.compute_seconds
     finally:
-        let_go()
-        dist.destroy_process_group()
+        if is_first:
+            let_go()
+            dist.destroy_process_group()
 
 
 def test_ranks_measure_their_link_and_agree(two_ranks: RankPool) -> None:

@@ -28,9 +28,11 @@ def test_workers_end_with_the_same_weights(diloco_ranks: RankPool, tmp_path: Pat
         default_root_dir=str(tmp_path),
     )
     assert_same_weights(results)
-    assert [result.global_step for result in results] == [12, 12]
+    steps = [result.global_step for result in results]
+    assert max(steps) == 12  # ends all, wherever the other one is in its last round
+    assert min(steps) > 8
     rounds = read_rounds(tmp_path / "rounds.jsonl")
-    assert [one.samples for one in rounds] == [32, 32, 32]
+    assert [one.samples for one in rounds] == [32, 32, 4 * (sum(steps) - 16)]
 
 
 def test_a_slow_worker_takes_fewer_steps_and_nobody_waits_long(diloco_ranks: RankPool, tmp_path: Path) -> None:
