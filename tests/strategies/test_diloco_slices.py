@@ -40,7 +40,7 @@ def fit_slices(
     options: dict[str, Any],
     data: dict[str, Any] | None = None,
     pauses: dict[int, float] | None = None,
-    save_every: int | None = None,
+    saves: bool = False,
     resume: str | None = None,
     fails: int | None = None,
     **trainer_options: Any,
@@ -49,8 +49,8 @@ def fit_slices(
     module: Remembers = Evaluates() if data and "val" in data else Remembers()
     epochs = NotesEpochs()
     callbacks: list[Callback] = [Pause(rank, FAST_AND_SLOW if pauses is None else pauses), epochs]
-    if save_every:
-        callbacks.append(ModelCheckpoint(dirpath=folder, every_n_train_steps=save_every, save_top_k=-1))
+    if saves:
+        callbacks.append(ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1))
     if fails == rank:
 
         def fail(step: int) -> None:
@@ -63,7 +63,7 @@ def fit_slices(
         DiLoCoStrategy(**options),
         callbacks=callbacks,
         default_root_dir=folder,
-        enable_checkpointing=bool(save_every),
+        enable_checkpointing=saves,
         **trainer_options,
     )
     slices = SliceDataModule(rows, **{"batch_size": [4, 2], **(data or {})})
@@ -106,3 +106,54 @@ def test_each_epoch_is_shared_by_speed(
     if not options.get("equal_steps"):
         assert samples(fast[0]) > 1.3 * samples(slow[0]) > 0
     assert all(torch.equal(value, slow[3][name]) for name, value in fast[3].items())
+
+
+def test_a_worker_that_finds_nothing_has_empty_epochs(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "rows", [11])
+    results = diloco_ranks.run(
+        fit_slices,
+        rows=rows,
+        folder=str(tmp_path),
+        options={"inner_steps": 2},
+        data={"batch_size": 2, "val": rows},
+        limit_val_batches=1.0,
+        max_epochs=3,
+        timeout=40.0,
+    )
+    assert trained(*(batches for batches, *_ in results)) == Counter({number: 3 for number in range(11)})
+    assert [len(epochs) for _, epochs, *_ in results] == [3, 3]
+    assert trained(*([seen] for _, _, seen, _ in results)) == Counter({number: 3 for number in range(11)})  # together
+
+
+def test_a_fit_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
+    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}, "timeout": 40.0}
+    start = diloco_ranks.run(fit_slices, limit_train_batches=5, max_epochs=1, saves=True, **arguments)
+    assert 0 < sum(samples(batches) for batches, *_ in start) < SAMPLES
+    rest = diloco_ranks.run(fit_slices, max_epochs=3, resume=f"{tmp_path}/epoch=0.ckpt", **arguments)
+    assert [len(epochs) for _, epochs, *_ in rest] == [2, 2]
+    fast, slow = rest
+    first = [fast[0][: fast[1][0]], slow[0][: slow[1][0]]]
+    assert trained(*(batches for batches, *_ in start), *first) == Counter(range(SAMPLES))
+    assert trained(*(batches for batches, *_ in [*start, *rest])) == Counter({n: 2 for n in range(SAMPLES)})
+
+
+def test_a_fit_goes_on_after_an_epoch_of_the_data(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
+    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}, "timeout": 40.0}
+    diloco_ranks.run(fit_slices, max_epochs=1, saves=True, **arguments)
+    rest = diloco_ranks.run(fit_slices, max_epochs=2, resume=f"{tmp_path}/epoch=0.ckpt", **arguments)
+    assert trained(*(batches for batches, *_ in rest)) == Counter(range(SAMPLES))
+
+
+def test_a_worker_s_failure_ends_all(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
+    with pytest.raises(RanksFailed, match="Rank 1 failed: ZeroDivisionError: on purpose") as failure:
+        diloco_ranks.run(
+            fit_slices,
+            rows=rows,
+            folder=str(tmp_path),
+            options={"inner_steps": 50},
+            pauses={},
+            fails=1,
+            max_epochs=2,
+            timeout=40.0,
+        )
+    print(failure.value)

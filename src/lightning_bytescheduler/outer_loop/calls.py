@@ -24,6 +24,7 @@ __all__ = ["CallServer", "Caller"]
 _NO_LIMIT = timedelta(days=30)  # a wait for the next call, which ``stop`` ends
 _LOOK = timedelta(seconds=1)  # a wait for an answer, after which failures are looked for
 _END = ""
+_FAREWELL = "farewell"
 
 
 class CallServer:
@@ -44,9 +45,29 @@ class CallServer:
         self._mailbox = mailbox
         self._answer = answer
         self._stopped = False
+        self._changed = threading.Condition()
+        self._farewells = 0  # changes under the condition
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.stop, 0.5)  # a thread inside torch while the interpreter ends would abort it
+
+    def await_farewells(self, count: int, *, timeout: float, check: Callable[[], None]) -> bool:
+        """Wait until so many callers have said that they call no more; returns whether they have, in time.
+
+        Args:
+            count: How many.
+            timeout: Longest wait, in seconds.
+            check: Called while waiting, each second; raises if they never will.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._farewells < count:
+                check()
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._changed.wait(min(left, _LOOK.total_seconds()))
+        return True
 
     def stop(self, timeout: float) -> bool:
         """End the thread; idempotent. Returns whether that took no more than ``timeout`` seconds."""
@@ -70,6 +91,11 @@ class CallServer:
                 self._store.delete_key(key)
                 if letter == _END:
                     return
+                if letter == _FAREWELL:
+                    with self._changed:
+                        self._farewells += 1
+                        self._changed.notify_all()
+                    continue
                 sender, _, text = letter.partition("\n")
                 try:
                     answer = f"+{self._answer(text)}"
@@ -135,6 +161,11 @@ class Caller:
         if answer[0] == "-":
             raise RuntimeError(f"Worker 0 could not answer: {answer[1:]}")
         return answer[1:]
+
+    def bid_farewell(self) -> None:
+        """Say that there will be no more calls; does not wait for an answer."""
+        with suppress(RuntimeError):  # the store is gone, and the server with it
+            _post(self._store, self._mailbox, _FAREWELL)
 
 
 def _post(store: dist.Store, mailbox: str, letter: str) -> None:

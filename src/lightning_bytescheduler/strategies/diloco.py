@@ -356,6 +356,8 @@ class DiLoCoStrategy(WorkerStrategy):
         if self._runtime is not None:
             with self._explained():
                 self._runtime.session.finish()
+                if self._slices is not None:
+                    self._slices.finish()
 
     def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""

@@ -151,7 +151,9 @@ class RoundBoundaries:
         return session.halted and self._halt(epoch)
 
     def _awaits_others(self) -> bool:
-        return self._shared_data is not None and self._shared_data.awaits_others()
+        if self._shared_data is None or self._session.halted or self._session.over:
+            return False
+        return self._shared_data.awaits_others()
 
     def _end_epoch_for_all(self, *, used_up: bool, validate: bool = False) -> None:
         """End the epoch, or stand still with all others for another reason.
@@ -161,7 +163,7 @@ class RoundBoundaries:
         """
         session = self._session
         session.settle()
-        while used_up and not session.halted and not session.over and self._awaits_others():
+        while used_up and self._awaits_others():
             session.end_round()
             session.settle()
         if not session.halted and not session.over:
@@ -189,8 +191,9 @@ class RoundBoundaries:
         if boundary is None:
             return False
         if boundary.epoch and self._shared_data is not None:
-            self._shared_data.end_epoch()
             self._epoch_ended = True
+            if not boundary.stop:  # else worker 0 may be through with everything
+                self._shared_data.end_epoch()
         if boundary.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True

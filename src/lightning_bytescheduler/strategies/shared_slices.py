@@ -69,19 +69,28 @@ class SharedSlices:
     def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
         """See ``TrackerHost``. Worker 0 is waited for with the first call."""
         if self.worker != 0:
-            self._client = _RemoteTracker(
-                Caller(self._store, _MAILBOX, timeout=self._timeout, check=self._check).call
-            )
+            self._client = _RemoteTracker(Caller(self._store, _MAILBOX, timeout=self._timeout, check=self._check))
             return self._client
         tracker = make()
         if self._server is None:
             self._server = CallServer(self._store, _MAILBOX, name=_THREAD, answer=_Answers(tracker))
         return tracker
 
+    def finish(self) -> None:
+        """The training is over here: ask nothing more. Worker 0 waits for the others, which may be in their last step.
+
+        Raises:
+            Exception: What another worker has failed with.
+        """
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.await_farewells(self.workers - 1, timeout=self._timeout, check=self._check)
+
     def close(self, *, failed: bool) -> bool:
         """Stop answering and calling; bounded, idempotent. Returns whether the thread has ended."""
         if self._client is not None:
-            self._client.close()
+            self._client.close(quietly=failed)
         return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
 
 
@@ -121,12 +130,15 @@ class _Answers:
 class _RemoteTracker:
     """A ``TrackerClient``; once closed, it only lets its worker leave."""
 
-    def __init__(self, call: Callable[[str], str]) -> None:
-        self._call = call
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
         self._closed = False
 
-    def close(self) -> None:
-        self._closed = True
+    def close(self, *, quietly: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            if not quietly:
+                self._caller.bid_farewell()
 
     def join(self, message: Join) -> Joined:
         return cast(Joined, self._ask(message))
@@ -158,4 +170,4 @@ class _RemoteTracker:
         return cast(Receipt, self._ask(message))
 
     def _ask(self, message: Call) -> Reply:
-        return cast(Reply, decode(self._call(encode(message))))
+        return cast(Reply, decode(self._caller.call(encode(message))))
