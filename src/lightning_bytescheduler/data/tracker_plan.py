@@ -56,8 +56,8 @@ class TrackerPlan:
 
     An iteration ends, with a smaller batch if need be, when nothing is to be had *for now*: the others may hold what is
     left. It never waits while a batch that it handed out may be untrained, since that may be what others wait for; so
-    one that has just begun waits, for a slice that comes back or for the next epoch. With ``waits=False`` that ends too,
-    and the owner of all plans says when their epoch ends: :meth:`awaits_others`, :meth:`end_epoch`.
+    one that has just begun waits, for a slice that comes back or for the next epoch. With ``waits=False`` that one
+    ends too, and whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
 
     Args:
         client: The tracker.
@@ -252,9 +252,7 @@ class TrackerPlan:
             return False
         new, gone = self._cache_changes()
         answer = self._client.request(
-            Request(
-                session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks
-            )
+            Request(session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks)
         )
         self._heard = self._clock()
         if isinstance(answer, JoinAgain):

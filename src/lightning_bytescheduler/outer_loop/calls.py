@@ -22,7 +22,8 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 __all__ = ["CallServer", "Caller"]
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next call, which ``stop`` ends
-_LOOK = timedelta(seconds=1)  # a wait for an answer, after which failures are looked for
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
+_LOOK_S = 1.0  # between two looks for failures
 _END = ""
 _FAREWELL = "farewell"
 
@@ -66,7 +67,7 @@ class CallServer:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
-                self._changed.wait(min(left, _LOOK.total_seconds()))
+                self._changed.wait(min(left, _LOOK_S))
         return True
 
     def stop(self, timeout: float) -> bool:
@@ -111,7 +112,7 @@ class Caller:
         store: That all ranks share.
         mailbox: The server's.
         timeout: Longest wait for an answer, in seconds.
-        check: Called while waiting, each second; raises if no answer is to be expected any more.
+        check: Called again and again while waiting; raises if no answer is to be expected any more.
         clock: Seconds; injected by tests.
     """
 
@@ -144,18 +145,17 @@ class Caller:
         key = f"{self._sender}/{self._calls}"
         began = self._clock()
         _post(self._store, self._mailbox, f"{key}\n{text}")
-        while True:
+        pause = _SHORTEST_S
+        while not self._store.check([key]):  # torch warns of each wait that is not over in time
             self._check()
-            try:
-                self._store.wait([key], _LOOK)
-                break
-            except dist.DistStoreError:
-                waited = self._clock() - began
-                if waited >= self._timeout:
-                    raise SchedulerTimeoutError(
-                        f"Nobody answered at {self._mailbox!r} for {waited:.0f} s. Raise the strategy's timeout if "
-                        "worker 0 may take longer to get there."
-                    ) from None
+            waited = self._clock() - began
+            if waited >= self._timeout:
+                raise SchedulerTimeoutError(
+                    f"Nobody answered at {self._mailbox!r} for {waited:.0f} s. Raise the strategy's timeout if worker "
+                    "0 may take longer to get there."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
         answer = self._store.get(key).decode()
         self._store.delete_key(key)
         if answer[0] == "-":
