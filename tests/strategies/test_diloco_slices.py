@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,8 @@ def test_each_epoch_is_shared_by_speed(
         fit_slices, rows=rows, folder=str(tmp_path), options=options, data={"batch_size": 3}, max_epochs=2, timeout=40.0
     )
     assert len(fast[1]) == len(slow[1]) == 2
-    for first, last in zip(
-        [(0, 0), *zip(fast[1], slow[1], strict=False)], zip(fast[1], slow[1], strict=False), strict=False
-    ):
+    ends = [(0, 0), *zip(fast[1], slow[1], strict=True)]
+    for first, last in pairwise(ends):
         epoch = trained(fast[0][first[0] : last[0]], slow[0][first[1] : last[1]])
         assert epoch == Counter(range(SAMPLES))
     if not options.get("equal_steps"):
