@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_bytescheduler.data.local_tracker import LocalTracker
@@ -24,13 +25,9 @@ from lightning_bytescheduler.data.tracker_messages import (
     Verdict,
 )
 from lightning_bytescheduler.data.tracker_wire import Call, Reply, decode, encode
+from lightning_bytescheduler.data_modules.slices import SliceDataModule
 from lightning_bytescheduler.data_modules.tracked_training import TrackedTraining
 from lightning_bytescheduler.outer_loop.calls import Caller, CallServer
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_bytescheduler.data_modules.slices import SliceDataModule
 
 __all__ = ["SharedSlices", "slices_of", "training_of"]
 
@@ -95,9 +92,7 @@ class SharedSlices:
 
 
 def slices_of(trainer: pl.Trainer) -> SliceDataModule | None:
-    """The data module of a fit, if it is one of slices and has some to train on."""
-    from lightning_bytescheduler.data_modules.slices import SliceDataModule  # which not everybody needs
-
+    """The data module of a fit, if it is one of slices."""
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     return data if isinstance(data, SliceDataModule) else None
 
