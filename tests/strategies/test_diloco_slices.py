@@ -146,6 +146,21 @@ def test_a_fit_goes_on_after_an_epoch_of_the_data(diloco_ranks: RankPool, tmp_pa
     assert trained(*(batches for batches, *_ in rest)) == Counter(range(SAMPLES))
 
 
+def fit_twice(rank: int, *, rows: str, folder: str) -> list[list[int]]:
+    model = Remembers()
+    slices = SliceDataModule(rows, batch_size=3)
+    for options in ({"limit_train_batches": 4}, {}):
+        strategy = DiLoCoStrategy(inner_steps=3)
+        trainer = diloco_trainer(rank, strategy, default_root_dir=folder, max_epochs=1, **options)
+        trainer.fit(model, datamodule=slices)
+    return model.batches
+
+
+def test_a_further_fit_goes_on(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
+    results = diloco_ranks.run(fit_twice, rows=rows, folder=str(tmp_path), timeout=40.0)
+    assert trained(*results) == Counter(range(SAMPLES))
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_worker_s_failure_ends_all(fails: int, diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     with pytest.raises(RanksFailed, match=f"RankFailedError: Rank {fails} failed: ZeroDivisionError: on purpose"):

@@ -192,8 +192,9 @@ class SliceDataModule(pl.LightningDataModule):
         """
         if self._stores:
             raise OptionError("host", host, "bound before setup()")
+        if (host is None) != (self._host is None):
+            self._training = None
         self._host = host
-        self._training = None
 
     @property
     def training(self) -> TrainingSlices:

@@ -219,6 +219,7 @@ class DiLoCoStrategy(WorkerStrategy):
         self._slices = SharedSlices(
             world.store, worker=self.worker, workers=self.workers, timeout=seconds, check=self._check_others
         )
+        data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
         data.bind_tracker(self._slices)
 
     def setup_distributed(self) -> None:
