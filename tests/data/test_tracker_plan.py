@@ -264,3 +264,38 @@ def test_other_slices_than_the_trackers_are_an_error():
     plan = TrackerPlan(make_tracker([1]), worker="w", incarnation="a", batch_size=1, slices=slices([1], prefix="other"))
     with pytest.raises(OptionError, match="'slice0'"):
         next(iter(plan))
+
+
+def test_without_waiting_epochs_end_together():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4], clock)
+    busy, idle = (Trains(tracker, clock, name, trained, batch_size=2, waits=False) for name in "ab")
+    busy.fetch()
+    assert idle.epoch() == []
+    assert idle.plan.awaits_others()
+    assert not busy.plan.awaits_others()  # it has samples of its own
+    idle.plan.end_epoch()
+    assert idle.plan.epoch == 0
+    while busy.fetched:
+        busy.fetch()
+        busy.train()
+    assert not busy.plan.awaits_others()
+    assert idle.epoch() == []  # it does not go on by itself
+    assert not idle.plan.awaits_others()
+    for worker in (idle, busy):
+        worker.plan.end_epoch()
+    assert idle.epoch() == [2, 2]
+    assert busy.plan.epoch == 1
+    assert trained == all_of([4], epochs=2)
+
+
+def test_whoever_looks_is_given_what_nobody_holds():
+    clock = Clock()
+    tracker = make_tracker([4], clock)
+    worker, other = (Trains(tracker, clock, name, Counter(), batch_size=2, waits=False) for name in "ab")
+    worker.fetch()
+    assert other.plan.awaits_others()
+    tracker.release("a")
+    assert not other.plan.awaits_others()
+    assert other.epoch() == [2, 2]

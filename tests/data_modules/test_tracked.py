@@ -34,6 +34,8 @@ class Hosts:
 
 
 class Host:
+    waits = True
+
     def __init__(self, hosts: Hosts, worker: int) -> None:
         self.hosts, self.worker, self.workers = hosts, worker, hosts.workers
 

@@ -133,6 +133,8 @@ class SliceTracker:
                 return self._assignment(grant, revoked)
         if self.over:
             return EpochOver(epoch=message.epoch, revoked=revoked)
+        if message.looks and self._holders:
+            return Wait(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
         if len(record.ahead) >= record.prefetch:
             return Wait(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
         chosen = self._choose(record)

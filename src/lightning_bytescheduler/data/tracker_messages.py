@@ -76,6 +76,7 @@ class Request:
             never began is sent again, as its answer must have been lost.
         cached: Keys of slices it has got locally since it last said so. Repeating all is as good, only slower.
         evicted: Keys of slices it has locally no longer.
+        looks: It only asks how the epoch stands: as long as another worker holds a slice, it is given none.
     """
 
     session: int
@@ -83,6 +84,7 @@ class Request:
     holding: tuple[int, ...] = ()
     cached: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
+    looks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,8 @@ class TrackerPlan:
 
     An iteration ends, with a smaller batch if need be, when nothing is to be had *for now*: the others may hold what is
     left. It never waits while a batch that it handed out may be untrained, since that may be what others wait for; so
-    one that has just begun waits, for a slice that comes back or for the next epoch.
+    one that has just begun waits, for a slice that comes back or for the next epoch. With ``waits=False`` that one
+    ends too, and whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
 
     Args:
         client: The tracker.
@@ -66,6 +67,7 @@ class TrackerPlan:
         ahead: Slices to hold that are not begun; None follows what readers ask for.
         slices: Those of the data, in the tracker's order.
         cached: Says which of some slices are local, by key.
+        waits: Whether an iteration that has just begun waits, and goes on to the next epoch by itself.
         clock: Seconds that never run backwards.
 
     Raises:
@@ -86,6 +88,7 @@ class TrackerPlan:
         ahead: int | None = None,
         slices: Sequence[Slice],
         cached: Callable[[Iterable[Slice]], list[str]] = lambda slices: [],
+        waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -99,6 +102,7 @@ class TrackerPlan:
         self._allowed = self._ahead  # by the tracker
         self._slices = slices
         self._cached = cached
+        self._waits = waits
         self._clock = clock
         self._stopped = threading.Event()
         self._session: int | None = None
@@ -124,12 +128,10 @@ class TrackerPlan:
             if batch is not None:
                 has_given = True
                 yield batch
-            elif has_given:
+            elif has_given or not self._waits:
                 return
             elif self._is_over:
-                self.epoch += 1
-                self._is_over = False
-                self._ask_at = 0.0
+                self._go_on()
             elif self._stopped.wait(max(self._ask_at - self._clock(), 0.0)):
                 return
 
@@ -166,6 +168,15 @@ class TrackerPlan:
         """Renew the lease, if nothing was said for a good part of it; for when nothing is trained, as in validation."""
         if self._session is not None and self._clock() - self._heard > self._lease / _RENEWALS:
             self._heed(self._client.renew(Renew(session=self._session)))
+
+    def awaits_others(self) -> bool:
+        """Whether other workers hold all that is left of the epoch, so that there is nothing to train on here."""
+        return not self._look() and not self._held
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, if nothing is left of this one."""
+        if self._look():
+            self._go_on()
 
     def leave(self) -> None:
         """Give back what is held, where it stands. An iteration after this joins again."""
@@ -221,7 +232,18 @@ class TrackerPlan:
             held.begun = receipt.accepted
         return held.begun
 
-    def _ask(self) -> bool:
+    def _look(self) -> bool:
+        """Ask whether the epoch is over, and be given a slice only if nobody holds one."""
+        while not self._held and self._ask(looks=True):
+            pass
+        return self._is_over
+
+    def _go_on(self) -> None:
+        self.epoch += 1
+        self._is_over = False
+        self._ask_at = 0.0
+
+    def _ask(self, *, looks: bool = False) -> bool:
         """Ask for one more slice; whether there is something new to look at."""
         session = self._session
         if session is None:
@@ -230,7 +252,7 @@ class TrackerPlan:
             return False
         new, gone = self._cache_changes()
         answer = self._client.request(
-            Request(session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone)
+            Request(session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks)
         )
         self._heard = self._clock()
         if isinstance(answer, JoinAgain):

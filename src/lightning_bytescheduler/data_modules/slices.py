@@ -192,8 +192,9 @@ class SliceDataModule(pl.LightningDataModule):
         """
         if self._stores:
             raise OptionError("host", host, "bound before setup()")
+        if (host is None) != (self._host is None):
+            self._training = None
         self._host = host
-        self._training = None
 
     @property
     def training(self) -> TrainingSlices:
@@ -297,6 +298,11 @@ class SliceDataModule(pl.LightningDataModule):
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
+    def _rank_and_ranks_of_evaluation(self) -> tuple[int, int]:
+        """Workers that train on their own may evaluate together."""
+        sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
+
     def _catalogue(self, split: str) -> SliceCatalogue:
         if split not in self._catalogues:
             self._catalogues[split] = SliceCatalogue(self._sources[split].slices)
@@ -326,10 +332,10 @@ class SliceDataModule(pl.LightningDataModule):
     def _evaluation(self, split: str) -> list[SliceLoader]:
         if split not in self._stores:
             return []
-        rank, ranks = self._rank_and_ranks()
+        rank, ranks = self._rank_and_ranks_of_evaluation()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
         size = getattr(self, name)
-        if self._host is not None and not isinstance(size, int):  # of a world of its own
+        if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = LockStepPlan(
             self._catalogue(split),

@@ -84,6 +84,7 @@ class TrackedTraining:
                 ahead=self._ahead,
                 slices=self._store.source.slices,
                 cached=self._store.cached,
+                waits=self._host.waits,
             )
 
     def note(self, note: ReadNote) -> None:
@@ -101,6 +102,14 @@ class TrackedTraining:
         """Renew the lease in time."""
         if self._plan is not None:
             self._plan.keep_alive()
+
+    def awaits_others(self) -> bool:
+        """Whether other workers hold all that is left of the epoch."""
+        return self.plan.awaits_others()
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch of the data, if nothing is left of this one: for all workers at the same moment."""
+        self.plan.end_epoch()
 
     def close(self) -> None:
         """Give back what this worker holds."""
@@ -142,6 +151,9 @@ class TrackedTraining:
             workers = [_name(number) for number in range(self._host.workers)]
             tracker.load_state_dict(self._pending["tracker"], workers=workers)
             self._pending = None
+            report = tracker.report()
+            if report.over and not self._host.waits:  # nobody goes on to the next one by itself
+                tracker.start_epoch(report.epoch + 1)
 
 
 def _name(worker: int) -> str:

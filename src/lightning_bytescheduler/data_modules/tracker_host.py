@@ -17,10 +17,14 @@ class TrackerHost(Protocol):
     Attributes:
         worker: Number of this worker, from 0; the same after a restart.
         workers: How many there are at the start. Others may join later.
+        waits: Whether a worker that finds nothing for now when its epoch begins waits in its loader, and goes on to the
+            next epoch of the data by itself. If not, its epoch of Lightning may be empty, and the strategy ends epochs
+            of the data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
     """
 
     worker: int
     workers: int
+    waits: bool
 
     def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
         """Reach the tracker.

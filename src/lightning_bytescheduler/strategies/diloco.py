@@ -38,6 +38,7 @@ from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.round_boundaries import RoundBoundaries
 from lightning_bytescheduler.strategies.round_file import RoundFile
+from lightning_bytescheduler.strategies.shared_slices import SharedSlices, slices_of, training_of
 from lightning_bytescheduler.strategies.worker_strategy import WorkerStrategy
 
 __all__ = ["DiLoCoStrategy"]
@@ -64,6 +65,11 @@ class DiLoCoStrategy(WorkerStrategy):
       ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
       theirs is not used in that epoch. It always ends a round.
+    * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
+      epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
+      part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
+      (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
+      what was trained on since its begin for done too. Each worker's batch size is an option of the module.
     * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all workers
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
       of the module, are over all workers then, as with DDP. Everything logged while training is the worker's own.
@@ -162,6 +168,7 @@ class DiLoCoStrategy(WorkerStrategy):
         self._boundaries: RoundBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
+        self._slices: SharedSlices | None = None
         self._kept_state: dict[str, Any] | None = None
         self._added: list[pl.Callback] = []
         self._open = ExitStack()
@@ -202,6 +209,18 @@ class DiLoCoStrategy(WorkerStrategy):
                 monitor = PerformanceMonitor()
                 _callbacks(trainer).insert(1, monitor)
                 self._added.append(monitor)
+            self._share_slices(trainer)
+
+    def _share_slices(self, trainer: pl.Trainer) -> None:
+        data, world = slices_of(trainer), self._world
+        if data is None or world is None:
+            return
+        seconds = self._options.outer(self._timeout).timeout
+        self._slices = SharedSlices(
+            world.store, worker=self.worker, workers=self.workers, timeout=seconds, check=self._check_others
+        )
+        data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
+        data.bind_tracker(self._slices)
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -268,6 +287,9 @@ class DiLoCoStrategy(WorkerStrategy):
         if self._boundaries is not None:
             self._boundaries.detach()
             self._boundaries = None
+        slices, self._slices = self._slices, None
+        if slices is not None:
+            slices.close(failed=self._failed)
         runtime, self._runtime = self._runtime, None
         idle = not self._failed
         if runtime is not None:
@@ -311,7 +333,11 @@ class DiLoCoStrategy(WorkerStrategy):
         )
         self._statistics = self._runtime.session.statistics
         self._boundaries = RoundBoundaries(
-            trainer, self._runtime.session, first_worker=world.rank == 0, together=self._validating_together
+            trainer,
+            self._runtime.session,
+            first_worker=world.rank == 0,
+            together=self._validating_together,
+            shared_data=None if self._slices is None else training_of(trainer),
         )
         with self._explained():
             self._runtime.start(self._kept_state)
@@ -336,6 +362,8 @@ class DiLoCoStrategy(WorkerStrategy):
         if self._runtime is not None:
             with self._explained():
                 self._runtime.session.finish()
+                if self._slices is not None:
+                    self._slices.finish()
 
     def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""
@@ -370,6 +398,8 @@ class DiLoCoStrategy(WorkerStrategy):
             super().save_checkpoint(*args, **kwargs)
 
     def _stop_rounds(self, cause: BaseException) -> None:
+        if self._slices is not None:
+            self._slices.close(failed=True)
         if self._runtime is not None:
             self._runtime.fail(cause)
 

@@ -10,13 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
 from lightning_bytescheduler.outer_loop.worker_session import WorkerSession
 
-__all__ = ["RoundBoundaries"]
+__all__ = ["RoundBoundaries", "SharedData"]
+
+
+class SharedData(Protocol):
+    """Training data that is handed out to all workers as they need it, so that no worker has a share of its own."""
+
+    def awaits_others(self) -> bool:
+        """Whether other workers hold all that is left of the epoch."""
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch of the data, if nothing is left of this one. All workers stand still."""
 
 
 class RoundBoundaries:
@@ -27,6 +37,7 @@ class RoundBoundaries:
         session: This worker's.
         first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
         together: What holds while all workers validate together.
+        shared_data: The training data, if all workers share it.
         clock: Seconds; injected by tests.
     """
 
@@ -37,12 +48,14 @@ class RoundBoundaries:
         *,
         first_worker: bool,
         together: Callable[[], AbstractContextManager[None]],
+        shared_data: SharedData | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
         self._session = session
         self._first_worker = first_worker
         self._together = together
+        self._shared_data = shared_data
         self._open = ExitStack()
         self._clock = clock
         self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
@@ -54,6 +67,8 @@ class RoundBoundaries:
         self._tokens = 0
         self._loss: float | None = None
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
+        self._epoch_ended = False  # for all; where data is shared
+        self._has_batch = False  # since the last decision
 
     def attach(self) -> None:
         """Begin to decide."""
@@ -71,6 +86,7 @@ class RoundBoundaries:
         self._samples += samples
         self._tokens += tokens
         self._loss = loss
+        self._has_batch = True
 
     def before_batch(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""
@@ -87,21 +103,26 @@ class RoundBoundaries:
     def before_epoch_end(self) -> None:
         """See to it that the epoch ends for all.
 
-        With overlap, the round that this worker's last batch fell into may have ended for another reason.
+        With overlap, the round that this worker's last batch fell into may have ended for another reason. Where data is
+        shared, the same goes for a worker that takes part in rounds while others train on what is left; and one that
+        comes too late for anything has an epoch without a batch.
         """
         session, trainer = self._session, self._trainer
-        if not self._epoch_to_end or session.over:
-            return
-        self._epoch_to_end = False
-        self._open.close()
-        if not session.pass_on():
-            self._stop()
-            return
-        session.end_round_for_all(epoch=True)
-        if self._halt(own_epoch_ends=True):
-            trainer.validating = True
-            self._loop.val_loop.run()
-            trainer.training = True
+        empty = self._shared_data is not None and not self._epoch_ended
+        to_end = self._epoch_to_end or empty
+        self._epoch_to_end = self._epoch_ended = False
+        while to_end and not session.over:
+            self._open.close()
+            if not session.pass_on():
+                self._stop()
+                return
+            self._end_epoch_for_all(used_up=True)
+            if self._halt(own_epoch_ends=True):
+                trainer.validating = True
+                self._loop.val_loop.run()
+                trainer.training = True
+            to_end = session.halted and session.boundary is not None and not session.boundary.epoch
+        self._epoch_ended = False
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self._trainer
@@ -110,8 +131,14 @@ class RoundBoundaries:
         if stepped:
             self._count_step()
         epoch = loop._num_ready_batches_reached()
-        stop = self._wants_to_stop(epoch)
-        if epoch or stop:
+        # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
+        used_up = epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
+        self._has_batch = False
+        stop = self._wants_to_stop(epoch and not (used_up and self._awaits_others()))
+        if epoch and not stop:
+            self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
+            self._epoch_to_end = session.boundary is not None and not session.boundary.epoch
+        elif stop:
             session.end_round_for_all(epoch=epoch, validate=wants_validation, stop=stop)
             self._epoch_to_end = epoch and session.boundary is not None and not session.boundary.epoch
         else:
@@ -122,6 +149,25 @@ class RoundBoundaries:
         if stepped:
             self._began = self._clock()
         return session.halted and self._halt(epoch)
+
+    def _awaits_others(self) -> bool:
+        if self._shared_data is None or self._session.halted or self._session.over:
+            return False
+        return self._shared_data.awaits_others()
+
+    def _end_epoch_for_all(self, *, used_up: bool, validate: bool = False) -> None:
+        """End the epoch, or stand still with all others for another reason.
+
+        Where there is nothing left for this worker but others still train, it takes part in their rounds with what it
+        has done so far, which is nothing after the first one.
+        """
+        session = self._session
+        session.settle()
+        while used_up and self._awaits_others():
+            session.end_round()
+            session.settle()
+        if not session.halted and not session.over:
+            session.end_round_for_all(epoch=True, validate=validate)
 
     def _count_step(self) -> None:
         self._global_step = self._trainer.global_step
@@ -144,6 +190,10 @@ class RoundBoundaries:
         boundary = self._session.boundary
         if boundary is None:
             return False
+        if boundary.epoch and self._shared_data is not None:
+            self._epoch_ended = True
+            if not boundary.stop:  # else worker 0 may be through with everything
+                self._shared_data.end_epoch()
         if boundary.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True

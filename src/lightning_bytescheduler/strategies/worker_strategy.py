@@ -143,6 +143,11 @@ class WorkerStrategy(DDPStrategy):
                 raise
             raise cause from error
 
+    def _check_others(self) -> None:
+        """Raise what another rank has failed with, if it is known."""
+        if self._board is not None and self._board.fault is not None:
+            raise self._board.fault
+
     def _explain(self, error: BaseException) -> BaseException:
         return error if self._board is None else self._board.explain(error)
 
