@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.data.formats import format_of
 from lightning_bytescheduler.data.line_readers import count_json_lines, count_text_lines
-from lightning_bytescheduler.data.npy_reader import npy_slice
+from lightning_bytescheduler.data.npy_reader import NpyHeader, npy_slice
 from lightning_bytescheduler.data.stream import SliceStream
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -136,3 +139,26 @@ def test_parquet():
     file = io.BytesIO()
     parquet.write_table(pyarrow.table({"a": [1, 2, 3]}), file)
     assert read("a.parquet", file.getvalue(), 100, 1) == [{"a": 2}, {"a": 3}]
+
+
+def test_headers_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython up to 3.11 fails, now and then, where two threads parse Python at once."""
+    parse = np.lib.format.read_array_header_1_0
+    parsing = threading.Semaphore(1)
+    at_once: list[bool] = []
+
+    def slowly(file: Any) -> Any:
+        at_once.append(not parsing.acquire(blocking=False))
+        time.sleep(0.02)
+        parsing.release()
+        return parse(file)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slowly)
+    content = io.BytesIO()
+    np.save(content, np.zeros((7, 3)))
+    threads = [threading.Thread(target=NpyHeader, args=(content.getvalue(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [False] * 3

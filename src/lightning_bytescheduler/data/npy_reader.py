@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from lightning_bytescheduler.data.stream import SliceStream
 __all__ = ["NpyHeader", "npy_slice", "read_npy"]
 
 _BEFORE_LENGTH = 8  # magic and version
+
+# NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
+# gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
+_PARSING = threading.Lock()
 
 
 class NpyHeader:
@@ -37,12 +42,11 @@ class NpyHeader:
         if len(content) < max(_BEFORE_LENGTH + width, rows_at):
             raise EOFError("The header of a .npy file is cut short.")
         file = io.BytesIO(content[_BEFORE_LENGTH:rows_at])
-        if version == (1, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(file)
-        else:
+        if version not in ((1, 0), (2, 0)):
             raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        with _PARSING:
+            shape, fortran_order, dtype = read(file)
         if not shape:
             raise ValueError("The array has no dimension and hence no rows.")
         if fortran_order and len(shape) > 1:
