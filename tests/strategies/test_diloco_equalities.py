@@ -94,9 +94,8 @@ class Keeps(Callback):
 def test_the_outer_step_is_torchs_nesterov_on_the_mean(diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 4, "equal_steps": True},
+        options={"inner_steps": 4, "equal_steps": True, "outer_steps": 4},
         model=calm_tower,
-        max_steps=16,
         callbacks=(Keeps,),
         default_root_dir=str(tmp_path),
     )
