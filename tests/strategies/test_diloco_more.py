@@ -94,10 +94,9 @@ def test_schedules_by_epochs_agree(diloco_ranks: RankPool, tmp_path: Path) -> No
 def test_progress_is_logged(diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 4, "equal_steps": True},
+        options={"inner_steps": 4, "equal_steps": True, "outer_steps": 4},
         model=partial(calm_tower, samples=256),
         pauses=FAST_AND_SLOW,
-        max_steps=16,
         log_every_n_steps=2,
         default_root_dir=str(tmp_path),
     )
