@@ -97,7 +97,7 @@ class AgreedValues:
                 raise cause
             with suppress(RuntimeError):  # the slice ran out; or the broadcast failed, and says so below
                 work.wait(_WAIT_SLICE)
-        work.wait()
+        work.wait()  # it has ended: this raises what it failed with
 
     def close(self) -> None:
         """Leave the group, within a second; idempotent. What was posted last may never come, after a failure."""

@@ -61,10 +61,11 @@ class GradientTransport:
             if ready is not None and ready.event is not None:
                 self._stream.wait_event(ready.event)
             started = operation(self.group, part, self._started)
-            for work in started.works:
-                work.wait()  # NCCL: makes this stream wait, not the host
-            if started.finish is not None:
-                started.finish()
+            following: StartedOperation | None = started
+            while following is not None:
+                for work in following.works:
+                    work.wait()  # NCCL: makes this stream wait, not the host
+                following = None if following.finish is None else following.finish()
             finished = torch.cuda.Event()
             finished.record(self._stream)
         self._completion.watch(StartedOperation(started.works), sub_task, finished)

@@ -1,6 +1,7 @@
 """Collectives of all ranks together, for the moments in which all workers do the same, such as a validation.
 
 On a gloo group of their own, with tensors in host memory, so that any device and backend will do. For one thread.
+Waits end with the group's timeout, the strategy's, or when a rank that has died closes its connections.
 """
 
 from __future__ import annotations

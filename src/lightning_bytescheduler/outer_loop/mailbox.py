@@ -55,7 +55,7 @@ class Postman:
     def _run(self) -> None:
         try:
             while True:
-                letters = [self._queue.get()]
+                letters = [self._queue.get()]  # woken by stop(), which puts None
                 while not self._queue.empty():
                     letters.append(self._queue.get())
                 for mailbox, message in _without_overtaken([letter for letter in letters if letter is not None]):
