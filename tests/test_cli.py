@@ -9,6 +9,7 @@ import pytest
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
+from lightning_bytescheduler.tuning import TrialEntry, append_entries
 from tests.diloco.records import written
 
 
@@ -77,6 +78,31 @@ def test_summary_as_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "│" in output
     assert EXPECTED.items() <= rows(output).items()
+
+
+def test_nothing_is_cut_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "60")
+    entry = TrialEntry(
+        search=0,
+        kind="start",
+        step=123456,
+        credit=123456789,
+        partition_size=12345678,
+        step_seconds=12.3456,
+        error_seconds=1.2345,
+        noise=0.1,
+        steps=20,
+        outcome="abandoned",
+    )
+    append_entries(tmp_path / "tuning.jsonl", [entry])
+    assert main(["tuning", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert all(len(line) <= 60 for line in output.splitlines())
+    words = output.replace("│", " ").split()
+    assert {"123,456", "start", "123,456,789,", "12,345,678", "12,345.6", "abandoned"} <= set(words)
 
 
 def test_a_file_name_is_not_taken_for_markup(

@@ -220,7 +220,8 @@ def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[st
     table = Table(title=Text(title), title_justify="left", show_header=bool(heading))
     for index in range(len(rows[0])):
         name = Text(heading[index]) if heading else ""
-        table.add_column(name, no_wrap=True, justify="right" if index else "left")
+        # What is too wide for the terminal goes on in the next line: neither labels nor values are cut.
+        table.add_column(name, no_wrap=not index, overflow="fold", justify="right" if index else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # as Text: a file name may hold what rich takes for markup
     Console().print(table)
