@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from tests.scheduler.test_short_turns import SHORT, needs_support, turn
 from tests.support.rank_pool import RankPool
 
 
@@ -69,3 +70,22 @@ def leave_late(rank: int) -> None:
     dist.destroy_process_group()
     groups.destroy()
     assert os.environ["LOCAL_RANK"] == str(rank)
+
+
+def turns_of_new_threads(rank: int) -> set[int]:
+    """How long the turns are of threads that the groups have brought, in nanoseconds."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        before = set(os.listdir("/proc/self/task"))
+        groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+        groups.warm_up(torch.device("cpu"))
+        found = {turn(int(thread)) for thread in set(os.listdir("/proc/self/task")) - before}
+        groups.destroy()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_support
+def test_threads_of_the_groups_have_short_turns(two_ranks: RankPool) -> None:
+    assert two_ranks.run(turns_of_new_threads) == [{SHORT}, {SHORT}]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.fault_notice import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompletionThread", "break_connections", "wait_in_slices"]
@@ -96,6 +97,7 @@ class CompletionThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        prefer_short_turns()
         failed: BaseException | None = None
         while True:
             item = self._pending.get()  # woken by stop(), which puts None

@@ -19,6 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.scheduler.short_turns import short_turns
+
 __all__ = ["SchedulerGroups", "leave"]
 
 log = logging.getLogger(__name__)
@@ -53,8 +55,9 @@ class SchedulerGroups:
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
         dist.barrier()
-        data = dist.new_group(timeout=timeout, backend=dist.get_backend())
-        control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
+        with short_turns():  # for gloo's own threads
+            data = dist.new_group(timeout=timeout, backend=dist.get_backend())
+            control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
         return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size())
 
     def warm_up(self, device: torch.device) -> None:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
@@ -148,6 +149,7 @@ class FollowingOrder(AnnouncedOrder):
         update_order = self._update_order
         if update_order is None:
             return
+        prefer_short_turns()
         try:
             while True:
                 message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)

@@ -25,6 +25,7 @@ from types import TracebackType
 from lightning_bytescheduler.exceptions import SchedulerClosedError, SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.options import require_size
 from lightning_bytescheduler.scheduler.order import LaunchOrder, PriorityOrder
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskState
 
 __all__ = ["ByteCore"]
@@ -309,6 +310,7 @@ class ByteCore:
         return open_tasks
 
     def _dispatch(self) -> None:
+        prefer_short_turns()
         while True:
             with self._lock:
                 if not self._woken and not self._closed:

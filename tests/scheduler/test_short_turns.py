@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+import sys
+import threading
+import time
+
+import pytest
+
+from lightning_bytescheduler.scheduler import short_turns as module
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns, short_turns
+from tests.scheduler.harness import running_core
+
+_GET = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
+SHORT = 100_000
+
+
+def turn(thread: int = 0) -> int:
+    """What the kernel says of a thread, in nanoseconds; 0 if it knows no such thing."""
+    number = _GET.get(platform.machine()) if sys.platform == "linux" else None
+    attributes = ctypes.create_string_buffer(48)
+    if number is None or ctypes.CDLL(None).syscall(number, thread, attributes, 48, 0):
+        return 0
+    return int(struct.unpack("IIQiIQQQ", attributes.raw)[5])
+
+
+needs_support = pytest.mark.skipif(turn() == 0, reason="the kernel has no turns of one's own length (Linux 6.12)")
+
+
+def in_a_thread(what: list[int], *, before: bool) -> None:
+    if before:
+        prefer_short_turns()
+    what.append(turn())
+
+
+@needs_support
+@pytest.mark.parametrize("asked", [True, False])
+def test_only_who_asks_has_short_turns(asked: bool) -> None:
+    usual = turn()
+    found: list[int] = []
+    thread = threading.Thread(target=in_a_thread, args=(found,), kwargs={"before": asked})
+    thread.start()
+    thread.join(10)
+    assert found == [SHORT if asked else usual]
+    assert turn() == usual > SHORT
+
+
+@needs_support
+def test_threads_started_meanwhile_inherit_them() -> None:
+    usual = turn()
+    found: list[int] = []
+    with short_turns():
+        thread = threading.Thread(target=in_a_thread, args=(found,), kwargs={"before": False})
+        thread.start()
+    thread.join(10)
+    assert found == [SHORT]
+    assert turn() == usual
+
+
+@needs_support
+def test_the_dispatcher_has_them() -> None:
+    with running_core(name="turns"):
+        (dispatcher,) = (thread for thread in threading.enumerate() if thread.name == "turns-dispatcher")
+        assert dispatcher.native_id is not None
+        give_up = time.monotonic() + 10
+        while turn(dispatcher.native_id) != SHORT and time.monotonic() < give_up:
+            time.sleep(0.001)
+        assert turn(dispatcher.native_id) == SHORT
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sys.platform", "darwin"), ("platform.machine", lambda: "an unknown processor")]
+)
+def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    usual = turn()
+    monkeypatch.setattr(f"{module.__name__}.{name}", value)
+    assert not prefer_short_turns()
+    with short_turns():
+        pass
+    monkeypatch.undo()
+    assert turn() == usual
