@@ -6,11 +6,12 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from lightning_bytescheduler.scheduler import short_turns as module
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns, short_turns
+from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns, prefer_short_turns, short_turns
 from tests.scheduler.harness import running_core
 
 _GET = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
@@ -81,3 +82,32 @@ def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch, name: str, v
         pass
     monkeypatch.undo()
     assert turn() == usual
+
+
+@pytest.fixture
+def interval() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_the_interpreter_switches_sooner_until_the_last_user_ends(interval: float) -> None:
+    first, second = InterpreterTurns(), InterpreterTurns()
+    assert sys.getswitchinterval() == pytest.approx(0.0005, abs=2e-6)
+    first.end()
+    first.end()
+    assert sys.getswitchinterval() == pytest.approx(0.0005, abs=2e-6)
+    second.end()
+    assert sys.getswitchinterval() == pytest.approx(interval, abs=2e-6)
+
+
+@pytest.mark.parametrize("chosen", [0.0001, 0.02])
+def test_an_interval_that_somebody_chose_is_kept(interval: float, chosen: float) -> None:
+    turns = InterpreterTurns()
+    sys.setswitchinterval(chosen)
+    turns.end()
+    assert sys.getswitchinterval() == pytest.approx(chosen, abs=2e-6)
+    turns = InterpreterTurns()
+    assert sys.getswitchinterval() == pytest.approx(min(chosen, 0.0005), abs=2e-6)
+    turns.end()
+    assert sys.getswitchinterval() == pytest.approx(chosen, abs=2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -74,11 +75,13 @@ class _Looks(Callback):
 
     def __init__(self) -> None:
         self.threads: list[str] = []
+        self.switch_interval = 0.0
         self.seen: dict[str, Any] = {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.switch_interval = sys.getswitchinterval()
         self.threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("bytescheduler"))
         strategy = trainer.strategy
         if isinstance(strategy, ByteSchedulerStrategy) and strategy.runtime is not None:
@@ -102,6 +105,7 @@ def observe(rank: int, options: dict[str, Any], environment: dict[str, str]) -> 
     return {
         "threads_during": look.threads,
         "threads_after": [t.name for t in threading.enumerate() if t.name.startswith("bytescheduler")],
+        "switch_intervals": (look.switch_interval, sys.getswitchinterval()),  # during the fit and after it, in seconds
         "callbacks_after": [type(c).__name__ for c in trainer.callbacks],  # type: ignore[attr-defined]
         "reasons": strategy.plan.reasons,
         "deferred_share": 0.0 if strategy.statistics is None else strategy.statistics.deferred_share,

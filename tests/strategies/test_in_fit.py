@@ -67,6 +67,7 @@ def test_no_thread_and_no_callback_outlives_the_fit(two_ranks: RankPool) -> None
     for rank, seen in enumerate(two_ranks.run(fits.observe, options={}, environment={})):
         assert len(seen["threads_during"]) == (3 if rank == 0 else 4)
         assert seen["threads_after"] == []
+        assert seen["switch_intervals"] == pytest.approx((0.0005, 0.005), abs=1e-5)
         assert "SchedulerHooks" not in seen["callbacks_after"]
 
 

@@ -87,6 +87,17 @@ def test_the_slower_the_start_the_larger_the_partition() -> None:
     assert partitions == [32 * KIB, 75_000, 750_000, 8 * MIB]
 
 
+@pytest.mark.parametrize(
+    ("alpha", "partition", "partitions"), [(0.0, 1_000_000, 4), (2e-3, 1_500_000, 3), (1e-2, 7_500_000, 2)]
+)
+def test_a_busy_processor_is_given_more_at_once(alpha: float, partition: int, partitions: int) -> None:
+    link = LinkEstimate(alpha=alpha, beta=1e-9)
+    sizes = default_sizes(parameters=10**9, bytes_per_parameter=4, link=link, busy_processor=True)
+    assert (sizes.partition_size, sizes.credit) == pytest.approx((partition, partitions * partition), abs=4)
+    small = default_sizes(parameters=10**6, bytes_per_parameter=4, link=link, busy_processor=True)
+    assert (small.partition_size, small.credit) == (62_500, 4 * 62_500)
+
+
 def test_a_model_of_many_buckets_gets_64_of_them() -> None:
     link = LinkEstimate(alpha=1e-5, beta=1e-9)
     assert default_sizes(parameters=64 * MIB, bytes_per_parameter=4, link=link).bucket_bytes == 4 * MIB

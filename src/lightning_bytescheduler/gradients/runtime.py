@@ -30,6 +30,7 @@ from lightning_bytescheduler.gradients.sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, QUEUE, Timeline
 
@@ -104,6 +105,7 @@ class SchedulerRuntime:
             statistics=self.statistics,
             timeline=self._timeline,
         )
+        self._turns = InterpreterTurns()
         board.watch(self)
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
@@ -195,6 +197,7 @@ class SchedulerRuntime:
             # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
+            self._turns.end,
         ]
         if self._timeline is not None:
             steps.append(self._timeline.close)

@@ -45,7 +45,9 @@ def agree_on_sizes(
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link = probe_link(groups.data, device)
-        sizes = default_sizes(parameters=count, bytes_per_parameter=width, link=link)
+        sizes = default_sizes(
+            parameters=count, bytes_per_parameter=width, link=link, busy_processor=device.type == "cpu"
+        )
         if credit:
             sizes = SchedulerSizes(
                 partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes

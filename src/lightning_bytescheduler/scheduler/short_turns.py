@@ -1,10 +1,13 @@
-"""Threads that carry communication ask the kernel for short turns on the processor.
+"""Threads that carry communication need the processor, and the interpreter, soon but briefly.
 
 Where every core computes, a thread that a message wakes waits for a computing thread's turn to end, 1.4 to 3 ms, and a
 partition needs several such wakings on each rank: sub-tasks of 1.5 ms on the wire took 25 (``benchmarks/README.md``).
 Linux 6.12 and later let a thread of the ordinary policy ask for shorter turns, without privileges: it runs as soon as
 it wakes, and its share of the processor stays what it was (``sched_setattr(2)``, ``sched_runtime``). Elsewhere nothing
 happens.
+
+A thread of Python that wakes while another runs Python code waits for the interpreter besides, up to its *switch
+interval*: 5 ms, unless whoever holds it lets go and does not take it back before the woken thread runs.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import ctypes
 import platform
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["prefer_short_turns", "short_turns"]
+__all__ = ["InterpreterTurns", "prefer_short_turns", "short_turns"]
 
+_SWITCH_INTERVAL_S = 0.0005
 _SHORT = 100_000  # nanoseconds, the least that the kernel grants
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 _RUNTIME = 5  # its place in the above
@@ -43,6 +48,39 @@ def short_turns() -> Iterator[None]:
     finally:
         if before is not None:
             _ask_for(before)
+
+
+class InterpreterTurns:
+    """Shortens the interpreter's switch interval to half a millisecond for as long as somebody needs that.
+
+    It is the process's own. Each user of it makes one of these and ends it; the last to end restores what was there
+    before the first, unless somebody else has changed it meanwhile.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+    _before = 0.0
+
+    def __init__(self) -> None:
+        self._ended = False
+        kind = InterpreterTurns
+        with kind._lock:
+            if kind._users == 0:
+                kind._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(kind._before, _SWITCH_INTERVAL_S))
+            kind._users += 1
+
+    def end(self) -> None:
+        """Restore it, if nobody else needs it; again: nothing happens."""
+        kind = InterpreterTurns
+        with kind._lock:
+            if self._ended:
+                return
+            self._ended = True
+            kind._users -= 1
+            ours = abs(sys.getswitchinterval() - _SWITCH_INTERVAL_S) < _SWITCH_INTERVAL_S / 100
+            if kind._users == 0 and ours:
+                sys.setswitchinterval(kind._before)
 
 
 def _ask_for(nanoseconds: int) -> int | None:

@@ -17,6 +17,10 @@ _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
+# Each partition wakes half a dozen threads on each rank. Where the processor is what computes, that takes milliseconds
+# that a link measured at rest does not show, so that much is sent at once, and so much kept under way meanwhile.
+_LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
+_LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
@@ -84,18 +88,21 @@ class SchedulerSizes:
     bucket_bytes: int
 
 
-def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstimate) -> SchedulerSizes:
+def default_sizes(
+    *, parameters: int, bytes_per_parameter: int, link: LinkEstimate, busy_processor: bool = False
+) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
-    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no
-    larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units that gate a
-    layer's forward: about 64 per model, never smaller than a partition. The credit lets as
-    many be in flight as hide start-up and launch decisions behind data, two to four: what waits can still be overtaken.
+    A partition is as small as the link's start-up cost and the waking of threads allow, so that urgent gradients
+    overtake soon, and no larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units
+    that gate a layer's forward: about 64 per model, never smaller than a partition. The credit lets as many be in
+    flight as hide start-up, launch decisions and waking behind data, two to four: what waits can still be overtaken.
 
     Args:
         parameters: Trainable parameters of the model.
         bytes_per_parameter: Size of one gradient element.
         link: The measured link.
+        busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, or either not whole.
@@ -105,11 +112,14 @@ def default_sizes(*, parameters: int, bytes_per_parameter: int, link: LinkEstima
             raise OptionError(option, value, f"a whole number, {least} or more")
     model_bytes = max(parameters * bytes_per_parameter, 1)
     hiding = _ALPHAS_PER_PARTITION * link.alpha / link.beta
-    partition = min(hiding, model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
+    waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
+    meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
+    partition = min(max(hiding, waking), model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
     partition = max(partition, _MIN_PARTITION_BYTES)
     bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
-    behind = math.ceil(hiding / partition)  # partitions that travel while one is decided on and starts up
+    # Partitions that travel while one is decided on and starts up, or threads wait for the processor.
+    behind = max(math.ceil(hiding / partition), math.ceil(meanwhile / partition) - 1)
     return SchedulerSizes(
         partition_size=partition_size,
         credit=min(1 + max(behind, 1), _MOST_PARTITIONS_IN_CREDIT) * partition_size,
