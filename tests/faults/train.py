@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bytescheduler import ByteSchedulerStrategy, LaunchOrderError
+from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.gate import GatedParameter
 
@@ -93,6 +93,7 @@ class Model(LightningModule):
         super().__init__()
         self.boom = boom
         self.pause: float = options.get("pause", 0.0)
+        self.rows: int = options.get("rows", 64)
         width: int = options.get("width", 32)
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Tanh(), Middle(width, boom), nn.Linear(width, 1))
         if options.get("frozen"):
@@ -125,7 +126,7 @@ class Model(LightningModule):
         self.log("loss", self.layers(batch[0]).square().mean(), sync_dist=True)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=2)
+        return DataLoader(TensorDataset(torch.randn(self.rows, 8)), batch_size=2)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=2)
@@ -140,6 +141,14 @@ class BatchEnd(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self.boom("on_train_end")
+
+
+class Trials(Callback):
+    """Says how many trials rank 0 has made, and where the next one stands."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        (tuner,) = (callback for callback in trainer.callbacks if isinstance(callback, CreditTuner))  # type: ignore[attr-defined]
+        say(f"STEP {trainer.global_step} TRIALS {len(tuner.entries)} SETTLED {tuner.is_settled}")
 
 
 def say(text: str) -> None:
@@ -189,6 +198,8 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
             credit=400,
             bucket_cap_mb=options.get("bucket_cap_mb", 0.001),
             cross_barrier=options.get("cross_barrier", True),
+            credit_tuning="tuner" in options,
+            partition_tuning="tuner" in options,
             **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),
         )
     return Trainer(
@@ -221,6 +232,8 @@ def main(options: Options) -> None:
     if "regular_checkpoint" in options:
         callbacks += [ModelCheckpoint(options["regular_checkpoint"], filename="regular", every_n_train_steps=3)]
         slow_down_checkpoints(options["slow"])
+    if "tuner" in options:
+        callbacks += [CreditTuner(**options["tuner"]), Trials()]
     model = Model(boom, options)
     trainer = make_trainer(options, boom, callbacks)
     try:
