@@ -21,26 +21,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from lightning_bytescheduler.collectives.operations import (
-    Operation,
-    all_gather,
-    all_reduce,
-    exchange,
-    reduce_scatter,
-    shard_of,
-)
+from lightning_bytescheduler.collectives.operations import all_gather, all_reduce, reduce_scatter, shard_of
 from lightning_bytescheduler.collectives.transport import GradientTransport, ReadyMark
 from lightning_bytescheduler.gradients.gradient_transforms import total_norm
-from lightning_bytescheduler.gradients.profiling import profiled
+from lightning_bytescheduler.gradients.step_tasks import StepTasks
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask
 
 __all__ = ["AllReduction", "Reduction", "ShardedReduction", "bucket_of", "position_of"]
 
@@ -87,96 +78,6 @@ class Reduction(Protocol):
         """Say that there are no more buckets."""
 
 
-class _Tasks:
-    """Makes tasks of one step."""
-
-    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
-        self.core = core
-        self.step = step
-        self.device = device
-        self.world_size = transport.group.size()
-        self._transport = transport
-
-    def enqueue(
-        self,
-        name: str,
-        buffer: torch.Tensor,
-        operation: Operation,
-        *,
-        index: int,
-        priority: int,
-        wire_share: float,
-        ready: ReadyMark | None = None,
-        cut_like: CommTask | None = None,
-        on_end: Callable[[CommTask], None] | None = None,
-        joinable: bool = False,
-    ) -> CommTask:
-        """Hand a task over.
-
-        Args:
-            name: Of the task.
-            buffer: What is sent.
-            operation: What is done to each part.
-            index: Within the step.
-            priority: See :class:`CommTask`.
-            wire_share: What each rank sends per byte of ``buffer``.
-            ready: When the contents of ``buffer`` exist, if they do not yet.
-            cut_like: See :meth:`ByteCore.enqueue`.
-            on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
-                result, or when the task has failed before.
-            joinable: Whether the result may be used by streams that wait for it, see :meth:`GradientTransport.join`.
-        """
-        streams = self._transport.streams if joinable else None
-        task = CommTask(
-            name,
-            buffer.numel(),
-            launch=partial(self._send, buffer, operation, ready),
-            priority=priority,
-            key=(self.step, index),
-            wire_bytes=wire_share * buffer.element_size(),
-            on_end=on_end if streams is None else streams.forget,
-        )
-        if streams is not None:
-            streams.expect(task, None if on_end is None else partial(on_end, task))
-        try:
-            self.core.enqueue(task, cut_like=cut_like)
-        except BaseException:
-            if streams is not None:
-                streams.forget(task)
-            raise
-        return task
-
-    def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
-        """Say that a task's data exists, as soon as it does."""
-        streams = self._transport.streams
-        if streams is None:
-            task.notify_ready()
-        else:
-            streams.when_ready(ready, task.notify_ready)
-
-    def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
-        """Hand over the exchange of the rows of ``rows``, a single message."""
-        task = CommTask(
-            "gradient norms",
-            1,
-            launch=lambda sub_task: self._transport.send(rows, sub_task, exchange),
-            priority=priority,
-            key=(self.step, _NORMS),
-            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
-        )
-        self.core.enqueue(task)
-        return task
-
-    def aside(self) -> AbstractContextManager[object]:
-        """See :meth:`GradientTransport.aside`."""
-        return self._transport.aside()
-
-    def _send(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None, sub_task: SubCommTask) -> None:
-        with profiled(f"bytescheduler::start {sub_task.name}"):
-            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-            self._transport.send(part, sub_task, operation, ready)
-
-
 class AllReduction:
     """One all-reduce per bucket; see :class:`Reduction`.
 
@@ -188,7 +89,7 @@ class AllReduction:
     """
 
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
-        self._tasks = _Tasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device)
 
     def reduce(
         self,
@@ -238,7 +139,7 @@ class ShardedReduction:
 
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
         self.norms: CommTask | None = None
-        self._tasks = _Tasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device)
         self._rank = transport.group.rank()
         self._position: dict[int, int] = {}  # of a parameter among all, by its id
         self._lock = threading.Lock()
@@ -295,7 +196,7 @@ class ShardedReduction:
         count = len(self._position)
         with self._tasks.aside():  # not behind the backward pass: the norms are put there before a GPU is through it
             self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
-        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-_BEFORE_GATHERS)
+        self.norms = self._tasks.enqueue_exchange(self._rows, index=_NORMS, priority=-_BEFORE_GATHERS)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
