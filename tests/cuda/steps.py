@@ -132,11 +132,17 @@ class Scheduled:
 
 
 @contextmanager
-def _world(rank: int, world_size: int, case: Case) -> Iterator[torch.device]:
+def _world(rank: int, world_size: int, meeting: str, case: Case) -> Iterator[torch.device]:
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(case.backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=_TIMEOUT_S))
+    dist.init_process_group(
+        case.backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
     try:
         yield device
     finally:
@@ -207,13 +213,14 @@ def _nothing(scheduled: Scheduled) -> AbstractContextManager[Any]:
 
 
 def train_both(
-    rank: int, world_size: int, case: Case, inside: Inside = _nothing
+    rank: int, world_size: int, meeting: str, case: Case, inside: Inside = _nothing
 ) -> tuple[list[Tensor], list[Tensor], int, Any]:
     """Train with DDP, then with the engine; a function for :meth:`RankPool.run`.
 
     Args:
         rank: This one.
         world_size: How many there are.
+        meeting: A file that does not exist, where they find each other.
         case: What is trained.
         inside: Entered around the engine's training; what it gives is returned.
 
@@ -221,7 +228,7 @@ def train_both(
         The weights that DDP ended with, those that the engine ended with, how many updates it deferred, and what
         ``inside`` gave.
     """
-    with _world(rank, world_size, case) as device:
+    with _world(rank, world_size, meeting, case) as device:
         expected = _train_ddp(rank, case, device)
         weights, statistics, seen = _train_scheduled(rank, case, device, inside)
         return expected, weights, statistics.deferred_updates, seen

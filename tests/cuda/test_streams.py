@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +26,8 @@ A_WHILE = 200_000_000  # cycles: about a tenth of a second, in which the host ge
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 on_nccl = pytest.mark.skipif(
-    not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL"
+    not (torch.cuda.is_available() and dist.is_nccl_available()),
+    reason="there is no NCCL" if torch.cuda.is_available() else "there is no CUDA device",
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 
@@ -35,20 +38,36 @@ def one_rank() -> Iterator[RankPool]:
         yield pool
 
 
+Train = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Trains a case on a pool with DDP and with the engine, see :func:`train_both`."""
+    meetings = count()
+
+    def run(pool: RankPool, case: Case, **more: Any) -> list[Any]:
+        meeting = str(tmp_path / f"meeting-{next(meetings)}")
+        return pool.run(train_both, world_size=pool.world_size, meeting=meeting, case=case, **more)
+
+    return run
+
+
 def close(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: float = 1e-6) -> bool:
     return all(
         torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(expected, actual, strict=True)
     )
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("mode", ["overlapped", "ddp", "synchronised"])
+@pytest.mark.parametrize(
+    ("mode", "max_norm"), [("overlapped", None), ("overlapped", 0.05), ("ddp", None), ("synchronised", None)]
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_ranks_on_gloo(two_ranks: RankPool, device: str, mode: str, max_norm: float | None) -> None:
+def test_two_ranks_on_gloo(train: Train, two_ranks: RankPool, device: str, mode: str, max_norm: float | None) -> None:
     if max_norm is not None and device == "cuda":
-        max_norm = None  # gloo reduces in shards on a CPU only
-    case = Case(device=device, backend="gloo", mode=mode, max_norm=max_norm if mode == "overlapped" else None)
-    answers = two_ranks.run(train_both, world_size=2, case=case)
+        pytest.skip("gloo reduces in shards on a CPU only")
+    case = Case(device=device, backend="gloo", mode=mode, max_norm=max_norm)
+    answers = train(two_ranks, case)
     for expected, weights, deferred, _ in answers:
         assert close(expected, weights, 1e-6 if case.max_norm is None else 1e-5)
         assert (deferred > 0) == (mode == "overlapped")
@@ -57,13 +76,12 @@ def test_two_ranks_on_gloo(two_ranks: RankPool, device: str, mode: str, max_norm
 
 
 @on_nccl
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("mode", ["overlapped", "ddp", "synchronised"])
-def test_one_rank_on_nccl(one_rank: RankPool, mode: str, max_norm: float | None) -> None:
-    if max_norm is not None and mode != "overlapped":
-        pytest.skip("norms are known early where steps overlap")
+@pytest.mark.parametrize(
+    ("mode", "max_norm"), [("overlapped", None), ("overlapped", 0.05), ("ddp", None), ("synchronised", None)]
+)
+def test_one_rank_on_nccl(train: Train, one_rank: RankPool, mode: str, max_norm: float | None) -> None:
     case = Case(device="cuda", backend="nccl", mode=mode, max_norm=max_norm)
-    ((expected, weights, deferred, _),) = one_rank.run(train_both, world_size=1, case=case)
+    ((expected, weights, deferred, _),) = train(one_rank, case)
     assert close(expected, weights, 1e-6 if max_norm is None else 1e-5)
     assert (deferred > 0) == (mode == "overlapped")
 
@@ -83,11 +101,11 @@ def no_wait_for_gradients(scheduled: Scheduled) -> Iterator[None]:
 
 
 @on_cuda
-def test_gradients_are_waited_for(two_ranks: RankPool) -> None:
+def test_gradients_are_waited_for(train: Train, two_ranks: RankPool) -> None:
     case = Case(device="cuda", backend="gloo", late_gradients=A_WHILE)
-    for expected, weights, _, _ in two_ranks.run(train_both, world_size=2, case=case):
+    for expected, weights, _, _ in train(two_ranks, case):
         assert close(expected, weights)
-    for expected, weights, _, _ in two_ranks.run(train_both, world_size=2, case=case, inside=no_wait_for_gradients):
+    for expected, weights, _, _ in train(two_ranks, case, inside=no_wait_for_gradients):
         assert not close(expected, weights), "without the wait the result is the same: the test cannot fail"
 
 
@@ -137,12 +155,12 @@ def no_wait_for_results(scheduled: Scheduled) -> Iterator[None]:
 
 
 @on_nccl
-def test_results_are_waited_for_by_the_stream_and_not_by_the_host(one_rank: RankPool) -> None:
+def test_results_are_waited_for_by_the_stream_and_not_by_the_host(train: Train, one_rank: RankPool) -> None:
     case = Case(device="cuda", backend="nccl", halved=True)
-    ((expected, weights, _, arrived),) = one_rank.run(train_both, world_size=1, case=case, inside=late_results)
+    ((expected, weights, _, arrived),) = train(one_rank, case, inside=late_results)
     assert close(expected, weights)
     assert arrived.count(False) > len(arrived) // 2, "the host waited for the GPU"
-    ((expected, weights, _, _),) = one_rank.run(train_both, world_size=1, case=case, inside=no_wait_for_results)
+    ((expected, weights, _, _),) = train(one_rank, case, inside=no_wait_for_results)
     assert not close(expected, weights), "without the wait the result is the same: the test cannot fail"
 
 
