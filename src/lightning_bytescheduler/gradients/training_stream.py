@@ -2,9 +2,11 @@
 
 A gate may be opened on any stream and thread: by a forward pass, by a callback that copies weights on a stream of its
 own. The step is then enqueued where ``optimizer.step()`` was called, behind all else of the training, and the stream
-that opened the gate waits for it. So two parameters of one bucket, first read on two streams, come from one step: who
-opened the gate waits here, and any other stream has to wait for the training's, as after ``optimizer.step()`` in any
-training.
+that opened the gate waits for it.
+
+Its limit: a gate opens for all parameters of a bucket. Who reads another one of them on a stream that is neither the
+training's nor the one that opened the gate has to make it wait for the training's, and after the gate was opened; a
+wait at the start of the forward pass is too early.
 """
 
 from __future__ import annotations
