@@ -62,7 +62,7 @@ def test_the_norm_is_that_of_unscaled_gradients() -> None:
     for gradient in gradients(scaled):
         gradient.mul_(1024.0)
     unscale = Unscale(torch.tensor(1 / 1024), scaled, norm_of)
-    clip = ClipNorm(0.5, scaled, norm_of, factor=unscale.factor)
+    clip = ClipNorm(0.5, scaled, norm_of, after=unscale)
     clip.coefficient()  # norms are those of the gradients as they travelled
     for transform in (unscale, clip):
         transform.apply(gradients(scaled))

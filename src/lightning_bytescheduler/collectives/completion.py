@@ -1,4 +1,4 @@
-"""Waits for collectives in the order they were launched, and says so to their sub-tasks.
+"""Waits for collectives in the order they were launched, and says so to their sub-tasks; on a CPU.
 
 One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
 in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive. Gloo's
@@ -23,14 +23,14 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
-__all__ = ["CompletionThread", "break_connections", "wait_in_slices"]
+__all__ = ["CompletionThread", "break_connections", "naming", "wait_in_slices"]
 
 
 _WAIT_SLICE = timedelta(seconds=0.5)
 
 _UNUSED_NUMBER = 2**30  # no operation gets there
 
-Pending = tuple[StartedOperation, SubCommTask, "torch.cuda.Event | None"]
+Pending = tuple[StartedOperation, SubCommTask]
 
 
 def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
@@ -81,9 +81,9 @@ class CompletionThread:
         self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
         self._thread.start()
 
-    def watch(self, started: StartedOperation, sub_task: SubCommTask, finished: torch.cuda.Event | None = None) -> None:
-        """Notify ``sub_task`` when ``started`` (on a GPU: when ``finished``) is done."""
-        self._pending.put((started, sub_task, finished))
+    def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
+        """Notify ``sub_task`` when ``started`` is done."""
+        self._pending.put((started, sub_task))
 
     def stop(self, timeout: float) -> bool:
         """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
@@ -103,23 +103,20 @@ class CompletionThread:
             item = self._pending.get()  # woken by stop(), which puts None
             if item is None:
                 return
-            started, sub_task, finished = item
+            started, sub_task = item
             if failed is None:
                 try:
-                    if not self._await(started, finished):
+                    if not self._await(started):
                         return
                 except BaseException as error:
-                    failed = self._on_error(_naming(sub_task, error))
+                    failed = self._on_error(naming(sub_task, error))
             if failed is None:
                 sub_task.notify_finish()
             else:
                 sub_task.fail(failed)
 
-    def _await(self, started: StartedOperation, finished: torch.cuda.Event | None) -> bool:
+    def _await(self, started: StartedOperation) -> bool:
         """Wait for one operation; ``False`` if stopped meanwhile."""
-        if finished is not None:
-            finished.synchronize()
-            return not self._stopping.is_set()
         following: StartedOperation | None = started
         while following is not None:
             if following.messages:
@@ -147,7 +144,7 @@ class CompletionThread:
         return True
 
 
-def _naming(sub_task: SubCommTask, error: BaseException) -> BaseException:
+def naming(sub_task: SubCommTask, error: BaseException) -> BaseException:
     """Say what is missing when a collective's time is up: torch does not know."""
     if not is_communication_error(error) or not is_timeout(error):
         return error

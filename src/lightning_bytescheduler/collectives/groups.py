@@ -54,7 +54,8 @@ class SchedulerGroups:
         """
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
-        dist.barrier()
+        # NCCL needs a device for it, and complains if it has to choose one itself.
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
         with short_turns():  # for gloo's own threads
             data = dist.new_group(timeout=timeout, backend=dist.get_backend())
             control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
-from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
-from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
+from lightning_bytescheduler.collectives.operations import Operation
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["GradientTransport", "ReadyMark"]
-
-
-class ReadyMark:
-    """The moment a buffer's contents exist: at once on a CPU, when the recorded stream gets there on a GPU."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, device: torch.device) -> None:
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(device))
 
 
 class GradientTransport:
     """Launches collectives, one at a time (the core's launching lock), so ranks that launch in one order match.
 
+    On a GPU an operation's result may be used, by the stream that joins it, before the host knows that it is there; see
+    :mod:`~lightning_bytescheduler.collectives.device_streams`.
+
     Args:
         group: The scheduler's data group.
         on_error: See :class:`CompletionThread`.
+        device: Where gradients live.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_error: Callable[[BaseException], BaseException]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        on_error: Callable[[BaseException], BaseException],
+        device: torch.device | None = None,
+    ) -> None:
         self.group = group
-        self._completion = CompletionThread(on_error, group)
-        self._stream: torch.cuda.Stream | None = None
         self._started = 0
+        self._streams: DeviceStreams | None = None
+        self._completion: CompletionThread | None = None
+        if device is not None and device.type == "cuda":
+            self._streams = DeviceStreams(group, device, on_error)
+        else:
+            self._completion = CompletionThread(on_error, group)
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None
@@ -52,24 +55,37 @@ class GradientTransport:
             ready: When the part's contents exist; left out if they exist, or came from this transport.
         """
         self._started += 1
-        if part.device.type != "cuda":
+        if self._completion is not None:
             self._completion.watch(operation(self.group, part, self._started), sub_task)
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(part.device)
-        with torch.cuda.stream(self._stream):
-            if ready is not None and ready.event is not None:
-                self._stream.wait_event(ready.event)
-            started = operation(self.group, part, self._started)
-            following: StartedOperation | None = started
-            while following is not None:
-                for work in following.works:
-                    work.wait()  # NCCL: makes this stream wait, not the host
-                following = None if following.finish is None else following.finish()
-            finished = torch.cuda.Event()
-            finished.record(self._stream)
-        self._completion.watch(StartedOperation(started.works), sub_task, finished)
+        elif self._streams is not None:
+            self._streams.send(part, sub_task, operation, self._started, ready)
+
+    @property
+    def streams(self) -> DeviceStreams | None:
+        """Where results are joined by streams; ``None`` on a CPU, where whoever needs a result waits for it."""
+        return self._streams
+
+    def join(self, task: CommTask, timeout: float) -> None:
+        """Wait for a task's result, on the host or, where that is enough, on the current stream.
+
+        Args:
+            task: What is waited for.
+            timeout: Longest wait of the host, in seconds.
+
+        Raises:
+            SchedulerTimeoutError: If it did not come in time.
+            BaseException: Whatever the task failed with.
+        """
+        if self._streams is None:
+            task.wait(timeout)
+        else:
+            self._streams.join(task, timeout)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
+        return nullcontext() if self._streams is None else self._streams.aside()
 
     def stop(self, timeout: float) -> bool:
         """End the completion thread within ``timeout`` seconds; returns whether it ended."""
-        return self._completion.stop(timeout)
+        stopped = self._completion if self._streams is None else self._streams
+        return stopped is None or stopped.stop(timeout)

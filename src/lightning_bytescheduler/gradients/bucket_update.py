@@ -76,7 +76,7 @@ class BucketUpdate:
         self.chosen: list[ParameterGradient] = []
         self.hyperparameters: HyperparameterSnapshot = []
         self.transformed = 0  # how many of the step's transforms have been applied
-        self.norm_when_read: float | None = None  # of the buffer, when its gradients were last handed to a reader
+        self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""

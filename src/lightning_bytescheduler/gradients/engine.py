@@ -9,6 +9,9 @@ One step, on the training thread::
     (clipping)  noted, and done when the gradients have arrived; so is unscaling (``step_transforms.py``)
     step        hyperparameters are snapshotted, membership is taken from ``p.grad``; now reading weights waits too
 
+On a GPU it is the training's stream that waits for a bucket, and the host only until the bucket's communication is
+launched (``device_streams.py``). What depends on norms, such as clipping, is decided on the host, which waits for them.
+
 All pending updates land before the next backward pass writes the buckets (:meth:`before_backward`). The first
 backward pass is synchronised: DDP uses one giant bucket in it and rebuilds its buckets afterwards, copying gradients
 (DESIGN 3, trap 2).
@@ -32,6 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.aliases import AliasDetector
+from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gate import close_state, open_state
@@ -48,7 +52,9 @@ from lightning_bytescheduler.gradients.partial_step import (
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.gradients.step_times import StepTimes
 from lightning_bytescheduler.gradients.step_transforms import PendingScale, StepTransforms
+from lightning_bytescheduler.gradients.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.scheduler.timeline import COMPUTE, GATE, STEP, Timeline
@@ -103,13 +109,14 @@ class GradientEngine:
         self._timeline = timeline
         self._clock = clock
         self._lock = threading.RLock()
+        self._stream = TrainingStream(device)
         self._step_number = 0  # backward passes that communicate; equal on all ranks, so it keys tasks
         self._updates: list[BucketUpdate] = []
         self._reduction: Reduction | None = None
         self._transforms = StepTransforms(None, (), self._wait)
         self._merged: MergedBuckets | None = None  # during a step as DDP's
         self._wire_share = 2.0 * (transport.group.size() - 1) / transport.group.size()
-        self._step_began = clock()
+        self._step_times = StepTimes(device, clock)
         self._deferring = False
         self._gates_closed = False
         self._last_index = sys.maxsize
@@ -118,7 +125,7 @@ class GradientEngine:
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
-        self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
+        self._futures = BucketFutures(device)
         self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
         self._in_forward = False
@@ -148,10 +155,10 @@ class GradientEngine:
         parameters = cast("list[nn.Parameter]", bucket.parameters())
         priority = self._priority(index, parameters)
         if not self._deferring:
-            future = self._new_future()
-            reduction.reduce(index, parameters, buffer, priority, partial(_complete, future, buffer))
+            future = self._futures.new()
+            reduction.reduce(index, parameters, buffer, priority, partial(complete, future, buffer))
         else:
-            future = self._completed_future(index, buffer)
+            future = self._futures.completed(index, buffer)
             task = reduction.reduce(index, parameters, buffer, priority)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
             if bucket.is_last():
@@ -162,19 +169,6 @@ class GradientEngine:
         self._last_hook = self._clock()
         return future
 
-    def _new_future(self) -> torch.futures.Future[torch.Tensor]:
-        return torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
-
-    def _completed_future(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
-        made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
-        known, future = self._completed.get(index, (None, None))
-        if future is None or known != made_for:
-            future = self._new_future()
-            future.set_result(buffer)
-            self._completed[index] = (made_for, future)
-        return future
-
     def _begin_step(self) -> None:
         if self._updates:
             raise RuntimeError(
@@ -183,6 +177,8 @@ class GradientEngine:
             )
         self._step_number += 1
         as_ddp = self._step_number > 1 and self.cross_barrier and self._as_ddp()
+        if as_ddp and self._transport.streams is not None:
+            self._core.drain(self._timeout)  # NCCL goes by the order of launches; this thread launches next
         self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
         self._merged = MergedBuckets(self._transport.group, self._device) if as_ddp else None
@@ -193,13 +189,12 @@ class GradientEngine:
     def _as_ddp(self) -> bool:
         if isinstance(self.mode, bool):
             return self.mode
-        now = self._clock()
-        self.mode.note(self._step_number - 1, now - self._step_began)
-        self._step_began = now
+        self._step_times.begin(self._step_number, self.mode.note)
         return self.mode.as_ddp(self._step_number)
 
     def _agree_on_mode(self, trial: ModeTrial) -> None:
         """Every rank comes here at the start of the same forward pass; rank 0's clock counts."""
+        self._step_times.settle(trial.note)
         choice = torch.tensor(int(trial.prefers_ddp()), device=self._device)
         dist.broadcast(choice, src=0)
         overlapped_s, as_ddp_s = trial.medians()
@@ -248,6 +243,7 @@ class GradientEngine:
 
     def before_backward(self) -> None:
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
+        self._stream.note()
         self.flush()
         self._updates = []
         self._transforms = StepTransforms(None, (), self._wait)
@@ -306,6 +302,7 @@ class GradientEngine:
             What ``step`` returned, or ``None``.
         """
         with self._lock:
+            self._stream.note()
             aliased = self._aliases.find()
             for unseen in (
                 u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
@@ -435,14 +432,19 @@ class GradientEngine:
                 self._transforms.settle()
 
     def _await_gradient(self, update: BucketUpdate) -> None:
-        self._wait(update.task)
-        update.open_gate()
-        update.state = UpdateState.REDUCED
-        with plain_mode(self._device, torch.get_default_dtype()):
-            self._transforms.apply(update)
-            self._transforms.handed_out(update)
+        with self._stream.entered():
+            self._wait(update.task)
+            update.open_gate()
+            update.state = UpdateState.REDUCED
+            with plain_mode(self._device, torch.get_default_dtype()):
+                self._transforms.apply(update)
+                self._transforms.handed_out(update)
 
     def _apply(self, update: BucketUpdate) -> None:
+        with self._stream.entered():
+            self._apply_here(update)
+
+    def _apply_here(self, update: BucketUpdate) -> None:
         self._wait(update.task)
         update.open_gate()
         update.state = UpdateState.DONE
@@ -465,7 +467,7 @@ class GradientEngine:
         start = self._clock()
         if not task.done():
             with profiled(f"bytescheduler::gate {task.name}"):
-                task.wait(self._timeout)
+                self._transport.join(task, self._timeout)
             waited = self._clock() - start
             self.statistics.exposed_s += waited
             if self._in_forward:
@@ -477,13 +479,6 @@ class GradientEngine:
     def _record(self, name: str, category: str, start: float, *, step: int) -> None:
         if self._timeline is not None:
             self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})
-
-
-def _complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
-    if task.error is None:
-        future.set_result(buffer)
-    else:
-        future.set_exception(task.error)  # type: ignore[arg-type]
 
 
 def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -58,11 +59,15 @@ class Unscale:
     """
 
     def __init__(self, inverse_scale: torch.Tensor, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
-        self.factor = inverse_scale.item()
         self._inverse_scale = inverse_scale
         self._parameters = parameters
         self._norm_of = norm_of
         self._found_inf: bool | None = None
+
+    @cached_property
+    def factor(self) -> float:
+        """What gradients are multiplied with; waits for a GPU that has not come that far."""
+        return self._inverse_scale.item()
 
     def found_inf(self) -> bool:
         """Whether any gradient is not finite, and the step is to be left out; the same on every rank."""
@@ -89,24 +94,26 @@ class ClipNorm:
         max_norm: Largest total norm.
         parameters: Whose gradients the norm is of.
         norm_of: Of the gradients as they travelled.
-        factor: By which they are multiplied after that, before they are clipped.
+        after: What is done to them after that, before they are clipped.
     """
 
     def __init__(
-        self, max_norm: float, parameters: Sequence[nn.Parameter], norm_of: NormOf, *, factor: float = 1.0
+        self, max_norm: float, parameters: Sequence[nn.Parameter], norm_of: NormOf, *, after: Unscale | None = None
     ) -> None:
         self._max_norm = float(max_norm)
         self._parameters = parameters
         self._norm_of = norm_of
-        self._factor = factor
+        self._after = after
         self._coefficient: torch.Tensor | None = None
+        self._on_device: torch.Tensor | None = None
 
     def coefficient(self) -> torch.Tensor:
         """What gradients are multiplied with; the same bits on every rank."""
         if self._coefficient is None:
+            factor = 1.0 if self._after is None else self._after.factor
             with torch._C.DisableTorchFunctionSubclass():
                 kinds = {p.dtype for p in self._parameters}
-                norms = [_rounded(self._norm_of(p) * self._factor, p.dtype) for p in self._parameters]
+                norms = [_rounded(self._norm_of(p) * factor, p.dtype) for p in self._parameters]
             kind = torch.float32 if not kinds else kinds.pop()
             for other in kinds:
                 kind = torch.promote_types(kind, other)
@@ -120,7 +127,10 @@ class ClipNorm:
         if coefficient.item() == 1.0:
             return
         for gradient in gradients:
-            gradient.mul_(coefficient.to(gradient.device))
+            if self._on_device is None or self._on_device.device != gradient.device:
+                # So that the host does not wait: it is not pinned memory, so a GPU has its copy before this returns.
+                self._on_device = coefficient.to(gradient.device, non_blocking=True)
+            gradient.mul_(self._on_device)
 
 
 def _rounded(value: float, kind: torch.dtype) -> float:

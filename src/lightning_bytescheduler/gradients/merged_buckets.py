@@ -10,10 +10,14 @@ every rank has launched it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 __all__ = ["MergedBuckets"]
+
+_Waiting = list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]]
 
 _FIRST_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES
 _BYTES = 25 * 1024 * 1024  # DDP's default
@@ -31,7 +35,9 @@ class MergedBuckets:
         self._group = group
         self._scale = 1.0 / group.size()
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
-        self._waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        # Gloo sends several tensors as one on a CPU only.
+        self._merges = device.type == "cpu" or group._get_backend(device).name() != "gloo"
+        self._waiting: _Waiting = []
         self._waiting_bytes = 0
         self._limit = _FIRST_BYTES
 
@@ -58,17 +64,18 @@ class MergedBuckets:
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         self._waiting_bytes = 0
-        buffers = [buffer for buffer, _ in waiting]
-        torch._foreach_mul_(buffers, self._scale)
-        work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
+        torch._foreach_mul_([buffer for buffer, _ in waiting], self._scale)
+        for together in [waiting] if self._merges else [[each] for each in waiting]:
+            buffers = [buffer for buffer, _ in together]
+            work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
+            work.get_future().add_done_callback(partial(_arrived, together))
 
-        def arrived(reduced: torch.futures.Future[object]) -> None:
-            for buffer, future in waiting:
-                try:
-                    reduced.value()
-                except Exception as error:
-                    future.set_exception(error)  # type: ignore[arg-type]
-                else:
-                    future.set_result(buffer)
 
-        work.get_future().add_done_callback(arrived)
+def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
+    for buffer, future in waiting:
+        try:
+            reduced.value()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(buffer)

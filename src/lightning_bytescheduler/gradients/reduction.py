@@ -21,25 +21,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from lightning_bytescheduler.collectives.operations import (
-    Operation,
-    all_gather,
-    all_reduce,
-    exchange,
-    reduce_scatter,
-    shard_of,
-)
+from lightning_bytescheduler.collectives.operations import all_gather, all_reduce, reduce_scatter, shard_of
 from lightning_bytescheduler.collectives.transport import GradientTransport, ReadyMark
 from lightning_bytescheduler.gradients.gradient_transforms import total_norm
-from lightning_bytescheduler.gradients.profiling import profiled
+from lightning_bytescheduler.gradients.step_tasks import StepTasks
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask
 
 __all__ = ["AllReduction", "Reduction", "ShardedReduction", "bucket_of", "position_of"]
 
@@ -76,7 +68,7 @@ class Reduction(Protocol):
             parameters: Whose gradients ``buffer`` holds, one after the other.
             buffer: The flat gradient.
             priority: Position in the forward pass.
-            on_end: See :class:`CommTask`.
+            on_end: Called once when the task has ended; on a GPU earlier, when the current stream waits for that.
 
         Returns:
             The task that ends when ``buffer`` holds the mean.
@@ -84,61 +76,6 @@ class Reduction(Protocol):
 
     def close(self) -> None:
         """Say that there are no more buckets."""
-
-
-class _Tasks:
-    """Makes tasks of one step."""
-
-    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
-        self.core = core
-        self.step = step
-        self.device = device
-        self.world_size = transport.group.size()
-        self._transport = transport
-
-    def enqueue(
-        self,
-        name: str,
-        buffer: torch.Tensor,
-        operation: Operation,
-        *,
-        index: int,
-        priority: int,
-        wire_share: float,
-        ready: ReadyMark | None = None,
-        cut_like: CommTask | None = None,
-        on_end: Callable[[CommTask], None] | None = None,
-    ) -> CommTask:
-        """Hand a task over; ``wire_share`` is what each rank sends per byte of ``buffer``."""
-        task = CommTask(
-            name,
-            buffer.numel(),
-            launch=partial(self._send, buffer, operation, ready),
-            priority=priority,
-            key=(self.step, index),
-            wire_bytes=wire_share * buffer.element_size(),
-            on_end=on_end,
-        )
-        self.core.enqueue(task, cut_like=cut_like)
-        return task
-
-    def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
-        """Hand over the exchange of the rows of ``rows``, a single message."""
-        task = CommTask(
-            "gradient norms",
-            1,
-            launch=lambda sub_task: self._transport.send(rows, sub_task, exchange),
-            priority=priority,
-            key=(self.step, _NORMS),
-            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
-        )
-        self.core.enqueue(task)
-        return task
-
-    def _send(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None, sub_task: SubCommTask) -> None:
-        with profiled(f"bytescheduler::start {sub_task.name}"):
-            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-            self._transport.send(part, sub_task, operation, ready)
 
 
 class AllReduction:
@@ -152,7 +89,7 @@ class AllReduction:
     """
 
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
-        self._tasks = _Tasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device)
 
     def reduce(
         self,
@@ -164,6 +101,7 @@ class AllReduction:
     ) -> CommTask:
         """See :class:`Reduction`."""
         tasks = self._tasks
+        ready = ReadyMark(tasks.device)
         task = tasks.enqueue(
             f"bucket {index}",
             buffer,
@@ -171,10 +109,11 @@ class AllReduction:
             index=index,
             priority=priority,
             wire_share=2 * (tasks.world_size - 1) / tasks.world_size,
-            ready=ReadyMark(tasks.device),
+            ready=ready,
             on_end=on_end,
+            joinable=True,
         )
-        task.notify_ready()
+        tasks.notify_ready(task, ready)
         return task
 
     def close(self) -> None:
@@ -184,7 +123,8 @@ class AllReduction:
 class ShardedReduction:
     """Reduce-scatter and all-gather per bucket, and every parameter's norm in between; see :class:`Reduction`.
 
-    Reduce-scatters end on the transport's completion thread, which adds up the norms of this rank's shards there.
+    Reduce-scatters end on the transport's thread, which adds up the norms of this rank's shards there: on a GPU aside
+    from what is queued for it, as the host knows by then that the shards exist.
     A lock guards what both threads see; nothing is called with it held.
 
     Args:
@@ -199,7 +139,7 @@ class ShardedReduction:
 
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
         self.norms: CommTask | None = None
-        self._tasks = _Tasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device)
         self._rank = transport.group.rank()
         self._position: dict[int, int] = {}  # of a parameter among all, by its id
         self._lock = threading.Lock()
@@ -224,6 +164,7 @@ class ShardedReduction:
         with torch._C.DisableTorchFunctionSubclass():
             sizes = [p.numel() for p in parameters]
         share = (tasks.world_size - 1) / tasks.world_size
+        ready = ReadyMark(tasks.device)
         with self._lock:
             self._under_way += 1
         scatter = tasks.enqueue(
@@ -233,7 +174,7 @@ class ShardedReduction:
             index=index,
             priority=priority - _BEFORE_GATHERS,
             wire_share=share,
-            ready=ReadyMark(tasks.device),
+            ready=ready,
             on_end=lambda task: self._scattered(buffer, first, sizes, gather, task),
         )
         gather = tasks.enqueue(
@@ -245,15 +186,17 @@ class ShardedReduction:
             wire_share=share,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
+            joinable=True,
         )
-        scatter.notify_ready()
+        tasks.notify_ready(scatter, ready)
         return gather
 
     def close(self) -> None:
         """See :class:`Reduction`."""
         count = len(self._position)
-        self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
-        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-_BEFORE_GATHERS)
+        with self._tasks.aside():  # not behind the backward pass: the norms are put there before a GPU is through it
+            self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
+        self.norms = self._tasks.enqueue_exchange(self._rows, index=_NORMS, priority=-_BEFORE_GATHERS)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
@@ -264,7 +207,8 @@ class ShardedReduction:
         if self._norms is None:
             if self._rows is None:
                 raise RuntimeError("The norms of a backward pass that has not ended were asked for.")
-            self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
+            with self._tasks.aside():
+                self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
         return self._norms[self._position[id(parameter)]]
 
     def _scattered(
@@ -272,7 +216,8 @@ class ShardedReduction:
     ) -> None:
         if scatter.error is not None:
             return  # the core stops, and with it whoever waits
-        norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
+        with self._tasks.aside():
+            norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
         with self._lock:
             self._shard_norms.update((first + position, norm) for position, norm in norms.items())
         gather.notify_ready()
@@ -284,7 +229,9 @@ class ShardedReduction:
             last = not self._under_way
         if last and self._rows is not None and self.norms is not None:
             row = self._rows[self._rank]
-            row.copy_(torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64))
+            norms = torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64)
+            with self._tasks.aside():
+                row.copy_(norms)  # a GPU has them when this returns
             self.norms.notify_ready()
 
 
@@ -306,12 +253,19 @@ def _shard_norms(
             owners.append(position)
             first = last
     found: dict[int, float] = {}
-    if not pieces:
-        return found
-    wide = None if buffer.dtype in (torch.float32, torch.float64) else torch.float32
-    norms = torch.stack([torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]).tolist()
-    for owner, norm, piece in zip(owners, norms, pieces, strict=True):
-        if not math.isfinite(norm):  # squares of large but finite values overflow; in double precision they do not
-            norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+    norms = _norms(pieces, None if buffer.dtype in (torch.float32, torch.float64) else torch.float32)
+    odd = [n for n, norm in enumerate(norms) if not math.isfinite(norm)]
+    # Squares of large but finite values overflow; in double precision they do not.
+    for n, norm in zip(odd, _norms([pieces[n] for n in odd], torch.float64), strict=True):
+        norms[n] = norm
+    for owner, norm in zip(owners, norms, strict=True):
         found[owner] = total_norm((found.get(owner, 0.0), norm))
     return found
+
+
+def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[float]:
+    """Norms, computed in ``kind``; from a GPU they come in one transfer."""
+    if not pieces:
+        return []
+    norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=kind) for piece in pieces]).tolist()
+    return norms

@@ -1,7 +1,7 @@
 """Everything one ``fit`` needs on one rank, put together and taken apart in one place.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
-dispatcher, the transport's completion thread and, on ranks above 0, the follower of rank 0's launch order. The fault
+dispatcher, the transport's thread and, on ranks above 0, the follower of rank 0's launch order. The fault
 board, with its watcher, is there before a runtime and after it.
 """
 
@@ -92,7 +92,7 @@ class SchedulerRuntime:
             observer=self._observe,
             debug=options.debug,
         )
-        self._transport = GradientTransport(groups.data, self._on_error)
+        self._transport = GradientTransport(groups.data, self._on_error, device)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         self.engine = GradientEngine(

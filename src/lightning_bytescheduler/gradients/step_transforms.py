@@ -69,8 +69,7 @@ class StepTransforms:
         parameters = self._take(optimizer, needs_norms=True)
         if parameters is None:
             return False
-        factor = 1.0 if self._unscale is None else self._unscale.factor
-        self._add(ClipNorm(max_norm, parameters, self._norm_of, factor=factor))
+        self._add(ClipNorm(max_norm, parameters, self._norm_of, after=self._unscale))
         return True
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
@@ -147,7 +146,7 @@ class StepTransforms:
                 return None
             if any(not isinstance(transform, Unscale) for transform in self._transforms):
                 return None  # the norm after a transform that is not linear
-            if any(_changed(update) for update in self._updates):
+            if _any_changed(self._updates):
                 return None
         update_of = {id(p): update for update in self._updates for p in update.parameters}
         parameters: list[nn.Parameter] = []
@@ -167,14 +166,17 @@ class StepTransforms:
         return parameters
 
 
-def _norm(update: BucketUpdate) -> float:
+def _norm(update: BucketUpdate) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return float(torch.linalg.vector_norm(update.buffer))
+        norm: torch.Tensor = torch.linalg.vector_norm(update.buffer)
+        return norm.double()
 
 
-def _changed(update: BucketUpdate) -> bool:
+def _any_changed(updates: Sequence[BucketUpdate]) -> bool:
     """Whether the norm of what was handed out has changed; a change that leaves the norm as it was does no harm."""
-    if update.norm_when_read is None:
+    norms = [norm for u in updates if u.norm_when_read is not None for norm in (u.norm_when_read, _norm(u))]
+    if not norms:
         return False
-    now = _norm(update)
-    return now != update.norm_when_read and not (now != now and update.norm_when_read != update.norm_when_read)
+    known = torch.stack(norms).tolist()  # from a GPU in one transfer
+    pairs = zip(known[::2], known[1::2], strict=True)
+    return any(then != now and not (then != then and now != now) for then, now in pairs)

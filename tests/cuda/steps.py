@@ -1,0 +1,234 @@
+"""Trains with the engine and without Lightning, which wants a device for each rank: here two ranks share a GPU.
+
+The same on a CPU, so that what is here runs where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
+from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.scheduler.core import ByteCore
+from tests.support.rank_pool import let_go
+
+__all__ = ["Case", "Scheduled", "train_both"]
+
+_BUCKET_MB = 0.002
+_TIMEOUT_S = 60.0
+
+Inside = Callable[["Scheduled"], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``, which is the first GPU for every rank.
+        backend: Of the process groups.
+        mode: ``"overlapped"``, ``"ddp"`` or ``"synchronised"``.
+        max_norm: Clip to this norm.
+        late_gradients: For how many cycles the GPU does nothing in each backward pass, before the first gradient.
+        halved: Train DDP with half of the loss: what is compared with it halves its gradients.
+        steps: Of the optimizer.
+    """
+
+    device: str
+    backend: str
+    mode: str = "overlapped"
+    max_norm: float | None = None
+    late_gradients: int = 0
+    halved: bool = False
+    steps: int = 6
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, cycles: int) -> Tensor:
+        ctx.cycles = cycles
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.cycles:
+            torch.cuda._sleep(ctx.cycles)
+        return gradients[0], None
+
+
+class _Tower(nn.Module):
+    def __init__(self, late_gradients: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
+        self.late_gradients = late_gradients
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = inputs + torch.tanh(layer(inputs))
+        late: Tensor = _Late.apply(inputs, self.late_gradients)
+        return late
+
+
+class Scheduled:
+    """An engine and what it needs, on one rank."""
+
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device, case: Case) -> None:
+        self.errors: list[BaseException] = []
+        self.groups = SchedulerGroups.create(timeout=timedelta(seconds=_TIMEOUT_S))
+        self.groups.warm_up(device)
+        self.order = (
+            DecidingOrder(self.groups.control, self._note)
+            if self.groups.rank == 0
+            else FollowingOrder(self.groups.control, self._note)
+        )
+        self.core = ByteCore(partition_size=400, credit=800, order=self.order)
+        self.transport = GradientTransport(self.groups.data, self._note, device)
+        if isinstance(self.order, FollowingOrder):
+            self.order.start(self.core.update_order)
+        self.statistics = SchedulerStatistics()
+        self.engine = GradientEngine(
+            core=self.core,
+            transport=self.transport,
+            parameters=parameters,
+            device=device,
+            cross_barrier=case.mode != "synchronised",
+            timeout=_TIMEOUT_S,
+            statistics=self.statistics,
+        )
+        self.engine.mode = case.mode == "ddp"
+        self.engine.sharded = case.max_norm is not None
+
+    def _note(self, error: BaseException) -> BaseException:
+        self.errors.append(error)
+        self.core.abort(error)
+        return error
+
+    def close(self) -> None:
+        self.core.shutdown(timeout=10.0)
+        if isinstance(self.order, DecidingOrder):
+            self.order.close()
+            assert self.order.wait_sent(10.0)
+        else:
+            assert self.order.wait_closed(10.0)
+        self.engine.close()
+        assert self.transport.stop(10.0)
+        let_go()
+        self.groups.destroy()
+        assert not self.errors
+
+
+@contextmanager
+def _world(rank: int, world_size: int, meeting: str, case: Case) -> Iterator[torch.device]:
+    device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        case.backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    try:
+        yield device
+    finally:
+        let_go()
+        dist.destroy_process_group()
+
+
+def _model(rank: int, case: Case, device: torch.device) -> tuple[DistributedDataParallel, Optimizer, list[Tensor]]:
+    torch.manual_seed(7)
+    model = _Tower(case.late_gradients).to(device)
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=_BUCKET_MB,
+        gradient_as_bucket_view=True,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(8, 24, generator=generator).to(device) for _ in range(case.steps)]
+    return wrapped, SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), inputs
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def _train_ddp(rank: int, case: Case, device: torch.device) -> list[Tensor]:
+    model, optimizer, inputs = _model(rank, case, device)
+    for batch in inputs:
+        loss = model(batch).pow(2).mean() * (0.5 if case.halved else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        if case.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        optimizer.step()
+    return _weights(model)
+
+
+def _train_scheduled(
+    rank: int, case: Case, device: torch.device, inside: Inside
+) -> tuple[list[Tensor], SchedulerStatistics, Any]:
+    model, optimizer, inputs = _model(rank, case, device)
+    scheduled = Scheduled(list(model.module.parameters()), device, case)
+    engine = scheduled.engine
+    model.register_comm_hook(engine, schedule_bucket)
+    with inside(scheduled) as seen:
+        for batch in inputs:
+            engine.begin_forward()
+            loss = model(batch).pow(2).mean()
+            engine.end_forward()
+            optimizer.zero_grad()
+            engine.before_backward()
+            loss.backward()
+            engine.after_backward()
+            if case.max_norm is not None and not engine.clip_norm(optimizer, case.max_norm):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+            if engine.cross_barrier:
+                engine.step(optimizer, optimizer.step)
+            else:
+                optimizer.step()
+        engine.flush()
+        weights = _weights(model)
+    scheduled.close()
+    return weights, scheduled.statistics, seen
+
+
+def _nothing(scheduled: Scheduled) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def train_both(
+    rank: int, world_size: int, meeting: str, case: Case, inside: Inside = _nothing
+) -> tuple[list[Tensor], list[Tensor], int, Any]:
+    """Train with DDP, then with the engine; a function for :meth:`RankPool.run`.
+
+    Args:
+        rank: This one.
+        world_size: How many there are.
+        meeting: A file that does not exist, where they find each other.
+        case: What is trained.
+        inside: Entered around the engine's training; what it gives is returned.
+
+    Returns:
+        The weights that DDP ended with, those that the engine ended with, how many updates it deferred, and what
+        ``inside`` gave.
+    """
+    with _world(rank, world_size, meeting, case) as device:
+        expected = _train_ddp(rank, case, device)
+        weights, statistics, seen = _train_scheduled(rank, case, device, inside)
+        return expected, weights, statistics.deferred_updates, seen
