@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+
 __all__ = ["DeviceWatch", "Look"]
 
 _LOOK_AGAIN_S = 2e-4
@@ -55,6 +57,7 @@ class DeviceWatch:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        prefer_short_turns()
         with self._surroundings():
             happened = False
             while not self._stopping.is_set():

@@ -86,6 +86,6 @@ class GradientTransport:
         return nullcontext() if self._streams is None else self._streams.aside()
 
     def stop(self, timeout: float) -> bool:
-        """End the completion thread within ``timeout`` seconds; returns whether it ended."""
+        """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""
         stopped = self._completion if self._streams is None else self._streams
         return stopped is None or stopped.stop(timeout)
