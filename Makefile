@@ -9,8 +9,11 @@
 #                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
 
 PYTHON ?= python3
-# Rooms whose tests start no ranks, or few: two files at a time. The others' ranks need both cores of a small machine.
-ROOMS_OF_ONE_PROCESS := $(addprefix tests/,scheduler simulation tuning data diloco advice benchmarks)
+# Two files of tests at a time, as ranks wait for one another for half of a training. Failures have bounds on time, and
+# workers of unequal speed are told apart by it: their tests have only their like beside them. What is measured on a
+# link has nothing beside it.
+ROOMS_OF_TIME := $(addprefix tests/,collectives faults outer_loop strategies)
+ROOMS_OF_LINKS := tests/links
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECKOUT ?=
@@ -43,8 +46,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_ONE_PROCESS)
-	$(RUN) -m pytest $(ROOMS_OF_ONE_PROCESS:%=--ignore=%)
+	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS))
+	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
+	$(RUN) -m pytest $(ROOMS_OF_LINKS)
 else
 	$(RUN) -m pytest $(PYTEST_ARGS)
 endif

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.rank_pool import RankPool
+
+# torch's store asks for the name of each address that connects to it. Where a name server leaves a question unanswered,
+# the resolver asks again after 5 seconds: several times in a file of tests.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +26,26 @@ def three_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_plain_ranks() -> Iterator[RankPool]:
+    """Without a default process group, for tests that make one of their own; Lightning leaves its behind."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def three_plain_ranks() -> Iterator[RankPool]:
+    """See ``two_plain_ranks``."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four_plain_ranks() -> Iterator[RankPool]:
+    """See ``two_plain_ranks``."""
     with RankPool(4) as pool:
         yield pool

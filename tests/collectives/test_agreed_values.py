@@ -33,18 +33,18 @@ def exchange(rank: int, steps: list[int], intervals: dict[int, int]) -> list[Any
     return taken
 
 
-def test_what_was_wanted_before_one_step_is_in_force_before_the_next(two_ranks: RankPool) -> None:
-    zero, one = two_ranks.run(exchange, steps=[1, 2, 3, 4], intervals={})
+def test_what_was_wanted_before_one_step_is_in_force_before_the_next(two_plain_ranks: RankPool) -> None:
+    zero, one = two_plain_ranks.run(exchange, steps=[1, 2, 3, 4], intervals={})
     assert zero == one == [(1, None), (2, [10, -1]), (3, [20, -2]), (4, [30, -3])]
 
 
-def test_several_forward_passes_of_one_step_are_one_exchange(two_ranks: RankPool) -> None:
-    zero, one = two_ranks.run(exchange, steps=[1, 1, 2, 2, 2, 3], intervals={})
+def test_several_forward_passes_of_one_step_are_one_exchange(two_plain_ranks: RankPool) -> None:
+    zero, one = two_plain_ranks.run(exchange, steps=[1, 1, 2, 2, 2, 3], intervals={})
     assert zero == one == [(1, None), (1, None), (2, [10, -1]), (2, None), (2, None), (3, [20, -2])]
 
 
-def test_exchanges_are_as_far_apart_as_rank_zero_wants(two_ranks: RankPool) -> None:
-    zero, one = two_ranks.run(exchange, steps=list(range(1, 13)), intervals={3: 4, 4: 4, 8: 1})
+def test_exchanges_are_as_far_apart_as_rank_zero_wants(two_plain_ranks: RankPool) -> None:
+    zero, one = two_plain_ranks.run(exchange, steps=list(range(1, 13)), intervals={3: 4, 4: 4, 8: 1})
     assert zero == one
     # What was posted before step 3 is read before 4, and says that the next exchange is before 8; so does that of 4.
     assert {step: agreed[0] for step, agreed in zero if agreed} == {2: 10, 3: 20, 4: 30, 8: 40, 12: 80}
@@ -67,8 +67,8 @@ def give_up(rank: int) -> tuple[float, bool]:
 
 
 @pytest.mark.timeout(60)
-def test_the_end_does_not_wait_for_a_rank_that_has_failed(two_ranks: RankPool) -> None:
-    (zero, _), (one, closed) = two_ranks.run(give_up)
+def test_the_end_does_not_wait_for_a_rank_that_has_failed(two_plain_ranks: RankPool) -> None:
+    (zero, _), (one, closed) = two_plain_ranks.run(give_up)
     assert closed
     assert max(zero, one) < 5  # of 20 s
 
@@ -97,5 +97,5 @@ def wait_in_vain(rank: int) -> str | None:
 
 
 @pytest.mark.timeout(50)
-def test_whoever_waits_comes_back_when_another_rank_has_failed(two_ranks: RankPool) -> None:
-    assert two_ranks.run(wait_in_vain) == [None, "rank 0 is gone"]
+def test_whoever_waits_comes_back_when_another_rank_has_failed(two_plain_ranks: RankPool) -> None:
+    assert two_plain_ranks.run(wait_in_vain) == [None, "rank 0 is gone"]

@@ -30,8 +30,8 @@ def own_groups(rank: int) -> tuple[list[float], int]:
         dist.destroy_process_group()
 
 
-def test_groups_work_and_leave_nothing_behind(two_ranks: RankPool) -> None:
-    assert two_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
+def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None:
+    assert two_plain_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
 
 
 def leave_early(rank: int) -> float:
@@ -60,8 +60,8 @@ def test_leaving_does_not_wait_for_what_nobody_will_join() -> None:
         assert max(pool.run(leave_early)) < 1.5
 
 
-def test_leaving_after_the_default_group_is_quiet(two_ranks: RankPool) -> None:
-    two_ranks.run(leave_late)
+def test_leaving_after_the_default_group_is_quiet(two_plain_ranks: RankPool) -> None:
+    two_plain_ranks.run(leave_late)
 
 
 def leave_late(rank: int) -> None:

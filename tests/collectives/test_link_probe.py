@@ -59,8 +59,8 @@ def probe_on(rank: int) -> LinkEstimate:
         dist.destroy_process_group()
 
 
-def test_all_ranks_find_the_same_link(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(probe_on)
+def test_all_ranks_find_the_same_link(two_plain_ranks: RankPool) -> None:
+    first, second = two_plain_ranks.run(probe_on)
     assert first == second
     assert 0.0 < first.alpha < 1.0
     assert 0.0 < first.beta < 1e-5

@@ -94,7 +94,7 @@ def run_operations(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks", "four_ranks"])
+@pytest.mark.parametrize("ranks", ["two_plain_ranks", "three_plain_ranks", "four_plain_ranks"])
 def test_operations(ranks: str, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(ranks)
     answers = pool.run(run_operations, world_size=int({"two": 2, "three": 3, "four": 4}[ranks.split("_")[0]]))
@@ -146,5 +146,5 @@ def backends(rank: int) -> tuple[bool, bool]:
         dist.destroy_process_group()
 
 
-def test_gloo_shards_what_is_on_a_cpu(two_ranks: RankPool) -> None:
-    assert two_ranks.run(backends) == [(True, False), (True, False)]
+def test_gloo_shards_what_is_on_a_cpu(two_plain_ranks: RankPool) -> None:
+    assert two_plain_ranks.run(backends) == [(True, False), (True, False)]

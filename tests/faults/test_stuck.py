@@ -53,7 +53,8 @@ def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> Non
     assert [rank.code for rank in all_again] == [0, 0, 0], all_again[0].log
     assert all("AGAIN" in rank.log for rank in all_again)
     # One rank fails alone and goes on, alone.
-    check_end(one_again, failed=0, says="Rank 0 failed: ValueError: boom", clean=False)
+    # After 8 seconds of waiting for the others.
+    check_end(one_again, failed=0, says="Rank 0 failed: ValueError: boom", bound=BOUND_S + 8.0, clean=False)
     assert "Rank 1 failed: it does not train again after this: Rank 0 failed: ValueError: boom" in one_again[0].log
 
 
@@ -78,5 +79,6 @@ def test_a_frozen_host_of_the_store_does_not_keep_a_failing_rank(nursery: Nurser
     frozen, failed = run(nursery, scenario, tmp_path, timeout=30.0, await_only=1)
     assert frozen.code is None  # killed by the test
     assert failed.code == 1
-    assert failed.ended - (failed.stamp("FAILED_AT") or 0.0) < BOUND_S, failed.log
+    # It gives the frozen one seconds to answer, several times.
+    assert failed.ended - (failed.stamp("FAILED_AT") or 0.0) < 2 * BOUND_S, failed.log
     assert "terminate called" not in failed.log

@@ -23,6 +23,7 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.strategies import planning as planning_module
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
@@ -133,7 +134,15 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def nothing_lands_at_the_end(module: LightningModule) -> Iterator[None]:
     """End each fit without waiting for what is still due."""
-    with patch.object(ByteSchedulerStrategy, "flush", lambda _: None):
+    shutdown = ByteCore.shutdown
+
+    def hurried_shutdown(core: ByteCore, *, timeout: float, drain: bool = True) -> None:
+        shutdown(core, timeout=timeout, drain=False)
+
+    with (
+        patch.object(ByteSchedulerStrategy, "flush", lambda _: None),
+        patch.object(ByteCore, "shutdown", hurried_shutdown),
+    ):
         yield
 
 

@@ -65,8 +65,8 @@ class KeepsStep(SGD):
         pytest.param(partial(AdamW, lr=0.005, foreach=True), id="AdamW-foreach"),
     ],
 )
-def test_two_hundred_steps(two_ranks: RankPool, optimizer: Any) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer), steps=200)
+def test_a_hundred_steps(two_ranks: RankPool, optimizer: Any) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer), steps=100)
     assert_same_as_ddp(two_ranks, recipe)
 
 
