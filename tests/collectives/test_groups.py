@@ -87,5 +87,5 @@ def turns_of_new_threads(rank: int) -> set[int]:
 
 
 @needs_support
-def test_threads_of_the_groups_have_short_turns(two_ranks: RankPool) -> None:
-    assert two_ranks.run(turns_of_new_threads) == [{SHORT}, {SHORT}]
+def test_threads_of_the_groups_have_short_turns(two_plain_ranks: RankPool) -> None:
+    assert two_plain_ranks.run(turns_of_new_threads) == [{SHORT}, {SHORT}]
