@@ -63,11 +63,13 @@ def close(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: f
     ("mode", "max_norm"), [("overlapped", None), ("overlapped", 0.05), ("ddp", None), ("synchronised", None)]
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_ranks_on_gloo(train: Train, two_ranks: RankPool, device: str, mode: str, max_norm: float | None) -> None:
+def test_two_ranks_on_gloo(
+    train: Train, two_plain_ranks: RankPool, device: str, mode: str, max_norm: float | None
+) -> None:
     if max_norm is not None and device == "cuda":
         pytest.skip("gloo reduces in shards on a CPU only")
     case = Case(device=device, backend="gloo", mode=mode, max_norm=max_norm)
-    answers = train(two_ranks, case)
+    answers = train(two_plain_ranks, case)
     for expected, weights, deferred, _ in answers:
         assert close(expected, weights, 1e-6 if case.max_norm is None else 1e-5)
         assert (deferred > 0) == (mode == "overlapped")
@@ -101,11 +103,11 @@ def no_wait_for_gradients(scheduled: Scheduled) -> Iterator[None]:
 
 
 @on_cuda
-def test_gradients_are_waited_for(train: Train, two_ranks: RankPool) -> None:
+def test_gradients_are_waited_for(train: Train, two_plain_ranks: RankPool) -> None:
     case = Case(device="cuda", backend="gloo", late_gradients=A_WHILE)
-    for expected, weights, _, _ in train(two_ranks, case):
+    for expected, weights, _, _ in train(two_plain_ranks, case):
         assert close(expected, weights)
-    for expected, weights, _, _ in train(two_ranks, case, inside=no_wait_for_gradients):
+    for expected, weights, _, _ in train(two_plain_ranks, case, inside=no_wait_for_gradients):
         assert not close(expected, weights), "without the wait the result is the same: the test cannot fail"
 
 
