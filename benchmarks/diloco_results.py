@@ -66,7 +66,7 @@ def at_loss(points: Sequence[Sequence[float]], loss: float) -> float | None:
 
 
 def at_samples(points: Sequence[Sequence[float]], samples: float) -> float | None:
-    """The loss at so many samples, between the two validations next to it; ``None`` before the first and after the last."""
+    """The loss at so many samples, between the validations next to it; ``None`` before the first and after the last."""
     for before, after in itertools.pairwise([points[0], *points]):
         if before[1] <= samples <= after[1]:
             share = (samples - before[1]) / max(after[1] - before[1], 1)
