@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -168,6 +169,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not available:
             console.print(f"{reason} Nothing was measured.")
             return 1
+    # By default SIGTERM ends Python at once, and the ranks would be left.
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        _measure_all(options, console)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _measure_all(options: argparse.Namespace, console: Console) -> None:
     kept = Kept(options.results, options.figure)
     groups = [[_asked(options, contender) for contender in group] for group in FIGURES[options.figure](options)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -186,7 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.figure == "race":
         samples = RANKS * options.batch * options.steps
         draw(options.results.with_suffix(".png"), kept.rows, seed=options.seeds[0], samples=samples)
-    return 0
 
 
 def _is_missing(options: argparse.Namespace, asked: dict[str, Any], row: Row | None) -> bool:
