@@ -40,7 +40,7 @@ from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 _ON_A_LINK = ("race", "stall")
 _START_S = 90.0  # until all ranks train, and from their last step to their end
-_STEPS = {"race": 60, "gap": 300, "wire": 300, "stall": 1}
+_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1}
 
 
 def measure(
@@ -136,7 +136,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco", description=__doc__.split("\n\n")[0])
     parser.add_argument("figure", choices=list(FIGURES), nargs="?", default="race")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, help="N (default: 60 in race, 300 in gap and wire)")
+    parser.add_argument("--steps", type=int, help="N (default: 60 in race, 200 in gap, 300 in wire)")
     parser.add_argument(
         "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
     )

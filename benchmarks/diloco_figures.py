@@ -44,18 +44,19 @@ def race(options: argparse.Namespace) -> list[Group]:
 
 
 def gap(options: argparse.Namespace) -> list[Group]:
-    """Rounds of one length by pace: DiLoCo's defaults for everything else, and what ``race`` uses."""
-    length = options.grid[-1]
+    """DiLoCo's defaults, and rounds of one length by pace with what ``race`` uses and with plain averaging."""
+    length = options.grid[len(options.grid) // 2]
     samples = round(length * options.batch * (1 + options.ratio))
-    fast = round(length * options.ratio)
     every = max(options.steps // _VALIDATIONS, 1)
     made: list[Group] = [[{"name": "ddp", "steps": options.steps, "validate": every, "seconds": 900}]]
-    for name, outer in (
-        ("diloco, untuned", {}),
-        ("diloco, tuned, fp32", {**_tuned(options), "wire_dtype": "fp32"}),
-        ("diloco, tuned", _tuned(options)),
-    ):
-        made.append([{**_diloco(name, fast, {"samples_per_round": samples, **outer}), "until": "ddp"}])
+    made.append([_diloco("diloco, defaults", 100, {})])
+    outer = {"samples_per_round": samples, **_tuned(options)}
+    for lr, momentum in ((options.outer_lr, options.outer_momentum), (1.0, 0.0)):
+        name = f"diloco by pace, {samples} samples, outer_lr={lr:g}, outer_momentum={momentum:g}"
+        strategy = {**outer, "outer_lr": lr, "outer_momentum": momentum}
+        made.append([_diloco(name, round(length * options.ratio), strategy)])
+    for group in made[1:]:
+        group[0]["until"] = "ddp"
     return made
 
 
@@ -63,7 +64,7 @@ def wire(options: argparse.Namespace) -> list[Group]:
     """Rounds of one length with each wire dtype; the same steps for all, as fast as they go."""
     strategy = {"inner_steps": _WIRE_LENGTH, "equal_steps": True, **_tuned(options)}
     own = {
-        "batch": 4 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
+        "batch": 2 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
         "steps": options.steps,
         "validate": options.steps // 2,
         "step_s": [0.0, 0.0],
@@ -89,7 +90,7 @@ def stall(options: argparse.Namespace) -> list[Group]:
         }
         name = f"{size}, steps of {seconds:g} s, fragments={fragments}, overlap_steps={overlap}"
         own = {"size": size, "batch": batch, "step_s": [seconds, options.ratio * seconds]}
-        made.append([{**_diloco(name, 2, strategy), **own, "steps": 5 * fast, "validate": 5 * fast, "seconds": 300}])
+        made.append([{**_diloco(name, 2, strategy), **own, "steps": 4 * fast, "validate": 4 * fast, "seconds": 300}])
     return made
 
 

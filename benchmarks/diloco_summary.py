@@ -15,9 +15,10 @@ from benchmarks.diloco_figures import SYNCHRONOUS
 from benchmarks.diloco_rank import RANKS
 from benchmarks.diloco_results import Row, at_loss, at_samples
 
-__all__ = ["best", "conclude", "draw", "gaps", "sooner", "times"]
+__all__ = ["best", "conclude", "draw", "gaps", "slowed", "sooner", "times"]
 
 FIXED, PACED, DEFAULTS = "diloco, H=", "diloco by pace", "diloco, defaults"
+_SLOWED = 1.2
 
 
 def times(rows: Sequence[Row], samples: float) -> dict[str, list[float | None]]:
@@ -63,8 +64,22 @@ def gaps(rows: Sequence[Row], samples: float) -> dict[str, list[float]]:
     return found
 
 
+def slowed(row: Row) -> bool:
+    """Whether a rank that trains by itself took longer for its steps than it was asked to."""
+    if "diloco" not in row["asked"]:
+        return False
+    pairs = zip(row["step_s"], row["asked"]["step_s"], strict=True)
+    return any(wanted and taken is not None and taken > _SLOWED * wanted for taken, wanted in pairs)
+
+
 def conclude(console: Console, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
     """Show what was measured; returns what it comes to."""
+    for row in rows:
+        if slowed(row):
+            console.print(
+                f"Steps of {row['name']}, seed {row['seed']}, took more than {_SLOWED - 1:.0%} longer than they should "
+                "have: the machine was busy. Measure it again with --again and --only."
+            )
     if options.figure == "race":
         return _race(console, options, rows)
     if options.figure == "gap":
@@ -132,17 +147,17 @@ def _spread(values: Sequence[float | None], digits: int) -> str:
 
 
 def draw(path: Path, rows: Sequence[Row], *, seed: int, samples: float) -> None:
-    """Draw a seed's losses over time: of the best contenders of each kind, and the loss that is to be reached."""
+    """Draw a seed's losses over time, of rounds of equal steps only the best, and the loss that is to be reached."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     taken = times(rows, samples)
-    names = [*SYNCHRONOUS, best(taken, FIXED), best(taken, PACED), DEFAULTS]
+    names = [*SYNCHRONOUS, best(taken, FIXED), DEFAULTS]
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
     for row in rows:
-        if row["seed"] == seed and row["name"] in names:
+        if row["seed"] == seed and (row["name"] in names or row["name"].startswith(PACED)):
             seconds, losses = [point[0] for point in row["points"]], [point[2] for point in row["points"]]
             line = "-" if row["name"].startswith("diloco") else "--"
             axes.plot(seconds, losses, linestyle=line, marker="o", markersize=3, label=row["name"])

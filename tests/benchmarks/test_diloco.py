@@ -13,12 +13,19 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.diloco_figures import FIGURES, SYNCHRONOUS
 from benchmarks.diloco_rank import SIZES
 from benchmarks.diloco_results import Kept, at_loss, at_samples
-from benchmarks.diloco_summary import best, gaps, sooner, times
+from benchmarks.diloco_summary import best, gaps, slowed, sooner, times
 from lightning_bytescheduler import DiLoCoStrategy
 
 
 def _row(name: str, points: list[tuple[float, int, float]], seed: int = 1) -> dict[str, Any]:
-    return {"seed": seed, "name": name, "asked": {}, "points": points, "waited_in_rounds": [0.1, 0.2]}
+    return {
+        "seed": seed,
+        "name": name,
+        "asked": {},
+        "points": points,
+        "step_s": [0.05, 0.15],
+        "waited_in_rounds": [0.1, 0.2],
+    }
 
 
 ROWS = [
@@ -54,6 +61,14 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
     found = gaps(ROWS, 40)
     assert found["diloco, H=8"] == pytest.approx([0.5, 0.1])
     assert "ddp" not in found
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    row = {**_row("diloco, H=8", []), "asked": {"diloco": {}, "step_s": [0.05, 0.15]}}
+    assert not slowed(row)
+    assert slowed({**row, "step_s": [0.05, 0.19]})
+    assert not slowed({**row, "step_s": [0.05, None]})
+    assert not slowed({**row, "asked": {"step_s": [0.05, 0.05]}})  # communicates in every step
 
 
 @pytest.mark.parametrize("figure", list(FIGURES))
