@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.diloco_figures import FIGURES
 from benchmarks.diloco_rank import MARK, RANKS, train
-from benchmarks.diloco_results import Kept, Row, at_samples
+from benchmarks.diloco_results import Kept, Row
 from benchmarks.diloco_summary import conclude, draw
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
@@ -124,12 +124,11 @@ def _asked(options: argparse.Namespace, contender: dict[str, Any]) -> dict[str, 
 
 
 def _end(options: argparse.Namespace, reference: Row | None) -> dict[str, Any]:
-    """When training may end: at the loss and samples of a reference, or at its samples."""
+    """When training may end: at the last loss and samples of a reference, or at its samples."""
     if reference is None:
         return {}
-    samples = RANKS * options.batch * options.steps
-    loss = {"loss": at_samples(reference["points"], samples)} if options.figure == "race" else {}
-    return {"samples": samples, **loss}
+    _, samples, loss = reference["points"][-1]
+    return {"samples": samples, **({"loss": loss} if options.figure == "race" else {})}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -195,8 +194,7 @@ def _measure_all(options: argparse.Namespace, console: Console) -> None:
                 progress.advance(task)
     kept.conclude(conclude(console, options, kept.rows))
     if options.figure == "race":
-        samples = RANKS * options.batch * options.steps
-        draw(options.results.with_suffix(".png"), kept.rows, seed=options.seeds[0], samples=samples)
+        draw(options.results.with_suffix(".png"), kept.rows, seed=options.seeds[0])
 
 
 def _is_missing(options: argparse.Namespace, asked: dict[str, Any], row: Row | None) -> bool:

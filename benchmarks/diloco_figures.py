@@ -81,9 +81,8 @@ def stall(options: argparse.Namespace) -> list[Group]:
     made: list[Group] = []
     for size, batch, seconds, fragments, overlap in _STALLS:
         fast = round(_STALL_SAMPLES / batch / (1 + 1 / options.ratio))
-        # A round synchronises one fragment: each is then sent as often as the whole model would be.
         strategy = {
-            "samples_per_round": _STALL_SAMPLES // fragments,
+            "samples_per_round": _STALL_SAMPLES,
             "wire_dtype": "bf16",
             "fragments": fragments,
             "overlap_steps": overlap,

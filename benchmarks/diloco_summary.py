@@ -83,10 +83,10 @@ def conclude(console: Console, options: argparse.Namespace, rows: Sequence[Row])
     if options.figure == "race":
         return _race(console, options, rows)
     if options.figure == "gap":
-        found = gaps(rows, RANKS * options.batch * options.steps)
-        reference = [row["points"][-1][2] for row in rows if row["name"] == "ddp"]
-        _table(console, f"loss less ddp's, after its {options.steps} steps", {"ddp's own": reference, **found})
-        return {"gap": found}
+        samples = _samples(rows)
+        found, own = gaps(rows, samples), [row["points"][-1][2] for row in rows if row["name"] == "ddp"]
+        _table(console, f"loss less ddp's, at {samples} samples", {"ddp's own": own, **found})
+        return {"samples": samples, "ddp": own, "gap": found}
     if options.figure == "wire":
         losses = {row["name"]: [r["points"][-1][2] for r in rows if r["name"] == row["name"]] for row in rows}
         _table(console, f"loss after {options.steps} steps", losses)
@@ -97,9 +97,11 @@ def conclude(console: Console, options: argparse.Namespace, rows: Sequence[Row])
 
 
 def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
-    marks = [options.steps // 3, 2 * options.steps // 3, options.steps]
-    taken = {steps: times(rows, RANKS * options.batch * steps) for steps in marks}
-    apart = gaps(rows, RANKS * options.batch * options.steps)
+    samples = _samples(rows)
+    of_a_step = RANKS * options.batch
+    marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)]
+    taken = {steps: times(rows, of_a_step * steps) for steps in marks}
+    apart = gaps(rows, samples)
     speeds = {
         row["name"]: [r["points"][-1][1] / r["points"][-1][0] for r in rows if r["name"] == row["name"]] for row in rows
     }
@@ -131,6 +133,11 @@ def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) ->
     return summary
 
 
+def _samples(rows: Sequence[Row]) -> int:
+    """That ``ddp`` had processed at its last validation, with every seed."""
+    return min((int(row["points"][-1][1]) for row in rows if row["name"] == "ddp"), default=0)
+
+
 def _table(console: Console, title: str, values: dict[str, list[float]]) -> None:
     table = Table("", "median (smallest to largest)", "seeds", title=title, title_justify="left")
     for name, numbers in values.items():
@@ -146,14 +153,14 @@ def _spread(values: Sequence[float | None], digits: int) -> str:
     return f"{statistics.median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f}{missing})"
 
 
-def draw(path: Path, rows: Sequence[Row], *, seed: int, samples: float) -> None:
+def draw(path: Path, rows: Sequence[Row], *, seed: int) -> None:
     """Draw a seed's losses over time, of rounds of equal steps only the best, and the loss that is to be reached."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    taken = times(rows, samples)
+    taken = times(rows, _samples(rows))
     names = [*SYNCHRONOUS, best(taken, FIXED), DEFAULTS]
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
     for row in rows:
