@@ -21,36 +21,41 @@ FIXED, PACED, DEFAULTS = "diloco, H=", "diloco by pace", "diloco, defaults"
 _SLOWED = 1.2
 
 
-def times(rows: Sequence[Row], samples: float) -> dict[str, list[float | None]]:
-    """By contender: for each seed, seconds to the loss that ``ddp`` has at so many samples."""
+Times = dict[str, dict[int, float | None]]
+"""By contender and seed, seconds to a loss; ``None`` if it was not reached."""
+
+
+def times(rows: Sequence[Row], samples: float) -> Times:
+    """Seconds to the loss that ``ddp`` has at so many samples, with the same seed."""
     targets = {row["seed"]: at_samples(row["points"], samples) for row in rows if row["name"] == "ddp"}
-    found: dict[str, list[float | None]] = {}
+    found: Times = {}
     for row in rows:
         target = targets.get(row["seed"])
         if target is not None:
-            found.setdefault(row["name"], []).append(at_loss(row["points"], target))
+            found.setdefault(row["name"], {})[row["seed"]] = at_loss(row["points"], target)
     return found
 
 
-def best(taken: dict[str, list[float | None]], beginning: str | tuple[str, ...]) -> str | None:
+def best(taken: Times, beginning: str | tuple[str, ...]) -> str | None:
     """Of the contenders whose names begin so, the one with the smallest median: the same one for all seeds.
 
     Returns:
         ``None`` if none gets there with every seed.
     """
+    seeds = len(taken.get("ddp", {}))
     medians = {
-        name: statistics.median(value for value in values if value is not None)
+        name: statistics.median(value for value in values.values() if value is not None)
         for name, values in taken.items()
-        if name.startswith(beginning) and None not in values
+        if name.startswith(beginning) and None not in values.values() and len(values) == seeds
     }
     return min(medians, key=lambda name: medians[name], default=None)
 
 
-def sooner(taken: dict[str, list[float | None]], first: str | None, second: str | None) -> list[float]:
-    """How many times sooner than the second contender the first one gets there, for each seed that both have."""
-    if first is None or second is None:
-        return []
-    return [slow / fast for fast, slow in zip(taken[first], taken[second], strict=False) if fast and slow]
+def sooner(taken: Times, first: str | None, second: str | None) -> list[float]:
+    """How many times sooner than the second contender the first one gets there, with each seed."""
+    mine, theirs = taken.get(first or "", {}), taken.get(second or "", {})
+    pairs = [(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+    return [slow / fast for fast, slow in pairs if fast and slow]
 
 
 def gaps(rows: Sequence[Row], samples: float) -> dict[str, list[float]]:
@@ -102,13 +107,14 @@ def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) ->
     marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)]
     taken = {steps: times(rows, of_a_step * steps) for steps in marks}
     apart = gaps(rows, samples)
-    speeds = {
-        row["name"]: [r["points"][-1][1] / r["points"][-1][0] for r in rows if r["name"] == row["name"]] for row in rows
-    }
+    speeds: dict[str, dict[int, float]] = {}
+    for row in rows:
+        seconds, processed, _ = row["points"][-1]
+        speeds.setdefault(row["name"], {})[row["seed"]] = processed / seconds
     table = Table("", *(f"s to ddp's loss after {steps}" for steps in marks), "samples/s", "gap", title_justify="left")
     for name in speeds:
-        cells = [_spread(taken[steps].get(name, []), 1) for steps in marks]
-        table.add_row(name, *cells, _spread(speeds[name], 1), _spread(apart.get(name, []), 3))
+        cells = [_spread(list(taken[steps].get(name, {}).values()), 1) for steps in marks]
+        table.add_row(name, *cells, _spread(list(speeds[name].values()), 1), _spread(apart.get(name, []), 3))
     console.print(table)
     summary: dict[str, Any] = {}
     for steps, values in taken.items():
@@ -119,13 +125,12 @@ def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) ->
             "best of equal steps": fixed,
             "sooner than the best in every step": sooner(values, paced, synchronous),
             "sooner than the best of equal steps": sooner(values, paced, fixed),
-            "defaults, sooner than the best in every step": sooner(values, DEFAULTS, synchronous)
-            if DEFAULTS in values
-            else [],
+            "defaults, sooner than the best in every step": sooner(values, DEFAULTS, synchronous),
         }
         if paced and fixed:
-            pairs = zip(speeds[paced], speeds[fixed], strict=False)
-            found["samples a second over those of equal steps"] = [ours / theirs for ours, theirs in pairs]
+            found["samples a second over those of equal steps"] = [
+                speeds[paced][seed] / speeds[fixed][seed] for seed in sorted(speeds[paced])
+            ]
         console.print(f"N={steps}:")
         for label, value in found.items():
             shown = _spread(value, 2) if isinstance(value, list) else value

@@ -33,8 +33,9 @@ ROWS = [
     _row("ddp", [(10.0, 20, 4.2), (20.0, 40, 3.4)], seed=2),
     _row("diloco, H=8", [(2.0, 40, 3.5), (4.0, 80, 3.0)]),
     _row("diloco, H=8", [(2.0, 40, 3.5), (4.0, 80, 3.0)], seed=2),
-    _row("diloco, H=9", [(1.0, 40, 3.5), (2.0, 80, 3.1)]),
     _row("diloco, H=9", [(1.0, 40, 3.5), (2.0, 80, 3.1)], seed=2),
+    _row("diloco, H=9", [(1.0, 40, 3.5), (2.0, 80, 3.1)]),
+    _row("diloco, H=7", [(1.0, 40, 2.5)]),  # with one seed only
 ]
 
 
@@ -50,11 +51,13 @@ def test_time_and_loss_on_a_curve() -> None:
 
 def test_the_best_gets_there_with_every_seed() -> None:
     taken = times(ROWS, 40)
-    assert taken == {"ddp": [20.0, 20.0], "diloco, H=8": [4.0, 4.0], "diloco, H=9": [None, 2.0]}
+    assert taken["ddp"] == {1: 20.0, 2: 20.0}
+    assert taken["diloco, H=9"] == {1: None, 2: 2.0}
     assert best(taken, "diloco") == "diloco, H=8"
     assert best(taken, "diloco by pace") is None
     assert sooner(taken, "diloco, H=8", "ddp") == [5.0, 5.0]
     assert sooner(taken, None, "ddp") == []
+    assert sooner({"a": {2: 1.0, 1: 2.0}, "b": {1: 6.0, 2: 4.0, 3: 9.0}}, "a", "b") == [3.0, 4.0]
 
 
 def test_gaps_are_between_runs_of_one_seed() -> None:
