@@ -3,7 +3,7 @@
 Two hosts of unequal speed train a GPT of 5.1 million parameters on real text. A step takes a fixed time on each, by
 sleeping for what its arithmetic does not take. Figures:
 
-- ``race`` (root, 6 minutes a seed): on a slow link, seconds to the validation losses that ``ddp`` has after N/3, 2N/3
+- ``race`` (root, 7 minutes a seed): on a slow link, seconds to the validation losses that ``ddp`` has after N/3, 2N/3
   and N steps, and samples a second: for ``ddp`` and others that communicate in every step, for DiLoCo with rounds of
   equal steps and by pace at each length of a grid, and for DiLoCo's defaults.
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
