@@ -55,6 +55,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=320, help="that end a round (default: %(default)s)")
     parser.add_argument("--slowness", type=float, default=3.0, help="of all but the first (default: %(default)s)")
     parser.add_argument("--wire", default="bf16", choices=["fp32", "bf16", "int8", "int4"])
+    parser.add_argument("--fragments", type=int, default=1, help="sent in turn, one a round (default: %(default)s)")
+    parser.add_argument("--overlap", type=int, default=0, help="steps while a fragment travels (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a model to try the example itself with")
     parser.add_argument("--output", type=Path, default=Path("diloco_output"))
     return parser.parse_args(arguments)
@@ -73,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         strategy=DiLoCoStrategy(
             samples_per_round=asked.windows,
             wire_dtype=asked.wire,
+            fragments=asked.fragments,
+            overlap_steps=asked.overlap,
             rounds_file=str(asked.output / "rounds.jsonl"),
         ),
         max_steps=asked.steps,

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_example(tmp_path: Path) -> None:
-    arguments = ["--tiny", "--steps=24", "--windows=64", f"--output={tmp_path}"]
+    arguments = ["--tiny", "--steps=24", "--windows=64", "--fragments=2", "--overlap=1", f"--output={tmp_path}"]
     ran = subprocess.run(
         [sys.executable, "-m", "examples.diloco", *arguments],
         cwd=REPOSITORY,

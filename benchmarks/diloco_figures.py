@@ -1,0 +1,110 @@
+"""What each figure of ``benchmarks.diloco`` compares: contenders with all that their ranks are asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["FIGURES", "SYNCHRONOUS"]
+
+SYNCHRONOUS = ("ddp", "ddp, bf16 on the wire", "bytescheduler")
+_VALIDATIONS = 12
+_WIRE_LENGTH = 20
+_STALL_SAMPLES = 320  # of a round of the example
+_STALLS = (("example", 8, 0.5, 1, 0), ("example", 8, 0.5, 4, 2), ("5M", 1, 0.05, 1, 0), ("5M", 1, 0.05, 4, 10))
+
+Group = list[dict[str, Any]]
+"""Contenders that are measured at the same time."""
+
+
+def race(options: argparse.Namespace) -> list[Group]:
+    """Those that communicate in every step, at the same time: they compute for a hundredth of it. DiLoCo, in turn."""
+    steps, ratio = options.steps, options.ratio
+    every = max(steps // _VALIDATIONS, 1)
+    # What is rounded to bf16 may take some steps more to the same loss.
+    limits = {"ddp": steps, "bytescheduler": steps}
+    groups: list[Group] = [
+        [
+            {"name": name, "steps": limits.get(name, round(1.4 * steps)), "validate": every, "seconds": 900}
+            for name in SYNCHRONOUS
+        ]
+    ]
+    outer = _tuned(options)
+    for length in options.grid:
+        groups.append([_diloco(f"diloco, H={length}", length, {"inner_steps": length, "equal_steps": True, **outer})])
+    for length in options.grid:
+        samples = round(length * options.batch * (1 + ratio))
+        name = f"diloco by pace, {samples} samples"
+        groups.append([_diloco(name, round(length * ratio), {"samples_per_round": samples, **outer})])
+    groups.append([_diloco("diloco, defaults", 100, {})])
+    for group in groups[1:]:
+        group[0]["until"] = "ddp"
+    return groups
+
+
+def gap(options: argparse.Namespace) -> list[Group]:
+    """DiLoCo's defaults, and rounds of one length by pace with what ``race`` uses and with plain averaging."""
+    length = options.grid[len(options.grid) // 2]
+    samples = round(length * options.batch * (1 + options.ratio))
+    every = max(options.steps // _VALIDATIONS, 1)
+    made: list[Group] = [[{"name": "ddp", "steps": options.steps, "validate": every, "seconds": 900}]]
+    made.append([_diloco("diloco, defaults", 100, {})])
+    outer = {"samples_per_round": samples, **_tuned(options)}
+    for lr, momentum in ((options.outer_lr, options.outer_momentum), (1.0, 0.0)):
+        name = f"diloco by pace, {samples} samples, outer_lr={lr:g}, outer_momentum={momentum:g}"
+        strategy = {**outer, "outer_lr": lr, "outer_momentum": momentum}
+        made.append([_diloco(name, round(length * options.ratio), strategy)])
+    for group in made[1:]:
+        group[0]["until"] = "ddp"
+    return made
+
+
+def wire(options: argparse.Namespace) -> list[Group]:
+    """Rounds of one length with each wire dtype; the same steps for all, as fast as they go."""
+    strategy = {"inner_steps": _WIRE_LENGTH, "equal_steps": True, **_tuned(options)}
+    own = {
+        "batch": 2 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
+        "steps": options.steps,
+        "validate": options.steps // 2,
+        "step_s": [0.0, 0.0],
+        "seconds": 300,
+    }
+    return [
+        [{**_diloco(f"diloco, {dtype}", _WIRE_LENGTH, {**strategy, "wire_dtype": dtype}), **own}]
+        for dtype in ("fp32", "int8", "int4")
+    ]
+
+
+def stall(options: argparse.Namespace) -> list[Group]:
+    """Rounds as in ``examples/diloco.py``, and those of steps ten times as short; without and with fragments."""
+    made: list[Group] = []
+    for size, batch, seconds, fragments, overlap in _STALLS:
+        fast = round(_STALL_SAMPLES / batch / (1 + 1 / options.ratio))
+        strategy = {
+            "samples_per_round": _STALL_SAMPLES,
+            "wire_dtype": "bf16",
+            "fragments": fragments,
+            "overlap_steps": overlap,
+        }
+        name = f"{size}, steps of {seconds:g} s, fragments={fragments}, overlap_steps={overlap}"
+        own = {"size": size, "batch": batch, "step_s": [seconds, options.ratio * seconds]}
+        made.append([{**_diloco(name, 2, strategy), **own, "steps": 4 * fast, "validate": 4 * fast, "seconds": 300}])
+    return made
+
+
+FIGURES: dict[str, Callable[[argparse.Namespace], list[Group]]] = {
+    "race": race,
+    "gap": gap,
+    "wire": wire,
+    "stall": stall,
+}
+
+
+def _tuned(options: argparse.Namespace) -> dict[str, Any]:
+    return {"outer_lr": options.outer_lr, "outer_momentum": options.outer_momentum, "wire_dtype": options.wire}
+
+
+def _diloco(name: str, fast: int, strategy: dict[str, Any]) -> dict[str, Any]:
+    """A contender whose fast worker takes ``fast`` steps a round, with a validation after each round."""
+    return {"name": name, "diloco": strategy, "steps": 10_000, "validate": max(fast // 2, 1), "seconds": 60}

@@ -1,0 +1,158 @@
+"""One rank of one contender of ``benchmarks.diloco``: trains, and notes time, samples and loss."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from benchmarks.contenders import CONTENDERS
+from examples.demo.model import CharacterGPT
+from examples.demo.size import SMALL, GPTSize
+from examples.demo.text import Windows, training_and_validation_text
+from lightning_bytescheduler import DiLoCoStrategy
+
+__all__ = ["MARK", "RANKS", "SIZES", "train"]
+
+MARK = "CURVE"
+"""Before the JSON that each rank prints."""
+RANKS = 2
+SIZES = {"5M": GPTSize(context=64, width=288, heads=8, layers=5), "example": SMALL}
+_WARM_UP_STEPS = 10
+_VALIDATION_WINDOWS = 64
+_TRIAL_STEPS = 12
+
+
+class Model(CharacterGPT):
+    """With a learning rate that does not depend on how long the training will be."""
+
+    def __init__(self, size: GPTSize, learning_rate: float) -> None:
+        super().__init__(size, steps=1)
+        self.learning_rate = learning_rate
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP_STEPS))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+
+class Curve(L.Callback):
+    """Makes steps as slow as asked for, and notes time, samples, loss and waiting until the training is good enough.
+
+    Time is that of training: what a validation takes is left out, and so is what happens before the first step.
+
+    Args:
+        asked: What the rank was asked for.
+        compute_s: What a step takes that does not sleep.
+    """
+
+    def __init__(self, asked: dict[str, Any], compute_s: float) -> None:
+        self.asked = asked
+        self.compute_s = compute_s
+        self.points: list[tuple[float, int, float]] = []
+        self.trained = self.waited = 0.0
+        self.began: float | None = None  # when training last went on
+        self.waited_before = 0.0
+        self.steady = (0.0, 0.0)  # seconds trained and waited before the last step
+        self.last: float | None = None
+        self.steps_s: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        now = time.perf_counter()
+        if self.began is None:
+            self.began, self.waited_before = now, _waited(trainer.strategy)
+        elif self.last is not None:
+            self.steps_s.append(now - self.last)
+        self.last = now
+        spent = self.waited + _waited(trainer.strategy) - self.waited_before
+        self.steady = (self.trained + now - self.began, spent)
+        time.sleep(max(self.asked["step_s"][trainer.global_rank] - self.compute_s, 0.0))
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.began is not None:
+            self.trained += time.perf_counter() - self.began
+            self.waited += _waited(trainer.strategy) - self.waited_before
+            self.began = self.last = None
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        loss = float(trainer.callback_metrics["validation_loss"])
+        strategy = trainer.strategy
+        if isinstance(strategy, DiLoCoStrategy):
+            samples = 0 if strategy.statistics is None else strategy.statistics.merged_samples
+        else:
+            samples = trainer.global_step * RANKS * self.asked["batch"]
+        self.points.append((self.trained, samples, loss))
+        target, enough = self.asked.get("loss"), self.asked.get("samples")
+        good = target is None or loss <= target
+        if (good and enough is not None and samples >= enough) or self.trained > self.asked["seconds"]:
+            trainer.should_stop = True
+
+
+def _waited(strategy: object) -> float:
+    """Seconds that the training thread has waited for updates or for a round to start; 0 where that is not known."""
+    known = strategy.statistics if isinstance(strategy, DiLoCoStrategy) else None
+    return 0.0 if known is None else known.exchange_s + known.start_s
+
+
+def train(asked: dict[str, Any]) -> None:
+    """Train as asked for; prints this rank's curve as JSON."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    size = SIZES[asked["size"]]
+    training, validation = (Windows(text, size.context) for text in training_and_validation_text())
+    compute_s = _compute_seconds(Model(size, asked["learning_rate"]), training, asked["batch"])
+    L.seed_everything(asked["seed"], verbose=False)
+    strategy: Any = DiLoCoStrategy(**asked["diloco"]) if "diloco" in asked else CONTENDERS[asked["name"]].strategy()
+    curve = Curve(asked, compute_s)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=RANKS,
+        strategy=strategy,
+        max_steps=asked["steps"],
+        max_epochs=-1,
+        val_check_interval=asked["validate"],
+        check_val_every_n_epoch=None,
+        callbacks=[curve],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=asked["folder"],
+    )
+    apart = max(len(validation) // _VALIDATION_WINDOWS, 1)
+    trainer.fit(
+        Model(size, asked["learning_rate"]),
+        DataLoader(training, batch_size=asked["batch"], shuffle=True),
+        DataLoader(Subset(validation, range(0, apart * _VALIDATION_WINDOWS, apart)), batch_size=16),
+    )
+    result = {
+        "rank": trainer.global_rank,
+        "points": curve.points,
+        "compute_s": compute_s,
+        "step_s": statistics.median(curve.steps_s) if curve.steps_s else None,
+        "waited": curve.waited / curve.trained if curve.trained else 0.0,
+        "waited_in_rounds": curve.steady[1] / curve.steady[0] if curve.steady[0] else 0.0,
+    }
+    print(MARK + json.dumps(result), flush=True)
+
+
+def _compute_seconds(model: Model, windows: Dataset[Any], batch: int) -> float:
+    """What a step's arithmetic takes: processor time, which does not depend on what else the machine does."""
+    optimizer = model.configure_optimizers()["optimizer"]
+    loader = iter(DataLoader(windows, batch_size=batch))
+    taken = []
+    for _ in range(_TRIAL_STEPS):
+        began = time.process_time()
+        model.training_step(next(loader), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.process_time() - began)
+    return statistics.median(taken[_TRIAL_STEPS // 3 :])
