@@ -195,7 +195,7 @@ class OuterRuntime:
         if self._stopped:
             return self._idle
         self._stopped = True
-        self._board.unwatch()
+        self._board.unwatch(self)
         atexit.unregister(self.stop)
         patience = _MOMENT_S if failed else _STOP_S
         with suppress(Exception):
