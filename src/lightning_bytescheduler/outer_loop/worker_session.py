@@ -181,8 +181,9 @@ class WorkerSession:
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """Say what is to happen at the end of this round, and whether that is to be soon."""
+        round, steps = self._counter.round, self._counter.steps
         self._post(
-            EndRound(worker=self.worker, round=self._counter.round, now=now, epoch=epoch, validate=validate, stop=stop)
+            EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
         )
 
     def end_round(self) -> None:

@@ -61,10 +61,11 @@ class DiLoCoStrategy(WorkerStrategy):
       samplers split the data among all processes.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
       first: the round ends, its changes are merged, and training is over for all. No worker takes more than
-      ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer. ``min_steps`` and
-      ``min_epochs`` bind the worker that wants to stop.
+      ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
+      on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
-      theirs is not used in that epoch. It always ends a round.
+      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``. It always ends a
+      round.
     * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
       epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
