@@ -97,7 +97,7 @@ class RoundHost:
         self._told: dict[str, float] = {}
         self._looked = 0.0
         self._rates: dict[str, MeanMetric] = {}
-        self._loss = MeanMetric()
+        self._loss = _own_mean()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
@@ -194,7 +194,7 @@ class RoundHost:
         self._deliver(tuple(held))
 
     def _note_metrics(self, message: StepMetrics) -> None:
-        rate = self._rates.setdefault(message.worker, MeanMetric())
+        rate = self._rates.setdefault(message.worker, _own_mean())
         rate.update(message.seconds / message.samples, message.samples)
         if message.loss is not None:
             self._loss.update(message.loss, message.samples)
@@ -259,3 +259,8 @@ class RoundHost:
         if silent:
             self._looked = now
             self._on_silence(silent)
+
+
+def _own_mean() -> MeanMetric:
+    """A mean that is not reduced over the default group, whose other ranks know nothing of it."""
+    return MeanMetric(sync_on_compute=False)
