@@ -79,7 +79,8 @@ class DiLoCoStrategy(WorkerStrategy):
       epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
       (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
-      what was trained on since its begin for done too. Each worker's batch size is an option of the module.
+      what was trained on since its begin for done too. Each worker's batch size is an option of the module. Such
+      workers are of one process.
     * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all ranks
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
       of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
