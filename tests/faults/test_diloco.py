@@ -41,3 +41,30 @@ def test_whoever_fails_is_named(kind: str, says: list[str], nursery: Nursery, tm
         assert survivor.ended - start < _BOUND_S, survivor.log
         assert says[failed] in survivor.log, survivor.log
         assert "THREADS []" in survivor.log, survivor.log
+
+
+def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    """The second worker's leader, and its other rank, which speaks with no other worker."""
+    cases = [
+        ("SIGKILL", 2, "bytescheduler", "it shows no sign of life"),
+        ("SIGKILL", 3, "ddp", "it shows no sign of life"),
+        ("SIGTERM", 3, "ddp", "SIGTERM"),
+    ]
+
+    def run(kind: str, rank: int, inner: str) -> list[Ended]:
+        folder = tmp_path / f"{kind}-{rank}"
+        folder.mkdir()
+        groups = {"inner": inner, "inner_size": 2}
+        options = {"kind": kind, "rank": rank, "step": 10, "inner_steps": 8, "groups": groups}
+        return nursery.run(_SCRIPT, options, world_size=4, folder=folder, timeout=60.0)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        runs = list(pool.map(lambda case: run(*case[:3]), cases))
+    for (_, failed, _, says), ranks in zip(cases, runs, strict=True):
+        start = ranks[failed].stamp("FAILED_AT")
+        assert start is not None, ranks[failed].log
+        for survivor in (ranks[rank] for rank in range(4) if rank != failed):
+            assert survivor.code == 1, survivor.log
+            assert survivor.ended - start < _BOUND_S, survivor.log
+            assert f"Rank {failed} failed: {says}" in survivor.log, survivor.log
+            assert "THREADS []" in survivor.log, survivor.log

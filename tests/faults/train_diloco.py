@@ -50,7 +50,9 @@ def main(options: dict[str, Any]) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=DiLoCoStrategy(inner_steps=options["inner_steps"], timeout=timedelta(seconds=16)),
+        strategy=DiLoCoStrategy(
+            inner_steps=options["inner_steps"], timeout=timedelta(seconds=16), **options.get("groups", {})
+        ),
         callbacks=[Fails(options["kind"], options["rank"], options["step"])],
         max_steps=options.get("max_steps", 2000),
         logger=False,

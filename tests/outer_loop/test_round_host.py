@@ -11,6 +11,7 @@ from lightning_bytescheduler.diloco.messages import (
     Done,
     Join,
     Report,
+    ScheduleUpdate,
     SendingUpdate,
     StartRound,
     UpdateArrived,
@@ -97,9 +98,9 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     assert first.shares == {"a": 0.5, "b": 0.5}
     assert first.metrics == {"loss": 3.0, "samples_per_second": 12.0}
     start(host, mail, 2)
-    host.handle(EndRound(worker="a", round=2, now=True, epoch=True))
-    for name in WORKERS:
-        assert mail.wait(name, lambda message: isinstance(message, UpdateNow)).round == 2
+    host.handle(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
+    for name in WORKERS:  # whoever is behind goes on until it has taken as many
+        assert mail.wait(name, lambda message: isinstance(message, ScheduleUpdate) and message.round == 2).counter == 1
     host.handle(Report(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1))
     end(host, 2)
     second = mail.wait("b", lambda message: isinstance(message, Boundary) and message.round == 2)
@@ -118,7 +119,9 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
     host, mail, _, errors = hosted(SampleTarget(1000))
     join(host)
     start(host, mail, 1)
-    host.handle(EndRound(worker="a", round=1, now=True, validate=True))
+    host.handle(EndRound(worker="a", round=1, now=True, steps=1, validate=True))
+    for name in WORKERS:  # however many steps it has taken
+        assert mail.wait(name, lambda message: isinstance(message, UpdateNow)).round == 1
     end(host, 1)
     assert mail.wait("a", lambda message: isinstance(message, Boundary)).validate
     host.handle(Passed(worker="a", round=1))
@@ -139,7 +142,7 @@ def test_a_host_that_fails_says_so() -> None:
 def test_messages_survive_the_wire() -> None:
     for message in (
         Boundary(round=3, samples=8, shares={"a": 1.0}, metrics={"loss": 0.5}, validate=True),
-        EndRound(worker="a", round=1, now=True),
+        EndRound(worker="a", round=1, now=True, steps=7),
         Passed(worker="a", round=2, stop=True),
         Report(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1),
     ):

@@ -10,7 +10,7 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.strategies import byte_scheduler
+from lightning_bytescheduler.strategies import scheduled_gradients
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.test_training import MixedTypes
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
@@ -24,7 +24,7 @@ def run_with_trial(rank: int, recipe: Recipe, prefers_ddp: bool, **trial: int) -
     """A fit whose trial is short, and ends as it is told to on rank 0 and otherwise on the others."""
     make = partial(ModeTrial, **trial)
     with (
-        patch.object(byte_scheduler, "ModeTrial", make),
+        patch.object(scheduled_gradients, "ModeTrial", make),
         patch.object(ModeTrial, "prefers_ddp", lambda _: prefers_ddp == (rank == 0)),
     ):
         return train(rank, recipe, Run(options={**SIZES, "mode": "auto"}))

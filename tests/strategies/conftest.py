@@ -12,3 +12,10 @@ def diloco_ranks() -> Iterator[RankPool]:
     """Two ranks without a default process group of another strategy."""
     with RankPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def diloco_four_ranks() -> Iterator[RankPool]:
+    """Four such ranks."""
+    with RankPool(4) as pool:
+        yield pool

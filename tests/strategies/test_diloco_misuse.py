@@ -45,6 +45,9 @@ from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
         ("partition_size", 0),
         ("credit", 0),
         ("rounds_file", ""),
+        ("inner", "fsdp"),
+        ("inner_size", 2),
+        ("inner_options", {"bucket_cap_mb": 1}),
     ],
 )
 def test_values_are_named(option: str, value: Any) -> None:
@@ -121,4 +124,51 @@ def test_a_loader_that_cannot_have_another_is_named() -> None:
 
 def test_a_list_of_batch_sizes_is_for_all_workers() -> None:
     with pytest.raises(OptionError, match="one for each worker, of which there are 2"):
-        DiLoCoStrategy(batch_size=[1, 2, 3])._check_batch_sizes(2)
+        DiLoCoStrategy(batch_size=[1, 2, 3])._options.check_ranks(ranks=2, on_node=2, rank=0, node=0)
+
+
+@pytest.mark.parametrize("size", [None, 1, 0, True, 2.0, "machine"])
+def test_sizes_of_workers(size: Any) -> None:
+    with pytest.raises(OptionError, match=r"inner_size=.*a whole number above 1, or 'node'"):
+        DiLoCoStrategy(inner="ddp", inner_size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": "auto"}, "left out, or numbers, where inner is given"),
+        ({"inner_options": [1]}, "options of 'bytescheduler' by name"),
+        ({"inner_options": {"credit_tuning": True}}, "without credit_tuning"),
+        ({"inner_options": {"credit": 0}}, "credit=0"),
+    ],
+)
+def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        DiLoCoStrategy(inner="bytescheduler", inner_size=2, **options)
+
+
+def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
+    with pytest.raises(UnsupportedError, match="ddp_comm_hook"):
+        DiLoCoStrategy(inner="bytescheduler", inner_size=2, inner_options={"ddp_comm_hook": print})
+
+
+@pytest.mark.parametrize(
+    ("inner_size", "workers", "world_size"),
+    [(2, 3, 2), (3, 2, 3), (6, 1, 6), ("node", 2, 3)],
+)
+def test_workers_of_several_ranks(inner_size: Any, workers: int, world_size: int) -> None:
+    strategy = DiLoCoStrategy(inner="ddp", inner_size=inner_size)
+    Trainer(accelerator="cpu", devices=3, num_nodes=2, strategy=strategy)
+    assert (strategy.workers, strategy.world_size, strategy.ranks) == (workers, world_size, 6)
+    strategy._options.check_ranks(ranks=6, on_node=3, rank=5, node=1)
+
+
+def test_ranks_that_do_not_make_up_workers() -> None:
+    with pytest.raises(OptionError, match="a number that divides that of all processes, 6"):
+        DiLoCoStrategy(inner="ddp", inner_size=4)._options.check_ranks(ranks=6, on_node=3, rank=0, node=0)
+    with pytest.raises(OptionError, match=r"do not follow one another \(rank 1 is on machine 1\)"):
+        DiLoCoStrategy(inner="ddp", inner_size="node")._options.check_ranks(ranks=6, on_node=3, rank=1, node=1)
+    with pytest.raises(OptionError, match="one for each worker, of which there are 3"):
+        DiLoCoStrategy(inner="ddp", inner_size=2, batch_size=[4] * 6)._options.check_ranks(
+            ranks=6, on_node=3, rank=0, node=0
+        )

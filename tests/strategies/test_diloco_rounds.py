@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from lightning_bytescheduler.diloco import read_rounds
-from tests.strategies.diloco_fits import Result, calm_tower, fit_diloco
+from tests.strategies.diloco_fits import FAST_AND_SLOW, Result, calm_tower, fit_diloco
 from tests.support.rank_pool import RankPool
 
 
@@ -52,3 +53,24 @@ def test_a_slow_worker_takes_fewer_steps_and_nobody_waits_long(diloco_ranks: Ran
     ]
     assert [result.global_step for result in results] == steps
     assert steps[0] > 1.5 * steps[1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "overlap_steps", "steps"),
+    [({"max_steps": 10}, 0, 10), ({"max_steps": 10}, 2, 10), ({"max_epochs": 2}, 0, 2 * 16)],
+)
+def test_with_equal_steps_nobody_is_left_behind_at_the_end(
+    limits: dict[str, int], overlap_steps: int, steps: int, diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The fast worker is in the middle of a round when it gets there, and the slow one steps behind it."""
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 7, "equal_steps": True, "overlap_steps": overlap_steps},
+        model=calm_tower,
+        pauses=FAST_AND_SLOW,
+        default_root_dir=str(tmp_path),
+        **limits,
+    )
+    assert_same_weights(results)
+    assert [result.global_step for result in results] == [steps, steps]
+    assert [result.samples for result in results] == [4 * steps, 4 * steps]

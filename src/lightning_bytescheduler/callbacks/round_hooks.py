@@ -32,6 +32,15 @@ class RoundHooks(pl.Callback):
         """Wait for the other workers."""
         self._strategy.begin_rounds()
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Train on, if all ranks of the worker do.
+
+        Raises:
+            StopIteration: If another rank of it stops, and training is over.
+        """
+        if not self._strategy.begin_epoch():
+            raise StopIteration
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

@@ -29,7 +29,7 @@ _HURRY_S = 0.05  # between two looks while somebody waits for the others
 
 
 class Watched(Protocol):
-    """What a watcher looks after: one rank's scheduler. All of it is called on the watcher thread."""
+    """What a watcher looks after: one of a rank's schedulers. All of it is called on the watcher thread."""
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank has failed, after handing over the gradients of ``step`` steps, if that is known."""
@@ -73,7 +73,7 @@ class FaultWatcher:
         self._vital_signs = VitalSigns(store, rank, others, self._period)
         self._changed = threading.Condition()
         # What follows changes under the condition.
-        self._watched: Watched | None = None
+        self._watched: list[Watched] = []  # in the order in which they came
         self._notice: FaultNotice | None = None  # another rank's failure
         self._fault: RankFailedError | None = None  # as an exception
         self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
@@ -90,19 +90,26 @@ class FaultWatcher:
         self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
         self._thread.start()
 
+    @property
+    def rank(self) -> int:
+        """This rank, among all that share the board."""
+        return self._rank
+
     def watch(self, watched: Watched) -> None:
         """Look after ``watched`` too, from now on."""
         with self._changed:
-            self._watched = watched
-            self._vital_signs.doing = watched.phase
+            self._watched.append(watched)
+            phases = [one.phase for one in self._watched]
+            self._vital_signs.doing = lambda: ", ".join(phase() for phase in phases)
             if self._fault is not None and self._act_at is None:
                 self._act_at = 0.0
             self._wake()
 
-    def unwatch(self) -> None:
-        """Leave what was watched alone."""
+    def unwatch(self, watched: Watched) -> None:
+        """Leave ``watched`` alone."""
         with self._changed:
-            self._watched = None
+            if watched in self._watched:
+                self._watched.remove(watched)
 
     # ------------------------------------------------------------------ under the condition
 
@@ -124,7 +131,7 @@ class FaultWatcher:
     def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
         """Have ``error`` published, unless something has been before."""
         if self._outgoing is None:
-            step = None if self._watched is None else self._watched.steps_handed_over()
+            step = self._watched[0].steps_handed_over() if self._watched else None
             self._outgoing = FaultNotice.of(error, by=self._rank, patience=patience, step=step)
             self._wake()
 
@@ -194,12 +201,12 @@ class FaultWatcher:
     def _react(self) -> None:
         """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
         with self._changed:
-            watched, notice, fault = self._watched, self._notice, self._fault
-            if watched is not None and notice is None and self._outgoing is None:
-                error = watched.own_failure()
-                if error is not None and not is_communication_error(error):  # those are being diagnosed
-                    self._post(error)
-                    self._last_resort.doom(f"Rank {self._rank} failed: {error}")
+            watched, notice, fault = list(self._watched), self._notice, self._fault
+            if notice is None and self._outgoing is None:
+                for error in (one.own_failure() for one in watched):
+                    if error is not None and not is_communication_error(error):  # those are being diagnosed
+                        self._post(error)
+                        self._last_resort.doom(f"Rank {self._rank} failed: {error}")
             due = self._act_at is not None and time.monotonic() >= self._act_at
             if due:
                 self._act_at = None
@@ -207,11 +214,11 @@ class FaultWatcher:
             self._last_resort.doom(str(fault))
             if notice.patience:
                 log.error("[rank %d] %s", self._rank, fault)
-            try:
-                if watched is not None:
-                    watched.rank_failed(fault, notice.step)
-            except Exception:
-                log.exception("The scheduler could not be stopped.")
+            for one in reversed(watched):  # who came first may give what has been sent a moment to arrive
+                try:
+                    one.rank_failed(fault, notice.step)
+                except Exception:
+                    log.exception("The scheduler could not be stopped.")
             with self._changed:
                 self._ready_to_leave = True
                 self._wake()

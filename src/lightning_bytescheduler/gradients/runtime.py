@@ -79,7 +79,7 @@ class SchedulerRuntime:
         self._lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
-        self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=groups.rank)
+        self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
         self._order = (
             DecidingOrder(groups.control, self._on_error)
             if groups.rank == 0
@@ -190,7 +190,7 @@ class SchedulerRuntime:
         if self._stopped:
             return
         self._stopped = True
-        self._board.unwatch()
+        self._board.unwatch(self)
         steps: list[Callable[[], object]] = [
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),

@@ -18,7 +18,8 @@ class EndRound:
     Attributes:
         worker: Who asks.
         round: Which round.
-        now: Whether no worker is to begin another step.
+        now: Whether no worker is to begin another step; where all take equally many, none that has taken ``steps``.
+        steps: That the worker has taken in this round.
         epoch: Whether an epoch ends with the round.
         validate: Whether the weights are to be validated after it.
         stop: Whether training ends with it.
@@ -27,6 +28,7 @@ class EndRound:
     worker: str
     round: int
     now: bool = False
+    steps: int = 0
     epoch: bool = False
     validate: bool = False
     stop: bool = False

@@ -11,18 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.diloco import (
-    FragmentOptions,
-    OuterOptimizer,
-    mix,
-    pseudo_gradient,
-    split_fragments,
-    update_weight,
-)
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.diloco import OuterOptimizer, mix, pseudo_gradient, update_weight
+from lightning_bytescheduler.outer_loop.trained_weights import TrainedWeights
 
 __all__ = ["OuterState"]
 
@@ -31,65 +24,42 @@ class OuterState:
     """Makes updates of a fragment, and takes the outer step.
 
     Args:
-        module: Its parameters that require gradients now are what is trained; must be the same on every worker.
-        fragments: How the model is synchronised.
+        trained: What is trained.
         weighting: One of ``diloco.weighting.WEIGHTINGS``.
         lr: See :class:`OuterOptimizer`.
         momentum: See :class:`OuterOptimizer`.
         factory: See :class:`OuterOptimizer`.
-
-    Raises:
-        UnsupportedError: If there is nothing to train, or a parameter is complex.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        trained: TrainedWeights,
         *,
-        fragments: FragmentOptions,
         weighting: str,
         lr: float | None,
         momentum: float | None,
         factory: Callable[[list[Tensor]], Optimizer] | None,
     ) -> None:
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if not parameters:
-            raise UnsupportedError("Strategy 'diloco' has nothing to do: no parameter of the model requires gradients.")
-        for name, parameter in parameters.items():
-            if not parameter.is_floating_point():
-                raise UnsupportedError(f"Strategy 'diloco' cannot average parameter {name!r}: it is {parameter.dtype}.")
-        self._module = module
-        self._parameters = parameters
-        self._options = fragments
+        self.trained = trained
+        self._parameters = trained.parameters
         self._weighting = weighting
         self._optimizer = OuterOptimizer(
-            {name: parameter.detach().cpu() for name, parameter in parameters.items()},
+            {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             lr=lr,
             momentum=momentum,
             factory=factory,
         )
-        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        self._fragments = split_fragments(sizes, fragments.fragments)
-        self._samples = [0] * fragments.fragments  # that this worker has processed since it last sent the fragment
-        self._tokens = [0] * fragments.fragments
-
-    @property
-    def fragments(self) -> int:
-        """How many there are."""
-        return len(self._fragments)
+        self._samples = [0] * len(trained.fragments)  # that this worker has processed since it last sent the fragment
+        self._tokens = [0] * len(trained.fragments)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The global weights, in fp32, by name. To be read only."""
         return self._optimizer.weights
 
-    def fragment_of(self, round: int) -> int:
-        """The fragment that a round ends with."""
-        return self._options.fragment_of(round)
-
     def count(self, *, samples: int, tokens: int) -> None:
         """Take note of a step."""
-        for index in range(self.fragments):
+        for index in range(len(self._samples)):
             self._samples[index] += samples
             self._tokens[index] += tokens
 
@@ -102,13 +72,8 @@ class OuterState:
         Raises:
             UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
         """
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and name not in self._parameters:
-                raise UnsupportedError(
-                    f"Parameter {name!r} requires gradients now, and did not when training began, so that workers "
-                    "would not share it. Unfreeze it before fit, and keep it from changing with a learning rate of 0."
-                )
-        names = self._fragments[fragment]
+        self.trained.check()
+        names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         changes = pseudo_gradient(self._optimizer.weights, after)
         weight = update_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
@@ -125,12 +90,12 @@ class OuterState:
             total: Sum of the weights; without any, the global weights stay as they are.
             exactly: Whether the trained weights become the global ones, whatever the share that a merge keeps.
         """
-        names = self._fragments[fragment]
+        names = self.trained.fragments[fragment]
         sizes = [self._parameters[name].numel() for name in names]
         if total:
             parts = zip(names, mean.split(sizes), strict=True)
             self._optimizer.step({name: part.view_as(self._parameters[name]) for name, part in parts})
-        mixing = 0.0 if exactly else float(self._options.mixing or 0.0)
+        mixing = 0.0 if exactly else self.trained.mixing
         for name in names:
             parameter = self._parameters[name]
             merged = self._optimizer.weights[name].to(parameter.device)

@@ -2,7 +2,8 @@
 
 Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used
 up, or for a validation. The host tells the others, and says with each round's end what is to happen there. Where
-anything is, nobody starts the next round before all have passed.
+anything is, nobody starts the next round before all have passed. Where all workers take equally many steps in a round,
+those that are behind the one that asks go on until they have taken as many.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from torchmetrics import MeanMetric
 
-from lightning_bytescheduler.diloco import BatchScheduler, RoundOptions, RoundRecord, RoundTarget
+from lightning_bytescheduler.diloco import BatchScheduler, FixedSteps, RoundOptions, RoundRecord, RoundTarget
 from lightning_bytescheduler.diloco.batch_scheduler import BatchSchedulerState
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
@@ -24,6 +25,7 @@ from lightning_bytescheduler.diloco.messages import (
     MergeUpdates,
     Message,
     Report,
+    ScheduleUpdate,
     SendingUpdate,
     UpdateArrived,
     UpdateNow,
@@ -75,6 +77,7 @@ class RoundHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = tuple(workers)
+        self._equal = isinstance(target, FixedSteps)
         everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
         self._scheduler = BatchScheduler(target, everyone, observer=self._round_ended)
         self._post = post
@@ -87,14 +90,14 @@ class RoundHost:
         self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
         # What follows is the thread's.
         self._wishes = EndRound(worker="", round=0)
-        self._ending: int | None = None  # the round whose end was asked for
+        self._ending: UpdateNow | ScheduleUpdate | None = None  # what all were told when one asked for a round's end
         self._passing: dict[str, bool] | None = None  # who has passed the end of a round, and whether it stops
         self._held: list[Envelope] = []
         self._sent_at: dict[str, float] = {}
         self._told: dict[str, float] = {}
         self._looked = 0.0
         self._rates: dict[str, MeanMetric] = {}
-        self._loss = MeanMetric()
+        self._loss = _own_mean()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
@@ -158,8 +161,8 @@ class RoundHost:
             self._deliver(self._scheduler.handle(message, now=now))  # type: ignore[arg-type]  # Join or Leave
 
     def _answer(self, worker: str, round: int, now: float) -> None:
-        if round == self._ending:
-            self._post(worker, UpdateNow(round=round))  # the first may have come before it had started
+        if self._ending is not None and round == self._ending.round:
+            self._post(worker, self._ending)  # the first may have come before it had started
         elif now - self._told.get(worker, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
             self._told[worker] = now
             self._post(worker, RoundStatus(round=self._scheduler.round, left=max(self._scheduler.left, 0)))
@@ -172,10 +175,11 @@ class RoundHost:
             validate=held.validate or wish.validate,
             stop=held.stop or wish.stop,
         )
-        if wish.now and self._ending != self._scheduler.round:
-            self._ending = self._scheduler.round
+        round = self._scheduler.round
+        if wish.now and (self._ending is None or self._ending.round != round):
+            self._ending = ScheduleUpdate(round=round, counter=wish.steps) if self._equal else UpdateNow(round=round)
             for worker in self._workers:
-                self._post(worker, UpdateNow(round=self._ending))
+                self._post(worker, self._ending)
 
     def _note_passed(self, message: Passed) -> None:
         if self._passing is None:
@@ -190,7 +194,7 @@ class RoundHost:
         self._deliver(tuple(held))
 
     def _note_metrics(self, message: StepMetrics) -> None:
-        rate = self._rates.setdefault(message.worker, MeanMetric())
+        rate = self._rates.setdefault(message.worker, _own_mean())
         rate.update(message.seconds / message.samples, message.samples)
         if message.loss is not None:
             self._loss.update(message.loss, message.samples)
@@ -255,3 +259,8 @@ class RoundHost:
         if silent:
             self._looked = now
             self._on_silence(silent)
+
+
+def _own_mean() -> MeanMetric:
+    """A mean that is not reduced over the default group, whose other ranks know nothing of it."""
+    return MeanMetric(sync_on_compute=False)

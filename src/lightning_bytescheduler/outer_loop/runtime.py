@@ -1,4 +1,4 @@
-"""Everything one worker needs in one training, put together and taken apart in one place.
+"""Everything a worker's leader needs in one training, put together and taken apart in one place.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`OuterRuntime.stop` within a bound: one that posts messages,
 one that reads this worker's, the exchange's two, and on worker 0 the batch scheduler with the reader of its mailbox.
@@ -19,11 +19,12 @@ from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.diloco import RoundOptions, RoundRecord, RoundTarget, WireFormat
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.outer_loop.control_messages import Closed
+from lightning_bytescheduler.outer_loop.leading_session import LeadingSession
 from lightning_bytescheduler.outer_loop.mailbox import Postman, Reader
 from lightning_bytescheduler.outer_loop.outer_state import OuterState
 from lightning_bytescheduler.outer_loop.round_host import RoundHost
 from lightning_bytescheduler.outer_loop.update_exchange import UpdateExchange
-from lightning_bytescheduler.outer_loop.worker_session import WorkerSession
+from lightning_bytescheduler.outer_loop.worker_group import WorkerGroup
 from lightning_bytescheduler.outer_loop.world import WorkerWorld, worker_name
 
 __all__ = ["OuterOptions", "OuterRuntime"]
@@ -60,13 +61,15 @@ class OuterOptions:
 
 
 class OuterRuntime:
-    """One worker's threads and connections.
+    """A leader's threads and connections.
 
     Args:
         world: Where this worker is.
+        group: The worker's ranks.
         board: Where failures are published; not closed with the runtime.
         state: The global weights.
-        options: The same on all workers.
+        options: The same on all ranks.
+        flush: See :class:`WorkerSession`.
         on_round: Called with each round that has ended, on worker 0, on a thread of its own.
     """
 
@@ -74,15 +77,18 @@ class OuterRuntime:
         self,
         *,
         world: WorkerWorld,
+        group: WorkerGroup,
         board: FaultBoard,
         state: OuterState,
         options: OuterOptions,
+        flush: Callable[[], None],
         on_round: Callable[[RoundRecord], object],
     ) -> None:
+        if world.updates is None:
+            raise RuntimeError("Cannot exchange updates: only the first rank of a worker does.")
         self.state = state
-        self._world = world
         self._board = board
-        self._name = worker_name(world.rank)
+        self._name = worker_name(world.worker)
         # A process that is busy in native code may show no sign of life for seconds.
         self._silence = min(_SILENCE_S, options.timeout / 4)
         self._stopped = False
@@ -96,11 +102,13 @@ class OuterRuntime:
             credit=options.credit,
             on_error=self._on_error,
         )
-        self.session = WorkerSession(
+        self.session = LeadingSession(
             worker=self._name,
+            group=group,
             state=state,
             exchange=self._exchange,
             overlap_steps=options.overlap_steps,
+            flush=flush,
             post=lambda message: self._postman.post(_HOST, message),
             timeout=options.timeout,
         )
@@ -118,7 +126,7 @@ class OuterRuntime:
             self._host = RoundHost(
                 options.target,
                 options.rounds,
-                workers=[worker_name(number) for number in range(world.size)],
+                workers=[worker_name(number) for number in range(world.workers)],
                 post=self._postman.post,
                 on_round=on_round,
                 on_silence=self._examine,
@@ -195,7 +203,7 @@ class OuterRuntime:
         if self._stopped:
             return self._idle
         self._stopped = True
-        self._board.unwatch()
+        self._board.unwatch(self)
         atexit.unregister(self.stop)
         patience = _MOMENT_S if failed else _STOP_S
         with suppress(Exception):

@@ -1,9 +1,11 @@
 """Process groups of workers that train on their own, launched as one job.
 
-One rendezvous store joins all ranks, each of which is a worker. Its default process group is made from a view of that
-store which only it sees, so that whatever uses the default group stays inside the worker. Two more groups, over gloo
-and known to this package alone, join the workers: *updates*, for pseudo-gradients, used by the exchange's threads;
-*everyone*, for what all ranks do at the same moment, such as a validation, used by the training thread.
+One rendezvous store joins all ranks. A worker is one of them, or several that follow one another and train together;
+the first of those is its leader. A worker's default process group is made from a view of the store which only it sees,
+so that whatever uses the default group stays inside the worker. Other groups, over gloo, are known to this package
+alone: *updates* joins the leaders, for pseudo-gradients, used by the exchange's threads; *everyone* is for what all
+ranks do at the same moment, such as a validation; *inside* joins the ranks of a worker, for what its leader tells them.
+The last two are used by the training thread.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 __all__ = ["WorkerWorld", "worker_name"]
 
 _TIMEOUT = timedelta(minutes=30)
+_INSIDE = 4  # times the timeout: who waits for a leader has a shorter limit of its own, see WorkerGroup
 
 # By rank and size, for as long as the process lives, as torch keeps that of a default group; and how often it was used.
 _stores: dict[tuple[int, int], dist.Store] = {}
@@ -39,24 +42,41 @@ class WorkerWorld:
     Attributes:
         rank: Among all ranks.
         size: Number of ranks.
+        inner_size: Ranks of one worker.
         store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
         everyone: All ranks.
-        updates: All ranks as well.
+        updates: The leaders; ``None`` on other ranks.
+        inside: The ranks of this worker; ``None`` if it has but one.
     """
 
     rank: int
     size: int
+    inner_size: int
     store: dist.Store
     everyone: dist.ProcessGroup
-    updates: dist.ProcessGroup
+    updates: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker."""
+        return self.rank // self.inner_size
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.size // self.inner_size
 
     @classmethod
-    def join(cls, *, rank: int, size: int, backend: str, timeout: timedelta | None, **options: Any) -> WorkerWorld:
+    def join(
+        cls, *, rank: int, size: int, backend: str, timeout: timedelta | None, inner_size: int = 1, **options: Any
+    ) -> WorkerWorld:
         """Meet the other ranks, and make this worker's default process group; every rank calls this.
 
         Args:
             rank: Among all ranks.
             size: Number of ranks.
+            inner_size: Ranks of one worker; divides ``size``.
             backend: Of the default group.
             timeout: Of collectives; half an hour if ``None``.
             **options: For ``init_process_group``.
@@ -76,22 +96,29 @@ class WorkerWorld:
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
+        worker, place = divmod(rank, inner_size)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(worker_name(rank), store),
-            rank=0,
-            world_size=1,
+            store=dist.PrefixStore(worker_name(worker), store),
+            rank=place,
+            world_size=inner_size,
             timeout=timeout,
             **options,
         )
-        everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone", store), rank, size, timeout)
-        updates = dist.ProcessGroupGloo(dist.PrefixStore("updates", store), rank, size, timeout)
+
+        def group(name: str, rank: int, size: int, timeout: timedelta = timeout) -> dist.ProcessGroup:
+            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+            return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
+
+        # In one order on all ranks. Nobody waits for a rank that has to come by elsewhere before.
         return cls(
             rank=rank,
             size=size,
+            inner_size=inner_size,
             store=store,
-            everyone=cast(dist.ProcessGroup, everyone),  # its base class, which the stubs do not know
-            updates=cast(dist.ProcessGroup, updates),
+            everyone=group("everyone", rank, size),
+            updates=group("updates", worker, size // inner_size) if place == 0 else None,
+            inside=group(f"inside-{worker}", place, inner_size, _INSIDE * timeout) if inner_size > 1 else None,
         )
 
     def leave(self, *, idle: bool) -> None:
@@ -102,7 +129,11 @@ class WorkerWorld:
                 that are not idle are kept for as long as the process lives.
         """
         if not idle:
-            for group in (self.everyone, self.updates):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            groups = [self.everyone, self.updates, self.inside]
+            if dist.is_initialized() and self.inner_size > 1:
+                groups.append(dist.group.WORLD)
+            for group in groups:
+                if group is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
@@ -18,30 +16,20 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RankFailedError
-from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
-from lightning_bytescheduler.gradients.eligibility import unseen_parameters
-from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.announcement import announce, announce_mode
-from lightning_bytescheduler.strategies.ddp_options import check_ddp_options, check_module
-from lightning_bytescheduler.strategies.early_reads import EarlyReads
+from lightning_bytescheduler.strategies.ddp_options import check_ddp_options
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.plan import OverlapPlan
-from lightning_bytescheduler.strategies.planning import make_plan
-from lightning_bytescheduler.strategies.step_deferral import deferring, then
+from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.strategies.tuned_fit import FitTuning
-from lightning_bytescheduler.tuning.point import TuningPoint
 
 __all__ = ["ByteSchedulerStrategy"]
 
@@ -145,14 +133,15 @@ class ByteSchedulerStrategy(DDPStrategy):
             debug=debug,
         )
         self._log_metrics = log_metrics
-        self._user_chose_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
-        self._runtime: SchedulerRuntime | None = None
-        self._statistics: SchedulerStatistics | None = None
-        self._plan: OverlapPlan | None = None
-        self._early_reads: EarlyReads | None = None
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
-        self._optimizer_handles: list[Any] = []
+        self._gradients = ScheduledGradients(
+            self,
+            self._options,
+            timeout=timeout,
+            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
+            tuning=self._tuning,
+        )
         self._board: FaultBoard | None = None
         self._failed = False
         super().__init__(
@@ -171,19 +160,17 @@ class ByteSchedulerStrategy(DDPStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the current fit, or of the last one; ``None`` before the first and on one process."""
-        return self._statistics
+        return self._gradients.statistics
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` on one process."""
-        if self._plan is None or self._early_reads is None:
-            return self._plan
-        return replace(self._plan, early_readers=self._early_reads.steps)
+        return self._gradients.plan
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
         """The scheduler during ``fit``."""
-        return self._runtime
+        return self._gradients.runtime
 
     # ------------------------------------------------------------------ life cycle
 
@@ -207,43 +194,16 @@ class ByteSchedulerStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
         super().setup(trainer)
-        if self._runtime is not None:
-            self._decide_overlap(self._runtime)
+        self._gradients.decide()
 
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
-        module = self.lightning_module
-        board = self._board
-        if module is None or board is None:
-            super().configure_ddp()
-            return
-        check_module(module)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
-            super().configure_ddp()  # DDP's own error
-            return
-        groups = SchedulerGroups.create(timeout=self._timeout)
-        agreed = agree_on_sizes(groups, self._options, parameters, self.root_device)
-        if not self._user_chose_buckets:
-            self._ddp_kwargs["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
-        self._runtime = SchedulerRuntime(
-            groups=groups,
-            board=board,
-            agreed=agreed,
-            options=self._options,
-            parameters=parameters,
-            device=self.root_device,
-            timeout=self._timeout,
-        )
-        self._statistics = self._runtime.statistics
-        announce(self._options, agreed, self.world_size)
+        if self._board is not None:
+            self._gradients.prepare(self._board)
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
-        if self._runtime is not None and isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook(self._runtime.engine, schedule_bucket)
-            # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
-            self.model.bucket_bytes_cap = max(self.model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        self._gradients.take_over(self.model)
 
     def teardown(self) -> None:
         """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""
@@ -259,12 +219,7 @@ class ByteSchedulerStrategy(DDPStrategy):
             self._failed = False  # what is asked of the ranks from here on is the user's affair, as with DDP
 
     def _release(self) -> None:
-        for handle in self._optimizer_handles:
-            handle.remove()
-        self._optimizer_handles = []
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            runtime.close(failed=self._failed)
+        self._gradients.release(failed=self._failed)
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -276,32 +231,20 @@ class ByteSchedulerStrategy(DDPStrategy):
 
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
-        if self._runtime is not None:
-            with self._explained():
-                self._runtime.engine.flush()
+        with self._explained():
+            self._gradients.flush()
 
     # ------------------------------------------------------------------ one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
-        if self._runtime is None:
+        with self._explained(), self._gradients.forward():
             return super().training_step(*args, **kwargs)
-        engine = self._runtime.engine
-        with self._explained():
-            engine.begin_forward()
-            output = super().training_step(*args, **kwargs)
-            engine.end_forward()
-        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
-        if self._runtime is None:
+        with self._explained(), self._gradients.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._explained():
-            self._runtime.engine.before_backward()
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            self._runtime.engine.after_backward()
-        return loss
 
     def optimizer_step(
         self,
@@ -311,17 +254,11 @@ class ByteSchedulerStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
-        runtime = self._runtime
-        if runtime is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not runtime.engine.cross_barrier or kwargs:
-            if kwargs:
-                closure = then(closure, runtime.engine.flush)
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            runtime.engine.count_synchronised_step(optimizer)
-            return output
-        with self._explained(), deferring(optimizer, runtime.engine, self.precision_plugin):
-            return super().optimizer_step(optimizer, closure, model)
+        step = super().optimizer_step
+        with self._explained():
+            return self._gradients.step(
+                lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
+            )
 
     # ------------------------------------------------------------------ failures
 
@@ -338,8 +275,8 @@ class ByteSchedulerStrategy(DDPStrategy):
             board.publish(cause, patience=_SIGTERM_PATIENCE_S if isinstance(cause, SIGTERMException) else 0.0)
         if cause is not exception and hasattr(exception, "add_note"):
             exception.add_note(str(cause))
-        if self._runtime is not None:
-            self._runtime.fail(cause)
+        if self.runtime is not None:
+            self.runtime.fail(cause)
         self._tuning.end([])
         board.close()  # here, as teardown is skipped when another callback's on_exception raises
 
@@ -361,8 +298,8 @@ class ByteSchedulerStrategy(DDPStrategy):
             raise cause from error
 
     def _explain(self, error: BaseException) -> BaseException:
-        if self._runtime is not None:
-            return self._runtime.explain(error)
+        if self.runtime is not None:
+            return self.runtime.explain(error)
         return error if self._board is None else self._board.explain(error)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -376,64 +313,14 @@ class ByteSchedulerStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
-        if self._runtime is not None:
-            self._runtime.check_weights()
+        if self.runtime is not None:
+            self.runtime.check_weights()
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(*args, **kwargs)
-
-    # ------------------------------------------------------------------ what overlaps
-
-    def _decide_overlap(self, runtime: SchedulerRuntime) -> None:
-        module = self.lightning_module
-        if module is None:
-            return
-        engine = runtime.engine
-        engine.gated_at_forward_start = unseen_parameters(module)
-        plan = make_plan(
-            module,
-            self.optimizers,
-            self.precision_plugin,
-            cross_barrier=self._options.cross_barrier,
-            bucket_views=self._ddp_kwargs.get("gradient_as_bucket_view", True),
-            group=runtime.group,
-            device=self.root_device,
-            unseen=engine.gated_at_forward_start,
-        )
-        # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
-        if not self.reduce_boolean_decision(plan.overlapped, all=True) and plan.overlapped:
-            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
-        engine.sharded = self.reduce_boolean_decision(plan.gradients == "reduce-scatter", all=False)
-        engine.cross_barrier = plan.overlapped
-        self._plan, self._early_reads = plan, None
-        if plan.overlapped:
-            self._early_reads = EarlyReads(module.trainer)
-            engine.on_early_wait = self._early_reads.note
-            if not self._tuning.begin(module, runtime, self.root_device, self._note_point):
-                engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
-                engine.on_mode = self._note_mode
-                self._plan = replace(plan, as_ddp=engine.mode is True)
-            optimizer = self.optimizers[0]
-            # The optimizer's state is read without touching a parameter.
-            self._optimizer_handles = [
-                optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
-            ]
-        else:
-            self._tuning.say_untuned("steps cannot overlap")
-        rank_zero_info(f"bytescheduler: {self._plan.summary()}")
-
-    def _note_point(self, point: TuningPoint) -> None:
-        if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
-
-    def _note_mode(self, as_ddp: bool, overlapped_s: float, as_ddp_s: float) -> None:
-        if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=as_ddp)
-        announce_mode(as_ddp, overlapped_s, as_ddp_s)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

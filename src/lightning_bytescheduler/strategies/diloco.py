@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,18 +26,23 @@ from lightning_bytescheduler.callbacks.round_hooks import RoundHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.outer_loop.following_runtime import FollowingRuntime
 from lightning_bytescheduler.outer_loop.joint_collectives import JointCollectives
-from lightning_bytescheduler.outer_loop.outer_state import OuterState
 from lightning_bytescheduler.outer_loop.runtime import OuterRuntime
 from lightning_bytescheduler.outer_loop.session_statistics import SessionStatistics
+from lightning_bytescheduler.outer_loop.worker_group import WorkerGroup
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
 from lightning_bytescheduler.strategies.batch_size_trial import measured_batch_size
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
-from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions
+from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions, description
+from lightning_bytescheduler.strategies.inner_options import ddp_options, scheduler_options
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
+from lightning_bytescheduler.strategies.own_sigterm import own_sigterm
+from lightning_bytescheduler.strategies.rank_runtime import make_runtime
 from lightning_bytescheduler.strategies.round_boundaries import RoundBoundaries
 from lightning_bytescheduler.strategies.round_file import RoundFile
-from lightning_bytescheduler.strategies.shared_slices import SharedSlices, slices_of, training_of
+from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.strategies.shared_slices import SharedSlices, share_slices, training_of
 from lightning_bytescheduler.strategies.worker_strategy import WorkerStrategy
 
 __all__ = ["DiLoCoStrategy"]
@@ -56,27 +60,35 @@ class DiLoCoStrategy(WorkerStrategy):
 
     What Lightning's notions mean here:
 
-    * Each worker is one process, and a Lightning world of its own: ``trainer.world_size`` is 1, and the default process
-      group has one rank. ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed
-      samplers split the data among all processes.
+    * Each worker is one process, or ``inner_size`` of them that train together (``inner``), and a Lightning world of
+      its own: ``trainer.world_size`` is its number of processes, and the default process group has these ranks.
+      ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed samplers split the
+      data among all processes, and ``batch_size`` is each process's.
+    * The ranks of a worker take every step together, whose samples are those of all of them. One of them, the leader,
+      speaks with the other workers: updates travel once for each worker, and the leader hands on what they are merged
+      to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of the data,
+      takes its worker along.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
       first: the round ends, its changes are merged, and training is over for all. No worker takes more than
-      ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer. ``min_steps`` and
-      ``min_epochs`` bind the worker that wants to stop.
+      ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
+      on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
-      theirs is not used in that epoch. It always ends a round.
+      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``. It always ends a
+      round.
     * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
       epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
       (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
-      what was trained on since its begin for done too. Each worker's batch size is an option of the module.
-    * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all workers
+      what was trained on since its begin for done too. Each worker's batch size is an option of the module. Such
+      workers are of one process.
+    * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all ranks
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
-      of the module, are over all workers then, as with DDP. Everything logged while training is the worker's own.
+      of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
     * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written amid a round
-      has those of the end of the round before. It is a plain Lightning checkpoint of worker 0, with the outer state
-      under one key more; training can go on from it with another number of workers, each with worker 0's optimizer.
-    * Buffers, such as running statistics, stay each worker's own.
+      has those of the end of the round before. It is a plain Lightning checkpoint of worker 0's leader, with the outer
+      state under one key more; training can go on from it with another number of workers, of any number of ranks, each
+      with worker 0's optimizer.
+    * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
     * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
 
     Args:
@@ -110,6 +122,12 @@ class DiLoCoStrategy(WorkerStrategy):
         credit: What may be in flight at once, in parameters.
         rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
             ``rounds.jsonl`` in the run's folder if left out.
+        inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``; each process is a
+            worker if left out.
+        inner_size: How many ranks that follow one another form a worker; ``"node"`` for those of a machine.
+        inner_options: For :class:`~torch.nn.parallel.DistributedDataParallel`; with ``"bytescheduler"`` also
+            ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and ``debug`` of
+            :class:`ByteSchedulerStrategy`, whose sizes are not tuned here.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
@@ -143,6 +161,9 @@ class DiLoCoStrategy(WorkerStrategy):
         partition_size: int = 1_000_000,
         credit: int = 2_000_000,
         rounds_file: str | None = None,
+        inner: Literal["ddp", "bytescheduler"] | None = None,
+        inner_size: int | Literal["node"] | None = None,
+        inner_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._options = DiLoCoOptions(
             samples_per_round=samples_per_round,
@@ -162,9 +183,12 @@ class DiLoCoStrategy(WorkerStrategy):
             partition_size=partition_size,
             credit=credit,
             rounds_file=rounds_file,
+            inner=inner,
+            inner_size=inner_size,
+            inner_options=inner_options,
         )
         self._world: WorkerWorld | None = None
-        self._runtime: OuterRuntime | None = None
+        self._runtime: OuterRuntime | FollowingRuntime | None = None
         self._boundaries: RoundBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
@@ -181,7 +205,21 @@ class DiLoCoStrategy(WorkerStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            **ddp_options(inner, inner_options or {}),
         )
+        if inner == "bytescheduler":
+            given = self._options.inner_options or {}
+            self._gradients = ScheduledGradients(
+                self,
+                scheduler_options(given),
+                timeout=timeout,
+                own_buckets=given.get("bucket_cap_mb") is not None,
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks that train together as one worker."""
+        return self._options.ranks_per_worker(on_node=self.num_processes)
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -205,63 +243,60 @@ class DiLoCoStrategy(WorkerStrategy):
             hooks = RoundHooks(self)
             _callbacks(trainer).insert(0, hooks)
             self._added = [hooks]
+            if self.inner_size > 1:
+                self._open.enter_context(own_sigterm(trainer))
             if not any(isinstance(callback, PerformanceMonitor) for callback in _callbacks(trainer)):
                 monitor = PerformanceMonitor()
                 _callbacks(trainer).insert(1, monitor)
                 self._added.append(monitor)
-            self._share_slices(trainer)
-
-    def _share_slices(self, trainer: pl.Trainer) -> None:
-        data, world = slices_of(trainer), self._world
-        if data is None or world is None:
-            return
-        seconds = self._options.outer(self._timeout).timeout
-        self._slices = SharedSlices(
-            world.store, worker=self.worker, workers=self.workers, timeout=seconds, check=self._check_others
-        )
-        data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
-        data.bind_tracker(self._slices)
+            if self._world is not None:
+                seconds = self._options.outer(self._timeout).timeout
+                self._slices = share_slices(trainer, self._world, timeout=seconds, check=self._check_others)
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        size = self.workers
-        self._check_batch_sizes(size)
+        self._options.check_ranks(
+            ranks=self.ranks, on_node=self.num_processes, rank=self.global_rank, node=self.node_rank
+        )
         device = self.root_device
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         self._world = WorkerWorld.join(
             rank=self.global_rank,
-            size=size,
+            size=self.ranks,
+            inner_size=self.inner_size,
             backend=self._process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
         self._joint = JointCollectives(self._world.everyone)
-        self._board = FaultBoard.open(rank=self.global_rank, world_size=size, store=self._world.store)
-
-    def _check_batch_sizes(self, workers: int) -> None:
-        sizes = self._options.batch_size
-        if isinstance(sizes, (list, tuple)) and len(sizes) != workers:
-            raise OptionError("batch_size", sizes, f"one for each worker, of which there are {workers}")
+        self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
         super().setup(trainer)
+        if self._gradients is not None:
+            self._gradients.decide()
         if trainer.state.fn != TrainerFn.FITTING:
             self._open.enter_context(self._validating_together())
 
     def configure_ddp(self) -> None:
-        """Give all ranks the same weights; the model is not wrapped."""
+        """Give all ranks the same weights; the model is wrapped where several ranks train together."""
         module, joint = self.lightning_module, self._joint
         if module is None or joint is None:
             raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
         with self._explained():
-            joint.check_alike(_description(module, self._options), "the same model and the same options of 'diloco'")
+            joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
+            if self.inner_size == 1:
+                return
+            if self._gradients is not None and self._board is not None:
+                self._gradients.prepare(self._board)
+            super().configure_ddp()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give training data this worker's batch size; see DDPStrategy."""
@@ -270,6 +305,8 @@ class DiLoCoStrategy(WorkerStrategy):
             return dataloader
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
         if size == "auto":
+            if self.inner_size > 1:
+                raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
             size = measured_batch_size(module, dataloader, workers=self.workers)
             log.info("[rank %d] batches of %d samples are used", self.global_rank, size)
         return dataloader if size is None else with_batch_size(dataloader, size)
@@ -294,6 +331,8 @@ class DiLoCoStrategy(WorkerStrategy):
         idle = not self._failed
         if runtime is not None:
             idle = runtime.stop(failed=self._failed) and idle
+        if self._gradients is not None:
+            self._gradients.release(failed=self._failed)
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -319,23 +358,25 @@ class DiLoCoStrategy(WorkerStrategy):
         if module is None or world is None or board is None:
             return
         options, trainer = self._options, module.trainer
-        state = OuterState(
-            module,
-            fragments=options.fragment_options,
-            weighting=options.weighting,
-            lr=options.outer_lr,
-            momentum=options.outer_momentum,
-            factory=options.outer_optimizer,
-        )
+        outer = options.outer(self._timeout)
+        group = WorkerGroup(world.inside, timeout=outer.timeout)
         self._file = RoundFile.for_training(trainer, options.rounds_file, resumed=self._kept_state is not None)
-        self._runtime = OuterRuntime(
-            world=world, board=board, state=state, options=options.outer(self._timeout), on_round=self._file.write
+        self._runtime = make_runtime(
+            module,
+            options=options,
+            outer=outer,
+            world=world,
+            group=group,
+            board=board,
+            flush=self.flush,
+            on_round=self._file.write,
         )
         self._statistics = self._runtime.session.statistics
         self._boundaries = RoundBoundaries(
             trainer,
             self._runtime.session,
-            first_worker=world.rank == 0,
+            group=group,
+            first_worker=world.worker == 0,
             together=self._validating_together,
             shared_data=None if self._slices is None else training_of(trainer),
         )
@@ -343,6 +384,20 @@ class DiLoCoStrategy(WorkerStrategy):
             self._runtime.start(self._kept_state)
             self._boundaries.attach()
         self._kept_state = None
+
+    def begin_epoch(self) -> bool:
+        """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
+        if self._boundaries is None:
+            return True
+        with self._explained():
+            return self._boundaries.before_epoch()
+
+    def on_validation_end(self) -> None:
+        """See DDPStrategy."""
+        super().on_validation_end()
+        if self._boundaries is not None:
+            with self._explained():
+                self._boundaries.after_validation()
 
     def go_on(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""
@@ -361,6 +416,8 @@ class DiLoCoStrategy(WorkerStrategy):
         """End the training for all workers, with the global weights on each."""
         if self._runtime is not None:
             with self._explained():
+                if self._boundaries is not None:
+                    self._boundaries.before_end()
                 self._runtime.session.finish()
                 if self._slices is not None:
                     self._slices.finish()
@@ -378,7 +435,9 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def outer_state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the weights."""
-        return None if self._runtime is None or self._failed else self._runtime.state_dict()
+        if not isinstance(self._runtime, OuterRuntime) or self._failed:
+            return None
+        return self._runtime.state_dict()
 
     def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
         """Have the rounds carry on from what a checkpoint kept."""
@@ -386,8 +445,9 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy; during a fit, with the global weights."""
-        if self._runtime is None or not self.is_global_zero:
+        if not isinstance(self._runtime, OuterRuntime) or not self.is_global_zero:
             return super().lightning_module_state_dict()
+        self.flush()
         with self._runtime.state.shown():
             state: dict[str, Any] = super().lightning_module_state_dict()
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
@@ -418,10 +478,3 @@ class DiLoCoStrategy(WorkerStrategy):
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return callbacks
-
-
-def _description(module: pl.LightningModule, options: DiLoCoOptions) -> str:
-    """What must be the same on all ranks."""
-    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
-    alike = replace(options, outer_optimizer=None, rounds_file=None, batch_size=None)
-    return f"{parameters} {alike}"

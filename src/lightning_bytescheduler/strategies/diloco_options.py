@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.diloco import (
@@ -26,8 +27,12 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.outer_loop.runtime import OuterOptions
 from lightning_bytescheduler.scheduler.options import require_size
 
-__all__ = ["DiLoCoOptions"]
+__all__ = ["INNER", "DiLoCoOptions", "description"]
 
+INNER = ("ddp", "bytescheduler")
+"""How the ranks of one worker can train together."""
+
+_NODE = "node"
 _STEPS = 100
 _TIMEOUT_S = 1800.0
 
@@ -57,6 +62,9 @@ class DiLoCoOptions:
     partition_size: int
     credit: int
     rounds_file: str | None
+    inner: str | None
+    inner_size: int | str | None
+    inner_options: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
         if self.samples_per_round is not None:
@@ -82,6 +90,7 @@ class DiLoCoOptions:
         self._check_batch_size()
         if self.rounds_file is not None and (not isinstance(self.rounds_file, str) or not self.rounds_file):
             raise OptionError("rounds_file", self.rounds_file, "the path of a file, or None")
+        self._check_inner()
 
     def _check_outer_optimizer(self) -> None:
         if self.outer_optimizer is not None:
@@ -101,6 +110,57 @@ class DiLoCoOptions:
             raise OptionError("batch_size", self.batch_size, "one for each worker")
         for size in sizes:
             resolve_batch_size(size, environ={})
+
+    def _check_inner(self) -> None:
+        if self.inner is None:
+            for option in ("inner_size", "inner_options"):
+                if getattr(self, option) is not None:
+                    raise OptionError(option, getattr(self, option), "left out where inner is")
+            return
+        if self.inner not in INNER:
+            raise OptionError("inner", self.inner, f"{' or '.join(map(repr, INNER))}, or None")
+        size = self.inner_size
+        if size != _NODE and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
+        if self.inner_options is not None and not isinstance(self.inner_options, Mapping):
+            raise OptionError("inner_options", self.inner_options, f"options of {self.inner!r} by name, or None")
+        if self.batch_size == "auto":
+            raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
+
+    def ranks_per_worker(self, *, on_node: int) -> int:
+        """How many ranks train together as one worker.
+
+        Args:
+            on_node: How many run on each machine.
+        """
+        if self.inner is None:
+            return 1
+        return on_node if self.inner_size == _NODE else int(self.inner_size or 1)
+
+    def check_ranks(self, *, ranks: int, on_node: int, rank: int, node: int) -> None:
+        """Make sure that workers can be made of the ranks that were launched.
+
+        Args:
+            ranks: How many there are.
+            on_node: How many run on each machine.
+            rank: This one.
+            node: The machine it runs on.
+
+        Raises:
+            OptionError: If they cannot.
+        """
+        size = self.ranks_per_worker(on_node=on_node)
+        if ranks % size:
+            raise OptionError("inner_size", self.inner_size, f"a number that divides that of all processes, {ranks}")
+        if self.inner_size == _NODE and rank // size != node:
+            raise OptionError(
+                "inner_size",
+                self.inner_size,
+                f"a number where the ranks of a machine do not follow one another (rank {rank} is on machine {node})",
+            )
+        workers = ranks // size
+        if isinstance(self.batch_size, (list, tuple)) and len(self.batch_size) != workers:
+            raise OptionError("batch_size", self.batch_size, f"one for each worker, of which there are {workers}")
 
     @property
     def target(self) -> RoundTarget:
@@ -138,3 +198,10 @@ class DiLoCoOptions:
             credit=self.credit,
             timeout=seconds,
         )
+
+
+def description(module: nn.Module, options: DiLoCoOptions) -> str:
+    """What must be the same on all ranks, in words."""
+    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
+    alike = replace(options, outer_optimizer=None, rounds_file=None, batch_size=None)
+    return f"{parameters} {alike}"

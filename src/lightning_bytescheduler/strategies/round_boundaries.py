@@ -3,6 +3,9 @@
 Lightning asks its epoch loop there whether to validate. The answer is given here instead: an update is sent if it is
 due, and a validation, the end of an epoch or of the training happen at the end of a round, at the same one on all
 workers. What each worker would do by itself is only what it asks the others for.
+
+The ranks of one worker agree after each batch: what one of them would do, all do. From there on they make the same
+decisions, from what they have agreed on and what their session says, which is the same on all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
+from lightning_bytescheduler.outer_loop.worker_group import WorkerGroup
 from lightning_bytescheduler.outer_loop.worker_session import WorkerSession
 
 __all__ = ["RoundBoundaries", "SharedData"]
@@ -35,6 +39,7 @@ class RoundBoundaries:
     Args:
         trainer: Whose loop it is.
         session: This worker's.
+        group: The ranks of this worker.
         first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
         together: What holds while all workers validate together.
         shared_data: The training data, if all workers share it.
@@ -46,6 +51,7 @@ class RoundBoundaries:
         trainer: pl.Trainer,
         session: WorkerSession,
         *,
+        group: WorkerGroup,
         first_worker: bool,
         together: Callable[[], AbstractContextManager[None]],
         shared_data: SharedData | None = None,
@@ -53,6 +59,7 @@ class RoundBoundaries:
     ) -> None:
         self._trainer = trainer
         self._session = session
+        self._group = group
         self._first_worker = first_worker
         self._together = together
         self._shared_data = shared_data
@@ -69,6 +76,7 @@ class RoundBoundaries:
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
         self._has_batch = False  # since the last decision
+        self._training_ended = False  # for the ranks of this worker, which have agreed on it
 
     def attach(self) -> None:
         """Begin to decide."""
@@ -124,17 +132,37 @@ class RoundBoundaries:
             to_end = session.halted and session.boundary is not None and not session.boundary.epoch
         self._epoch_ended = False
 
+    def after_validation(self) -> None:
+        """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
+        if self._session.halted and self._group.any(self._trainer.should_stop):
+            self._trainer.should_stop = True
+
+    def before_epoch(self) -> bool:
+        """Returns whether all ranks of this worker train on; called by those that would."""
+        self._training_ended = self._group.any(False)
+        return not self._training_ended
+
+    def before_end(self) -> None:
+        """Training ends on this rank, and so on all ranks of its worker."""
+        if not self._training_ended:
+            self._training_ended = self._group.any(True)
+
     def _after_batch(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self._trainer
-        wants_validation = self._own_decision(data_fetcher)
         stepped = trainer.global_step != self._global_step
+        own_epoch = loop._num_ready_batches_reached()
+        # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
+        used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
+        self._has_batch = False
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        wants_validation, epoch, used_up, stops = self._agree(
+            stepped, self._own_decision(data_fetcher), own_epoch, used_up, stops
+        )
+        if stops:
+            trainer.should_stop = True
         if stepped:
             self._count_step()
-        epoch = loop._num_ready_batches_reached()
-        # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
-        used_up = epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
-        self._has_batch = False
-        stop = self._wants_to_stop(epoch and not (used_up and self._awaits_others()))
+        stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
         if epoch and not stop:
             self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
             self._epoch_to_end = session.boundary is not None and not session.boundary.epoch
@@ -144,11 +172,22 @@ class RoundBoundaries:
         else:
             if wants_validation and self._first_worker:
                 session.ask(validate=True)
-            if stepped and session.due and not session.halted:
+            if stepped and not session.halted and session.is_due():
                 session.end_round()
         if stepped:
             self._began = self._clock()
-        return session.halted and self._halt(epoch)
+        return session.halted and self._halt(own_epoch)
+
+    def _agree(self, stepped: bool, *facts: bool) -> tuple[bool, ...]:
+        """What is so on any rank of this worker; with a step, its samples are taken together too."""
+        loss = self._loss
+        own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
+        numbers = self._group.total([*map(float, facts), *(own if stepped else ())])
+        if stepped:
+            samples, tokens, measured, losses = numbers[len(facts) :]
+            self._samples, self._tokens = round(samples), round(tokens)
+            self._loss = losses / measured if measured else None
+        return tuple(number > 0 for number in numbers[: len(facts)])
 
     def _awaits_others(self) -> bool:
         if self._shared_data is None or self._session.halted or self._session.over:
@@ -176,11 +215,9 @@ class RoundBoundaries:
         )
         self._samples = self._tokens = 0
 
-    def _wants_to_stop(self, epoch: bool) -> bool:
+    def _reaches_limit(self, epoch: bool) -> bool:
         fit_loop = self._trainer.fit_loop
         if fit_loop.max_steps != -1 and self._trainer.global_step >= fit_loop.max_steps:
-            return True
-        if self._trainer.should_stop and fit_loop._can_stop_early:
             return True
         last = fit_loop.max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= int(fit_loop.max_epochs)
         return epoch and last

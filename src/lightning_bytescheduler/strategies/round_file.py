@@ -32,13 +32,13 @@ class RoundFile:
 
     @classmethod
     def for_training(cls, trainer: pl.Trainer, path: str | None, *, resumed: bool) -> RoundFile:
-        """The file of a run: as the user said, or in the run's folder. Trial runs have none."""
-        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        """The file of a run: as the user said, or in the run's folder. Trial runs have none. Called on all ranks."""
+        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return cls(None, append=False)
-        if path is not None:
-            return cls(Path(path), append=resumed)
-        folder = trainer.log_dir or trainer.default_root_dir
-        return cls(Path(folder) / _NAME, append=resumed)
+        folder = trainer.log_dir or trainer.default_root_dir  # the answer travels among the ranks of a worker
+        if not trainer.is_global_zero:
+            return cls(None, append=False)
+        return cls(Path(folder) / _NAME if path is None else Path(path), append=resumed)
 
     def write(self, record: RoundRecord) -> None:
         """Append a round."""

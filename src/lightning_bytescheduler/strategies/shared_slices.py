@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bytescheduler.data.local_tracker import LocalTracker
 from lightning_bytescheduler.data.tracker_client import TrackerClient
@@ -27,9 +28,11 @@ from lightning_bytescheduler.data.tracker_messages import (
 from lightning_bytescheduler.data.tracker_wire import Call, Reply, decode, encode
 from lightning_bytescheduler.data_modules.slices import SliceDataModule
 from lightning_bytescheduler.data_modules.tracked_training import TrackedTraining
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.outer_loop.calls import Caller, CallServer
+from lightning_bytescheduler.outer_loop.world import WorkerWorld
 
-__all__ = ["SharedSlices", "slices_of", "training_of"]
+__all__ = ["SharedSlices", "share_slices", "training_of"]
 
 _MAILBOX = "slices"
 _THREAD = "bytescheduler-slice-tracker"
@@ -91,15 +94,42 @@ class SharedSlices:
         return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
 
 
-def slices_of(trainer: pl.Trainer) -> SliceDataModule | None:
-    """The data module of a fit, if it is one of slices."""
+def share_slices(
+    trainer: pl.Trainer, world: WorkerWorld, *, timeout: float, check: Callable[[], None]
+) -> SharedSlices | None:
+    """Have the workers of a fit share its slices, if its data module is one of slices.
+
+    Args:
+        trainer: Before the setup of its data.
+        world: Where this rank is.
+        timeout: See :class:`SharedSlices`.
+        check: See :class:`SharedSlices`.
+
+    Raises:
+        UnsupportedError: If several ranks train together as one worker: they need equally many batches.
+    """
+    data = _slices_of(trainer)
+    if data is None:
+        return None
+    if world.inner_size > 1:
+        raise UnsupportedError(
+            "A SliceDataModule hands its slices out to workers of one process. Leave inner out, or use data loaders, "
+            "whose samples are split among all processes."
+        )
+    slices = SharedSlices(world.store, worker=world.worker, workers=world.workers, timeout=timeout, check=check)
+    data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
+    data.bind_tracker(slices)
+    return slices
+
+
+def _slices_of(trainer: pl.Trainer) -> SliceDataModule | None:
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     return data if isinstance(data, SliceDataModule) else None
 
 
 def training_of(trainer: pl.Trainer) -> TrackedTraining | None:
     """What workers share in a fit, after its setup."""
-    data = slices_of(trainer)
+    data = _slices_of(trainer)
     training = None if data is None else data.training
     return training if isinstance(training, TrackedTraining) else None
 

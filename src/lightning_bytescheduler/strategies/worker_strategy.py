@@ -1,19 +1,22 @@
-"""What a strategy needs whose processes train on their own: what they do together, and what becomes of failures."""
+"""What a strategy needs whose workers train on their own: what they do together, and what becomes of failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.outer_loop.joint_collectives import JointCollectives
+from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.strategies.shared_metrics import shared_metrics
 
 __all__ = ["WorkerStrategy"]
@@ -22,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class WorkerStrategy(DDPStrategy):
-    """Each process is a Lightning world of its own, and fails with the others.
+    """Each worker, of one rank or several, is a Lightning world of its own, and fails with the others.
 
     Args:
         **options: See DDPStrategy.
@@ -33,22 +36,73 @@ class WorkerStrategy(DDPStrategy):
         self._board: FaultBoard | None = None
         self._failed = False
         self._validates_together = False
+        self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries those of a worker
         super().__init__(**options)
 
     @property
-    def world_size(self) -> int:
-        """Ranks that train together as one worker: one."""
+    def inner_size(self) -> int:
+        """Ranks that train together as one worker."""
         return 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together as one worker."""
+        return self.inner_size
+
+    @property
+    def ranks(self) -> int:
+        """How many there are in all."""
+        return self.num_nodes * self.num_processes
 
     @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self.num_nodes * self.num_processes
+        return self.ranks // self.inner_size
 
     @property
     def worker(self) -> int:
         """Number of this rank's worker, from 0."""
-        return self.global_rank
+        return self.global_rank // self.inner_size
+
+    # ------------------------------------------------------------------ one step, which a worker's ranks take together
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See DDPStrategy."""
+        step = super().optimizer_step
+        if self._gradients is None:
+            return step(optimizer, closure, model, **kwargs)
+        with self._explained():
+            return self._gradients.step(
+                lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
+            )
+
+    def _register_ddp_hooks(self) -> None:
+        if self._gradients is None:
+            super()._register_ddp_hooks()
+        else:
+            self._gradients.take_over(self.model)
+
+    def flush(self) -> None:
+        """Bring the weights up to date, where the updates of their last step may still be on their way."""
+        if self._gradients is not None and not self._failed:
+            with self._explained():
+                self._gradients.flush()
 
     # ------------------------------------------------------------------ what all workers do together
 
@@ -124,6 +178,8 @@ class WorkerStrategy(DDPStrategy):
             board.publish(cause)
         if cause is not exception and hasattr(exception, "add_note"):
             exception.add_note(str(cause))
+        if self._gradients is not None and self._gradients.runtime is not None:
+            self._gradients.runtime.fail(cause)
         self._stop_rounds(cause)
         board.close()  # here, as teardown is skipped when another callback's on_exception raises
 
@@ -149,6 +205,8 @@ class WorkerStrategy(DDPStrategy):
             raise self._board.fault
 
     def _explain(self, error: BaseException) -> BaseException:
+        if self._gradients is not None and self._gradients.runtime is not None:
+            return self._gradients.runtime.explain(error)
         return error if self._board is None else self._board.explain(error)
 
     def _stop_rounds(self, cause: BaseException) -> None:

@@ -1,0 +1,43 @@
+"""Options of what the ranks of a DiLoCo worker train together with: some are for the scheduler, others for DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.strategies.ddp_options import check_ddp_options
+
+__all__ = ["ddp_options", "scheduler_options"]
+
+_SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
+_REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
+
+
+def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
+    """The scheduler's options among those that were given.
+
+    Raises:
+        OptionError: If one has a value that is not allowed, or has no meaning inside a worker.
+    """
+    for option in _REFUSED:
+        if given.get(option):
+            raise OptionError(
+                "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
+            )
+    own = {name: given[name] for name in _SCHEDULED if name in given}
+    return SchedulerOptions.resolve(**own, credit_tuning=False, partition_tuning=False)
+
+
+def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of DistributedDataParallel among those that were given.
+
+    Raises:
+        UnsupportedError: If the scheduler cannot honour one.
+    """
+    if inner != "bytescheduler":
+        return dict(given)
+    check_ddp_options(given)
+    left = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
+    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **left}
