@@ -147,6 +147,20 @@ def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str)
         DiLoCoStrategy(inner="bytescheduler", inner_size=2, **options)
 
 
+@pytest.mark.parametrize(
+    ("inner", "option", "known"),
+    [
+        ("ddp", "partition_size", "bucket_cap_mb"),
+        ("ddp", "process_group", "ddp_comm_hook"),
+        ("bytescheduler", "nonsense", "partition_size"),
+        ("bytescheduler", "device_ids", "find_unused_parameters"),
+    ],
+)
+def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, known: str) -> None:
+    with pytest.raises(OptionError, match=f"inner_options='{option}' must be one of .*{known}"):
+        DiLoCoStrategy(inner=inner, inner_size=2, inner_options={option: 1})  # type: ignore[arg-type]
+
+
 def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
     with pytest.raises(UnsupportedError, match="ddp_comm_hook"):
         DiLoCoStrategy(inner="bytescheduler", inner_size=2, inner_options={"ddp_comm_hook": print})

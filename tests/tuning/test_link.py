@@ -96,6 +96,10 @@ def test_a_busy_processor_is_given_more_at_once(alpha: float, partition: int, pa
     assert (sizes.partition_size, sizes.credit) == pytest.approx((partition, partitions * partition), abs=4)
     small = default_sizes(parameters=10**6, bytes_per_parameter=4, link=link, busy_processor=True)
     assert (small.partition_size, small.credit) == (62_500, 4 * 62_500)
+    assert small.bucket_bytes == 1_000_000, "a quarter of the model"
+    slow = LinkEstimate(alpha=alpha, beta=1e-6)  # 4 ms carry less than a partition
+    sizes = default_sizes(parameters=10**6, bytes_per_parameter=4, link=slow, busy_processor=True)
+    assert sizes.bucket_bytes == 128 * KIB
 
 
 def test_a_model_of_many_buckets_gets_64_of_them() -> None:

@@ -213,7 +213,7 @@ class DiLoCoStrategy(WorkerStrategy):
                 self,
                 scheduler_options(given),
                 timeout=timeout,
-                own_buckets=given.get("bucket_cap_mb") is not None,
+                own_buckets=any(given.get(option) is not None for option in ("bucket_cap_mb", "bucket_cap_mb_list")),
             )
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -13,6 +16,8 @@ __all__ = ["ddp_options", "scheduler_options"]
 
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
+_OF_THE_STRATEGY = ("self", "module", "device_ids", "output_device", "process_group")  # it says these itself
+_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
 
 
 def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
@@ -34,10 +39,16 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of DistributedDataParallel among those that were given.
 
     Raises:
+        OptionError: If there is no such option.
         UnsupportedError: If the scheduler cannot honour one.
     """
-    if inner != "bytescheduler":
-        return dict(given)
-    check_ddp_options(given)
-    left = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
-    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **left}
+    scheduled = inner == "bytescheduler"
+    if scheduled:
+        check_ddp_options(given)
+        given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
+    known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_HOOKS]
+    allowed = [name for name in known if name not in _OF_THE_STRATEGY]
+    for name in given:
+        if name not in allowed:
+            raise OptionError("inner_options", name, f"one of {', '.join([*_SCHEDULED * scheduled, *allowed])}")
+    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)

@@ -23,6 +23,7 @@ _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
+_LEAST_BUCKETS_PER_MODEL = 4
 _MOST_PARTITIONS_IN_CREDIT = 4
 
 
@@ -95,8 +96,9 @@ def default_sizes(
 
     A partition is as small as the link's start-up cost and the waking of threads allow, so that urgent gradients
     overtake soon, and no larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units
-    that gate a layer's forward: about 64 per model, never smaller than a partition. The credit lets as many be in
-    flight as hide start-up, launch decisions and waking behind data, two to four: what waits can still be overtaken.
+    that gate a layer's forward: about 64 per model, fewer if the processor is busy and the link fast, never smaller
+    than a partition. The credit lets as many be in flight as hide start-up, launch decisions and waking behind data,
+    two to four: what waits can still be overtaken.
 
     Args:
         parameters: Trainable parameters of the model.
@@ -116,7 +118,12 @@ def default_sizes(
     meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     partition = min(max(hiding, waking), model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
     partition = max(partition, _MIN_PARTITION_BYTES)
-    bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
+    # A bucket costs a hook, a gate and an optimizer call: where a fast link takes the model in a moment, few will do.
+    bucket = max(
+        min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES),
+        partition,
+        min(waking, model_bytes / _LEAST_BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES),
+    )
     partition_size = max(int(partition) // bytes_per_parameter, 1)
     # Partitions that travel while one is decided on and starts up, or threads wait for the processor.
     behind = max(math.ceil(hiding / partition), math.ceil(meanwhile / partition) - 1)
