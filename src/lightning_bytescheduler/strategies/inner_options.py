@@ -16,7 +16,14 @@ __all__ = ["ddp_options", "scheduler_options"]
 
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
-_OF_THE_STRATEGY = ("self", "module", "device_ids", "output_device", "process_group")  # it says these itself
+_OF_THE_STRATEGY = (
+    "self",
+    "module",
+    "device_ids",
+    "output_device",
+    "process_group",
+    "device_mesh",
+)  # it says these itself
 _HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
 
 
