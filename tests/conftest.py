@@ -12,6 +12,30 @@ from tests.support.rank_pool import RankPool
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
+_OF_A_LAUNCH = (
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_traces_of_a_launch() -> Iterator[None]:
+    """Take back what Lightning leaves in the environment: where LOCAL_RANK is set, a Trainer starts no processes."""
+    before = {name: os.environ.get(name) for name in _OF_A_LAUNCH}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2) as pool:

@@ -14,13 +14,15 @@ from typing import Any
 from tests.faults.ranks import free_port, quiet_environment
 from tests.faults.scenario import BOUND_S
 
+# With LOCAL_RANK there, Lightning takes it that somebody else has started the ranks, and waits for them.
+_FOREIGN = ("BYTESCHEDULER_", "GROUP_", "LOCAL_", "MASTER_", "NODE_", "RANK", "WORLD")
 SCRIPT = Path(__file__).with_name("train.py")
 
 
 def launch(command: list[str], options: dict[str, Any], folder: Path) -> tuple[int, float, str]:
     """Run to the end; returns exit code, seconds from the failure to the end, and everything that was written."""
     folder.mkdir()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("BYTESCHEDULER_", "RANK", "WORLD"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     log = folder / "log.txt"
     with log.open("wb") as stream:
         process = subprocess.Popen(
