@@ -7,9 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from lightning_bytescheduler.tuning import exploration
+from lightning_bytescheduler.tuning import PLAIN_DDP, TrialEntry, TuningOptions, TuningPoint, exploration
+from lightning_bytescheduler.tuning.budget import TimeBudget
+from lightning_bytescheduler.tuning.exploration import Exploration
 from tests.tuning.test_credit_tuning import FASTEST, OPTIMUM, bowl
-from tests.tuning.training import Training, tuning
+from tests.tuning.training import SPACE, START, Training, tuning
 
 
 class Later:
@@ -98,3 +100,32 @@ def test_an_executor_that_is_shut_down_ends_the_search() -> None:
     training.run(300)
     assert training.tuning.is_settled
     assert "CancelledError" in next(entry.note for entry in training.tuning.entries if entry.kind == "failed")
+
+
+def test_plain_ddp_is_measured_again_however_many_points_are_faster_by_a_hair() -> None:
+    explored = Exploration(
+        SPACE, first=[START], budget=TimeBudget(share=0.02, first_steps=500), options=TuningOptions()
+    )
+    for number, seconds in enumerate((0.3, 0.3001, 0.3002, 0.3003)):
+        explored.take(trial(TuningPoint(credit=2**20 + number, partition_size=97_280), seconds))
+    explored.take(trial(PLAIN_DDP, 0.304, outcome="abandoned"))
+    assert [entry.step_seconds for entry in explored.contenders()] == [0.3, 0.3001, 0.304]
+    explored.take(trial(PLAIN_DDP, 0.3005))
+    assert [entry.step_seconds for entry in explored.contenders()] == [0.3005, 0.3, 0.3001], "it wins a tie"
+
+
+def trial(point: TuningPoint, seconds: float, outcome: str = "measured") -> TrialEntry:
+    return TrialEntry(
+        search=0,
+        kind="search",
+        step=0,
+        credit=point.credit,
+        partition_size=point.partition_size,
+        step_seconds=seconds,
+        error_seconds=seconds / 1000,
+        noise=0.01,
+        steps=20,
+        outcome=outcome,
+        lost_seconds=0.0,
+        note="",
+    )

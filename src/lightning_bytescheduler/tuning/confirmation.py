@@ -12,7 +12,7 @@ from typing import Any
 from lightning_bytescheduler.tuning.measurement import StepTime
 from lightning_bytescheduler.tuning.point import TuningPoint
 
-__all__ = ["TURN_STEPS", "Confirmation"]
+__all__ = ["TURN_STEPS", "Confirmation", "as_compared"]
 
 TURN_STEPS = 6
 """Measured steps of a turn."""
@@ -25,7 +25,7 @@ class Confirmation:
     """Whose turn it is, and who wins.
 
     Args:
-        points: Which to measure, the fastest so far first.
+        points: Which to measure, the one to be preferred so far first.
     """
 
     def __init__(self, points: Sequence[TuningPoint]) -> None:
@@ -60,11 +60,11 @@ class Confirmation:
         }
 
     def winner(self) -> TuningPoint:
-        """The fastest point, of those that were all measured as often; the one that was fastest before otherwise."""
+        """The fastest point, of those that were all measured as often; the one that was preferred before otherwise."""
         times = self.times()
         if len(times) < len(self._points):
             return self._points[0]
-        return preferred({point: time.seconds for point, time in times.items()})
+        return min(times, key=lambda point: as_compared(point, times[point].seconds))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""
@@ -83,6 +83,6 @@ class Confirmation:
         return made
 
 
-def preferred(seconds: dict[TuningPoint, float]) -> TuningPoint:
-    """The fastest point; plain DDP if nothing is worth leaving it for."""
-    return min(seconds, key=lambda point: seconds[point] * (_WORTH_IT if point.is_plain_ddp else 1.0))
+def as_compared(point: TuningPoint, seconds: float) -> float:
+    """Seconds of a step to compare a point by: plain DDP wins if nothing is worth leaving it for."""
+    return seconds * _WORTH_IT if point.is_plain_ddp else seconds

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_bytescheduler.tuning.budget import TimeBudget
+from lightning_bytescheduler.tuning.confirmation import as_compared
 from lightning_bytescheduler.tuning.options import TuningOptions
 from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
 from lightning_bytescheduler.tuning.record import TrialEntry
@@ -171,17 +172,23 @@ class Exploration:
         return Plan(proposal.point, "search")
 
     def contenders(self) -> list[TrialEntry]:
-        """The fastest point and those that may be as fast, the fastest first."""
+        """The fastest point and those that may be as fast, the one to be preferred so far first.
+
+        Plain DDP is one of them wherever it may be as fast, however many points are faster by a hair, and also where it
+        was given up: it wins a tie, so it has to be there for one.
+        """
         best = self.best
         if best is None:
             return []
         reach = best.step_seconds * (1 + _CONTENDS)
-        close = [
-            trial
-            for trial in self.trials
-            if trial.outcome == "measured" and trial.step_seconds - 2 * trial.error_seconds <= reach
-        ]
-        return sorted(close, key=lambda trial: trial.step_seconds)[:_CONTENDERS]
+        may_be_as_fast = sorted(
+            (trial for trial in self.trials if trial.step_seconds - 2 * trial.error_seconds <= reach),
+            key=lambda trial: trial.step_seconds,
+        )
+        plain = [trial for trial in may_be_as_fast if trial.point.is_plain_ddp][:1]
+        others = [trial for trial in may_be_as_fast if not trial.point.is_plain_ddp and trial.outcome == "measured"]
+        close = [*others[: _CONTENDERS - len(plain)], *plain]
+        return sorted(close, key=lambda trial: as_compared(trial.point, trial.step_seconds))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types. A proposal that is being computed is asked for again."""
