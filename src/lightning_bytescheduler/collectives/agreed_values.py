@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.tensor_calls import wait_unless
 
 __all__ = ["AgreedValues"]
 
@@ -82,22 +82,12 @@ class AgreedValues:
         if self._posted is not None:
             work, message = self._posted
             if work is not None:
-                self._wait(work)
+                wait_unless(work, self._failure, look_every=_WAIT_SLICE)
             *agreed, apart = message.tolist()
         self._next_exchange = step + apart
         message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64)
         self._posted = dist.broadcast(message, src=0, group=self._group, async_op=True), message
         return agreed
-
-    def _wait(self, work: dist.Work) -> None:
-        # In slices: this is the training thread, which has to come back when another rank has failed.
-        while not work.is_completed():
-            cause = self._failure()
-            if cause is not None:
-                raise cause
-            with suppress(RuntimeError):  # the slice ran out; or the broadcast failed, and says so below
-                work.wait(_WAIT_SLICE)
-        work.wait()  # it has ended: this raises what it failed with
 
     def close(self) -> None:
         """Leave the group, within a second; idempotent. What was posted last may never come, after a failure."""

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
+from lightning_bytescheduler.collectives.tensor_calls import broadcast_from_first
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
@@ -40,13 +41,6 @@ _CAPACITY = 31  # decisions per message: 32 records of 5 int64 fit one Ethernet 
 _FIELDS = 5
 _CLOSE = -1
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
-
-
-def _broadcast(group: dist.ProcessGroup, message: torch.Tensor) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([message], options)
 
 
 class DecidingOrder(PriorityOrder):
@@ -96,7 +90,7 @@ class DecidingOrder(PriorityOrder):
         message = torch.frombuffer(fields, dtype=torch.int64)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         try:
-            self._sent.append((_broadcast(self._control, message), message))
+            self._sent.append((broadcast_from_first(self._control, message), message))
         except RuntimeError as error:
             if self._on_error is None:
                 raise
@@ -153,7 +147,7 @@ class FollowingOrder(AnnouncedOrder):
         try:
             while True:
                 message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)
-                if not wait_in_slices(_broadcast(self._control, message), self._stopping):
+                if not wait_in_slices(broadcast_from_first(self._control, message), self._stopping):
                     return
                 records = message.tolist()
                 count = records[0][0]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bytescheduler.collectives.tensor_calls import broadcast_from_first, reduce_with
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["JointCollectives"]
@@ -51,9 +52,7 @@ class JointCollectives:
         copy = tensor.detach().to("cpu", copy=True)
         if name in ("mean", "avg") and not copy.is_floating_point():
             copy = copy.float()
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPERATIONS[name])
-        self.group.allreduce([copy], options).wait()
+        reduce_with(self.group, copy, _OPERATIONS[name]).wait()
         if name in ("mean", "avg"):
             copy /= self.group.size()
         return copy.to(tensor.device)
@@ -84,12 +83,9 @@ class JointCollectives:
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Fill tensors with those of rank 0."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
         for tensor in tensors:
             copy = tensor.detach().to("cpu", copy=True).contiguous()
-            self.group.broadcast([copy], options).wait()
+            broadcast_from_first(self.group, copy).wait()
             tensor.copy_(copy)
 
     def check_alike(self, text: str, what: str) -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bytescheduler.collectives.tensor_calls import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
 __all__ = ["WorkerGroup"]
@@ -70,9 +70,7 @@ class WorkerGroup:
         if self._group is None:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._wait(self._group.allreduce([sums], options))
+        self._wait(reduce_with(self._group, sums, dist.ReduceOp.SUM))
         values: list[float] = sums.tolist()
         return values
 
@@ -118,24 +116,18 @@ class WorkerGroup:
                     tensor.copy_(part.view_as(tensor))
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if self._group is None or not tensor.numel():
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        self._wait(self._group.broadcast([tensor], options))
+        if self._group is not None and tensor.numel():
+            self._wait(broadcast_from_first(self._group, tensor))
 
     def _wait(self, work: dist.Work) -> None:
-        # In slices: this is the training thread, which has to come back when a rank has failed.
         deadline = self._clock() + self._timeout
-        while not work.is_completed():
-            if self._cause is not None:
-                raise self._cause
-            if self._clock() >= deadline:
-                raise SchedulerTimeoutError(
+
+        def failure() -> BaseException | None:
+            if self._cause is None and self._clock() >= deadline:
+                return SchedulerTimeoutError(
                     f"A rank waited {self._timeout:.0f} s for the ranks that it trains with. Raise the strategy's "
                     "timeout if a step, or the wait for other workers, may take longer."
                 )
-            with suppress(RuntimeError):  # the slice ran out; or the collective failed, and says so below
-                work.wait(_SLICE)
-        work.wait()
+            return self._cause
+
+        wait_unless(work, failure, look_every=_SLICE)

@@ -89,7 +89,7 @@ def _ask_for(nanoseconds: int) -> int | None:
     if calls is None:
         return None
     set_attributes, get_attributes = calls
-    kernel = ctypes.CDLL(None, use_errno=True)
+    kernel = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_ATTRIBUTES.size)
     if kernel.syscall(get_attributes, 0, attributes, _ATTRIBUTES.size, 0):
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -13,31 +13,22 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.strategies.ddp_options import check_ddp_options
-from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.plan import OverlapPlan
+from lightning_bytescheduler.strategies.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.strategies.tuned_fit import FitTuning
 
 __all__ = ["ByteSchedulerStrategy"]
 
-_T = TypeVar("_T")
-_SIGTERM_PATIENCE_S = 10.0
 
-
-class ByteSchedulerStrategy(DDPStrategy):
+class ByteSchedulerStrategy(RankStrategy):
     """Distributed data parallel training with partitioned, prioritised gradient communication.
 
     Gradients are cut into partitions, sent in the order in which the forward pass needs them, under a credit window,
@@ -84,6 +75,10 @@ class ByteSchedulerStrategy(DDPStrategy):
         OptionError: If an option or environment variable has a value that is not allowed.
         UnsupportedError: If a DDP option cannot be honoured.
     """
+
+    # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
+    sigterm_patience_s = 10.0
+    _gradients: ScheduledGradients
 
     def __init__(
         self,
@@ -135,15 +130,6 @@ class ByteSchedulerStrategy(DDPStrategy):
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
-        self._gradients = ScheduledGradients(
-            self,
-            self._options,
-            timeout=timeout,
-            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
-            tuning=self._tuning,
-        )
-        self._board: FaultBoard | None = None
-        self._failed = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -154,6 +140,13 @@ class ByteSchedulerStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
             **kwargs,
+        )
+        self._gradients = ScheduledGradients(
+            self,
+            self._options,
+            timeout=timeout,
+            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
+            tuning=self._tuning,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
 
@@ -174,11 +167,6 @@ class ByteSchedulerStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ life cycle
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
-
     def setup_environment(self) -> None:
         """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
         super().setup_environment()
@@ -188,8 +176,8 @@ class ByteSchedulerStrategy(DDPStrategy):
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
-            _callbacks(trainer).insert(0, self._hooks)
-            self._tuning.bring_tuner(_callbacks(trainer))
+            callbacks_of(trainer).insert(0, self._hooks)
+            self._tuning.bring_tuner(callbacks_of(trainer))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
@@ -201,9 +189,6 @@ class ByteSchedulerStrategy(DDPStrategy):
         if self._board is not None:
             self._gradients.prepare(self._board)
         super().configure_ddp()
-
-    def _register_ddp_hooks(self) -> None:
-        self._gradients.take_over(self.model)
 
     def teardown(self) -> None:
         """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""
@@ -224,9 +209,9 @@ class ByteSchedulerStrategy(DDPStrategy):
         if board is not None:
             board.close()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and self._hooks in _callbacks(trainer):
-            _callbacks(trainer).remove(self._hooks)
-        self._tuning.end([] if trainer is None else _callbacks(trainer))
+        if trainer is not None and self._hooks in callbacks_of(trainer):
+            callbacks_of(trainer).remove(self._hooks)
+        self._tuning.end([] if trainer is None else callbacks_of(trainer))
         self._hooks = None
 
     def flush(self) -> None:
@@ -234,82 +219,10 @@ class ByteSchedulerStrategy(DDPStrategy):
         with self._explained():
             self._gradients.flush()
 
-    # ------------------------------------------------------------------ one step
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See DDPStrategy."""
-        with self._explained(), self._gradients.forward():
-            return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """See DDPStrategy."""
-        with self._explained(), self._gradients.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
-        step = super().optimizer_step
-        with self._explained():
-            return self._gradients.step(
-                lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
-            )
-
     # ------------------------------------------------------------------ failures
 
-    def publish_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails, or say here which other rank is at fault."""
-        self._failed = True
-        board = self._board
-        if board is None:
-            return
-        board.take_over()
-        cause = self._explain(exception)
-        if not isinstance(cause, RankFailedError):
-            # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
-            board.publish(cause, patience=_SIGTERM_PATIENCE_S if isinstance(cause, SIGTERMException) else 0.0)
-        if cause is not exception and hasattr(exception, "add_note"):
-            exception.add_note(str(cause))
-        if self.runtime is not None:
-            self.runtime.fail(cause)
+    def _end_with(self, cause: BaseException) -> None:
         self._tuning.end([])
-        board.close()  # here, as teardown is skipped when another callback's on_exception raises
-
-    def on_exception(self, exception: BaseException) -> None:
-        """See DDPStrategy."""
-        if not self._failed:
-            self.publish_failure(exception)
-        super().on_exception(exception)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn the consequence of another rank's failure into an error that names the rank."""
-        try:
-            yield
-        except Exception as error:
-            cause = self._explain(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _explain(self, error: BaseException) -> BaseException:
-        if self.runtime is not None:
-            return self.runtime.explain(error)
-        return error if self._board is None else self._board.explain(error)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
-        if not self._failed:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
-        return obj if self._failed else super().broadcast(obj, src)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
@@ -338,8 +251,3 @@ class ByteSchedulerStrategy(DDPStrategy):
                     find_unused_parameters=unused,
                     start_method=start_method,
                 )
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks

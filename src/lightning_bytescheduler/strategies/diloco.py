@@ -16,7 +16,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,9 +35,9 @@ from lightning_bytescheduler.strategies.batch_size_trial import measured_batch_s
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
 from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions, description
 from lightning_bytescheduler.strategies.inner_options import ddp_options, scheduler_options
-from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.own_sigterm import own_sigterm
 from lightning_bytescheduler.strategies.rank_runtime import make_runtime
+from lightning_bytescheduler.strategies.rank_strategy import callbacks_of
 from lightning_bytescheduler.strategies.round_boundaries import RoundBoundaries
 from lightning_bytescheduler.strategies.round_file import RoundFile
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
@@ -228,11 +227,6 @@ class DiLoCoStrategy(WorkerStrategy):
 
     # ------------------------------------------------------------------ life cycle
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
-
     def setup_environment(self) -> None:
         """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
         self._release()  # a failed fit whose teardown was skipped
@@ -241,13 +235,13 @@ class DiLoCoStrategy(WorkerStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             hooks = RoundHooks(self)
-            _callbacks(trainer).insert(0, hooks)
+            callbacks_of(trainer).insert(0, hooks)
             self._added = [hooks]
             if self.inner_size > 1:
                 self._open.enter_context(own_sigterm(trainer))
-            if not any(isinstance(callback, PerformanceMonitor) for callback in _callbacks(trainer)):
+            if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
                 monitor = PerformanceMonitor()
-                _callbacks(trainer).insert(1, monitor)
+                callbacks_of(trainer).insert(1, monitor)
                 self._added.append(monitor)
             if self._world is not None:
                 seconds = self._options.outer(self._timeout).timeout
@@ -341,8 +335,8 @@ class DiLoCoStrategy(WorkerStrategy):
             self._file = None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         for callback in self._added:
-            if trainer is not None and callback in _callbacks(trainer):
-                _callbacks(trainer).remove(callback)
+            if trainer is not None and callback in callbacks_of(trainer):
+                callbacks_of(trainer).remove(callback)
         self._added = []
         self._kept_state = None
         world, self._world = self._world, None
@@ -457,7 +451,7 @@ class DiLoCoStrategy(WorkerStrategy):
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(*args, **kwargs)
 
-    def _stop_rounds(self, cause: BaseException) -> None:
+    def _end_with(self, cause: BaseException) -> None:
         if self._slices is not None:
             self._slices.close(failed=True)
         if self._runtime is not None:
@@ -473,8 +467,3 @@ class DiLoCoStrategy(WorkerStrategy):
                 description=f"Low-communication training of uneven workers ({start_method})",
                 start_method=start_method,
             )
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+    from lightning_bytescheduler.strategies.rank_strategy import RankStrategy
 
 __all__ = ["PublishingLauncher"]
 
@@ -25,7 +25,7 @@ class PublishingLauncher(_MultiProcessingLauncher):
         start_method: See Lightning's launcher.
     """
 
-    _strategy: ByteSchedulerStrategy
+    _strategy: RankStrategy
 
     def _wrapping_function(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], *arguments: Any, **keywords: Any

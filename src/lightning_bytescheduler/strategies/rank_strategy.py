@@ -1,0 +1,139 @@
+"""DDP's strategy on ranks that learn of each other's failures, and may leave their gradients to ByteScheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.faults import FaultBoard
+from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.strategies.launcher import PublishingLauncher
+from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
+
+__all__ = ["RankStrategy", "callbacks_of"]
+
+_T = TypeVar("_T")
+
+
+class RankStrategy(DDPStrategy):
+    """What both strategies of this package do in a step, and with a failure.
+
+    Args:
+        **options: See DDPStrategy.
+    """
+
+    sigterm_patience_s: ClassVar[float] = 0.0
+    """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
+
+    def __init__(self, **options: Any) -> None:
+        self._board: FaultBoard | None = None
+        self._failed = False
+        self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
+        super().__init__(**options)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
+        step = super().optimizer_step
+        if self._gradients is None:
+            return step(optimizer, closure, model, **kwargs)
+        with self._explained():
+            return self._gradients.step(
+                lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
+            )
+
+    def _register_ddp_hooks(self) -> None:
+        if self._gradients is None:
+            super()._register_ddp_hooks()
+        else:
+            self._gradients.take_over(self.model)
+
+    # ------------------------------------------------------------------ failures
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
+        if not self._failed:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
+        return obj if self._failed else super().broadcast(obj, src)
+
+    def publish_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""
+        if self._failed:
+            return
+        self._failed = True
+        board = self._board
+        if board is None:
+            return
+        board.take_over()
+        cause = self._explain(exception)
+        if not isinstance(cause, RankFailedError):
+            board.publish(cause, patience=self.sigterm_patience_s if isinstance(cause, SIGTERMException) else 0.0)
+        if cause is not exception and hasattr(exception, "add_note"):
+            exception.add_note(str(cause))
+        if self._gradients is not None and self._gradients.runtime is not None:
+            self._gradients.runtime.fail(cause)
+        self._end_with(cause)
+        board.close()  # here, as teardown is skipped when another callback's on_exception raises
+
+    def _end_with(self, cause: BaseException) -> None:
+        """End what else this rank does with the others, because of ``cause``."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See DDPStrategy."""
+        self.publish_failure(exception)
+        super().on_exception(exception)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the consequence of another rank's failure into an error that names the rank."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._explain(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        if self._gradients is not None and self._gradients.runtime is not None:
+            return self._gradients.runtime.explain(error)
+        return error if self._board is None else self._board.explain(error)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to be looked at and changed."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
