@@ -17,13 +17,12 @@ _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
-# Each partition wakes half a dozen threads on each rank. Where the processor is what computes, that takes milliseconds
-# that a link measured at rest does not show, so that much is sent at once, and so much kept under way meanwhile.
+# Each partition wakes half a dozen threads on each rank and takes a millisecond of processor time. Where the processor
+# is what computes, a link measured at rest does not show that, so that much is sent at once, and so much kept under way.
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
-_LEAST_BUCKETS_PER_MODEL = 4
 _MOST_PARTITIONS_IN_CREDIT = 4
 
 
@@ -94,11 +93,11 @@ def default_sizes(
 ) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
-    A partition is as small as the link's start-up cost and the waking of threads allow, so that urgent gradients
-    overtake soon, and no larger than a sixteenth of the model, unless that is less than 128 KiB. Buckets are the units
-    that gate a layer's forward: about 64 per model, fewer if the processor is busy and the link fast, never smaller
-    than a partition. The credit lets as many be in flight as hide start-up, launch decisions and waking behind data,
-    two to four: what waits can still be overtaken.
+    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no larger
+    than a sixteenth of the model, unless that is less than 128 KiB. Where the processor is busy it takes the link 4 ms
+    at least, or is the whole model: what takes a fast link a moment is not worth being cut. Buckets are the units that
+    gate a layer's forward: about 64 per model, never smaller than a partition. The credit lets as many be in flight as
+    hide start-up, launch decisions and waking behind data, two to four: what waits can still be overtaken.
 
     Args:
         parameters: Trainable parameters of the model.
@@ -116,14 +115,12 @@ def default_sizes(
     hiding = _ALPHAS_PER_PARTITION * link.alpha / link.beta
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
-    partition = min(max(hiding, waking), model_bytes / _PARTITIONS_PER_MODEL, _MAX_PARTITION_BYTES)
-    partition = max(partition, _MIN_PARTITION_BYTES)
-    # A bucket costs a hook, a gate and an optimizer call: where a fast link takes the model in a moment, few will do.
-    bucket = max(
-        min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES),
-        partition,
-        min(waking, model_bytes / _LEAST_BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES),
+    partition = max(
+        min(hiding, model_bytes / _PARTITIONS_PER_MODEL), _MIN_PARTITION_BYTES, min(waking, float(model_bytes))
     )
+    partition = min(partition, _MAX_PARTITION_BYTES)
+    # A bucket costs a hook, a gate and an optimizer call.
+    bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
     # Partitions that travel while one is decided on and starts up, or threads wait for the processor.
     behind = max(math.ceil(hiding / partition), math.ceil(meanwhile / partition) - 1)
