@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -105,7 +106,8 @@ def ranks_of(
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], ShapedLink | None]]:
     """Start ``command`` once per rank, with rank 0's output in a pipe; yields the processes and their link, if any.
 
-    See `measure` for the arguments.
+    Hosts on links have processors of their own where there are enough: as ranks of one host they would take them from
+    each other. See `measure` for the other arguments.
     """
 
     def streams(rank: int) -> dict[str, Any]:
@@ -115,7 +117,10 @@ def ranks_of(
     if mbit is not None:
         with _link(workers, mbit, round_trip_seconds) as link:
             environment = {"NODES": str(workers), "TORCH_CPP_LOG_LEVEL": "ERROR", **_ONE_THREAD}
-            ranks = [link.popen(n, command, env=environment, cwd=_REPOSITORY, **streams(n)) for n in range(workers)]
+            ranks = [
+                link.popen(n, _on_own_processors(command, n, workers), env=environment, cwd=_REPOSITORY, **streams(n))
+                for n in range(workers)
+            ]
             with ExitStack() as pipes:
                 _close_later(pipes, ranks)
                 yield ranks, link
@@ -158,6 +163,16 @@ def _link(workers: int, mbit: float, round_trip_seconds: float) -> ShapedLink:
     if round_trip_seconds:
         return DelayedLink(workers, mbit, round_trip_seconds=round_trip_seconds)
     return ShapedLink(workers, mbit)
+
+
+def _on_own_processors(command: list[str], host: int, hosts: int) -> list[str]:
+    """``command`` on this host's share of the processors, if there is at least one for each."""
+    processors = sorted(os.sched_getaffinity(0))
+    share = len(processors) // hosts
+    if not share or shutil.which("taskset") is None:
+        return command
+    own = processors[host * share : (host + 1) * share]
+    return ["taskset", "--cpu-list", ",".join(map(str, own)), *command]
 
 
 def _close_later(pipes: ExitStack, ranks: Sequence[subprocess.Popen[bytes]]) -> None:

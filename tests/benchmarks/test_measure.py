@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.measure import MeasurementFailed, measure
+from benchmarks.measure import MeasurementFailed, _on_own_processors, measure
 from benchmarks.report import Cell, draw, prediction_errors, save, show
 
 CONTENDERS = ["alone", "ddp", "bytescheduler, as ddp"]
@@ -44,6 +46,13 @@ def test_contenders_are_measured_in_turn(tmp_path: Path) -> None:
     assert kept["machine"]["torch"]
     draw(tmp_path / "result.png", [cell])
     assert (tmp_path / "result.png").stat().st_size > 1000
+
+
+def test_hosts_have_processors_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
+    monkeypatch.setattr(shutil, "which", lambda _: "taskset")
+    assert _on_own_processors(["run"], 1, 2) == ["taskset", "--cpu-list", "2,5", "run"]
+    assert _on_own_processors(["run"], 0, 6) == ["run"]
 
 
 def test_ranks_that_fail_are_an_error() -> None:

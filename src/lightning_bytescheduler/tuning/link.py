@@ -18,7 +18,7 @@ _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
 # Each partition wakes half a dozen threads on each rank and takes a millisecond of processor time. Where the processor
-# is what computes, a link measured at rest does not show that, so that much is sent at once, and so much kept under way.
+# is what computes, a link measured at rest does not show that: so much is sent at once, and so much kept under way.
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _PARTITIONS_PER_MODEL = 16
