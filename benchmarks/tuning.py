@@ -1,8 +1,9 @@
 """Measures tuning: ``python -m benchmarks.tuning KIND``, as root where a link is shaped.
 
 ``grid``: tuned, with partitions, against the best of a 4 x 4 grid; both are measured again in turns with the sizes
-before tuning and steps as DDP's. ``cost``: what tuning as it is by default costs in its first 500 steps. ``loopback``:
-where nothing is to be gained, tuned steps against DDP's. ``reshape``: the link gets another rate in mid-run.
+before tuning and steps as DDP's. With ``--probed``, those sizes are made for another link, and are off. ``cost``:
+what tuning as it is by default costs in its first 500 steps. ``loopback``: where nothing is to be gained, tuned steps
+against DDP's. ``reshape``: the link gets another rate in mid-run.
 
 Each call measures one model on one link, so that measurements can be made in slices; ``--out`` keeps every step.
 """
@@ -48,6 +49,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=500.0)
     parser.add_argument("--then-mbit", type=float, default=200.0, help="of reshape (default: %(default)g)")
     parser.add_argument("--round-trip-ms", type=float, default=0.0)
+    parser.add_argument(
+        "--probed",
+        type=float,
+        nargs=2,
+        metavar=("MBIT", "ROUND_TRIP_MS"),
+        help="make the sizes before tuning for this link instead, as if the probe had met a burst or another tenant",
+    )
     parser.add_argument("--megabytes", type=float, default=10.0)
     parser.add_argument("--steps", type=int, default=600, help="of the tuned fit (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="over the grid (default: %(default)s)")
@@ -89,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = {"model": options.model} if loopback else {"emulated": asdict(configuration)}
     name = f"{options.model}, loopback" if loopback else f"{configuration.name}, {options.mbit:g} Mbit/s"
     try:
-        results = list(_measured({**work, "fits": fits_of(options)}, options, console))
+        results = list(_measured({**work, "fits": fits_of(options), "probed": options.probed}, options, console))
     except (MeasurementFailed, LinkError) as error:
         console.print(f"[bold]Stopped:[/bold] {error}")
         return 1

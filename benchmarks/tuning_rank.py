@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -25,7 +26,8 @@ from benchmarks.models import REAL_MODELS
 from benchmarks.rank import _end_with_parent
 from benchmarks.visits import Visits, grid
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
-from lightning_bytescheduler.tuning import PLAIN_DDP, TuningPoint
+from lightning_bytescheduler.gradients import sizes
+from lightning_bytescheduler.tuning import PLAIN_DDP, LinkEstimate, TuningPoint
 
 __all__: list[str] = []
 
@@ -126,6 +128,13 @@ def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict
     return result
 
 
+def _probe_finds(mbit: float, round_trip_ms: float) -> None:
+    """Have every fit from here on take the link for another one."""
+    workers = int(os.environ["WORLD_SIZE"])
+    link = LinkEstimate(alpha=(workers - 1) * round_trip_ms / 1e3, beta=2 * (workers - 1) / workers / (mbit * 1e6 / 8))
+    patch.object(sizes, "probe_link", lambda *_: link).start()
+
+
 def _plain(point: TuningPoint | None) -> list[int] | None:
     return None if point is None else [point.credit or 0, point.partition_size or 0]
 
@@ -137,6 +146,8 @@ def main(specification: str) -> None:
     warnings.simplefilter("ignore")
     asked = json.loads(specification)
     first_port = int(os.environ["MASTER_PORT"])
+    if asked.get("probed"):
+        _probe_finds(*asked["probed"])
     tuner = Timed()
     known: dict[str, Any] = {}
     for number, fit in enumerate(asked["fits"]):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -47,6 +48,20 @@ def test_the_link_is_found_with_no_more_bytes_than_it_takes(
     assert estimate.beta == pytest.approx(link.beta, rel=1e-6)
     assert max(link.sizes) == largest
     assert link.now < 2.0
+
+
+def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(1e-4, 1e-9)
+    calls = itertools.count(1)
+
+    def with_hiccups(tensor: torch.Tensor, **_: Any) -> None:
+        link.all_reduce(tensor)
+        link.now += 0.002 if next(calls) % 7 else 0.0
+
+    monkeypatch.setattr(link_probe.dist, "all_reduce", with_hiccups)
+    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    group: Any = None
+    assert probe_link(group, torch.device("cpu")).alpha == pytest.approx(1e-4, rel=1e-3)
 
 
 def probe_on(rank: int) -> LinkEstimate:

@@ -102,6 +102,15 @@ def test_a_busy_processor_is_given_more_at_once(alpha: float, partition: int, pa
     assert sizes.bucket_bytes == 128 * KIB
 
 
+def test_partitions_that_are_two_operations_are_twice_as_large() -> None:
+    link = LinkEstimate(alpha=2e-3, beta=1e-9)
+    whole, sharded = (
+        default_sizes(parameters=10**9, bytes_per_parameter=4, link=link, in_shards=shards) for shards in (False, True)
+    )
+    assert (whole.partition_size, sharded.partition_size) == (1_500_000, 3_000_000)
+    assert sharded.credit == 2 * sharded.partition_size
+
+
 def test_a_model_of_many_buckets_gets_64_of_them() -> None:
     link = LinkEstimate(alpha=1e-5, beta=1e-9)
     assert default_sizes(parameters=64 * MIB, bytes_per_parameter=4, link=link).bucket_bytes == 4 * MIB

@@ -26,16 +26,28 @@ class AgreedSizes:
 
 
 def agree_on_sizes(
-    groups: SchedulerGroups, options: SchedulerOptions, parameters: Iterable[nn.Parameter], device: torch.device
+    groups: SchedulerGroups,
+    options: SchedulerOptions,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    in_shards: bool = False,
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
     Probes the link unless rank 0 has both sizes fixed.
+
+    Args:
+        groups: The scheduler's.
+        options: This rank's.
+        parameters: All of the model.
+        device: Where gradients live.
+        in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
     """
     groups.warm_up(device)
-    message = torch.tensor([options.partition_size or 0, options.credit or 0])
+    message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
     dist.broadcast(message, src=0, group=groups.control)
-    partition, credit = message.tolist()
+    partition, credit, in_shards = message.tolist()
     link = None
     trainable = [p for p in parameters if p.requires_grad]
     count = sum(p.numel() for p in trainable)
@@ -46,7 +58,11 @@ def agree_on_sizes(
     else:
         link = probe_link(groups.data, device)
         sizes = default_sizes(
-            parameters=count, bytes_per_parameter=width, link=link, busy_processor=device.type == "cpu"
+            parameters=count,
+            bytes_per_parameter=width,
+            link=link,
+            busy_processor=device.type == "cpu",
+            in_shards=bool(in_shards),
         )
         if credit:
             sizes = SchedulerSizes(

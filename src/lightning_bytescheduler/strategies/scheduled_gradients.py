@@ -29,7 +29,7 @@ from lightning_bytescheduler.strategies.announcement import announce, announce_m
 from lightning_bytescheduler.strategies.ddp_options import check_module
 from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.plan import OverlapPlan
-from lightning_bytescheduler.strategies.planning import make_plan
+from lightning_bytescheduler.strategies.planning import make_plan, norm_needed_by
 from lightning_bytescheduler.strategies.step_deferral import deferring, then
 from lightning_bytescheduler.strategies.tuned_fit import FitTuning
 from lightning_bytescheduler.tuning.point import TuningPoint
@@ -87,7 +87,8 @@ class ScheduledGradients:
         if not parameters:
             return  # DDP has an error for it
         groups = SchedulerGroups.create(timeout=self._timeout)
-        agreed = agree_on_sizes(groups, self._options, parameters, device)
+        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))
+        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards)
         if not self._own_buckets:
             self._strategy._ddp_kwargs["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
         self.runtime = SchedulerRuntime(

@@ -89,7 +89,12 @@ class SchedulerSizes:
 
 
 def default_sizes(
-    *, parameters: int, bytes_per_parameter: int, link: LinkEstimate, busy_processor: bool = False
+    *,
+    parameters: int,
+    bytes_per_parameter: int,
+    link: LinkEstimate,
+    busy_processor: bool = False,
+    in_shards: bool = False,
 ) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
@@ -104,6 +109,7 @@ def default_sizes(
         bytes_per_parameter: Size of one gradient element.
         link: The measured link.
         busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
+        in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, or either not whole.
@@ -112,7 +118,7 @@ def default_sizes(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(option, value, f"a whole number, {least} or more")
     model_bytes = max(parameters * bytes_per_parameter, 1)
-    hiding = _ALPHAS_PER_PARTITION * link.alpha / link.beta
+    hiding = _ALPHAS_PER_PARTITION * (2 if in_shards else 1) * link.alpha / link.beta
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     partition = max(
