@@ -45,7 +45,12 @@ def test_no_checkpoint_if_updates_are_lost(nursery: Nursery, tmp_path: Path) -> 
     scenarios = [
         Scenario(
             world_size=2,
-            options={"where": place, "kind": kind, "ranks": [1], "checkpoint": str(tmp_path / place / "saved")},
+            options={
+                "where": place,
+                "kind": kind,
+                "ranks": [1],
+                "checkpoint": str(tmp_path / place / "saved"),
+            },
         )
         for place, kind in (("training_step", "raise"), ("sending", "SIGKILL"))
     ]
@@ -54,3 +59,25 @@ def test_no_checkpoint_if_updates_are_lost(nursery: Nursery, tmp_path: Path) -> 
         check_end(ranks, failed=1, code=code, says="Rank 1 failed: ")
         assert "parameters lack the update of the last step" in ranks[0].log
         assert not list(Path(scenario.options["checkpoint"]).glob("*.ckpt"))
+
+
+def test_no_checkpoint_of_a_step_that_broke_off(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    options = {"where": "stepping", "ranks": [0], "checkpoint": str(folder)}
+    ranks = run(nursery, Scenario(world_size=2, options=options), tmp_path)
+    check_end(ranks, failed=0, says="Rank 0 failed: ValueError: boom")
+    assert "parameters lack the update of the last step" in ranks[0].log
+    assert not list(folder.glob("*.ckpt"))
+
+
+def test_no_checkpoint_of_lost_updates_when_the_fit_is_over(nursery: Nursery, tmp_path: Path) -> None:
+    file = tmp_path / "later.ckpt"
+    scenario = Scenario(
+        world_size=2,
+        options={"where": "training_step", "ranks": [1]},
+        own_options={0: {"save_after_failure": str(file)}},
+    )
+    ranks = run(nursery, scenario, tmp_path)
+    check_end(ranks, failed=1, says="Rank 1 failed: ")
+    assert "REFUSED" in ranks[0].log
+    assert not file.exists()

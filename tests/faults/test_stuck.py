@@ -45,6 +45,14 @@ def test_survivors_end_although_the_failed_process_lives_on(nursery: Nursery, tm
         assert " threads=[] gated=0 groups=1" in ranks[rank].log
 
 
+def test_a_rank_in_a_step_as_ddps_is_woken_too(nursery: Nursery, tmp_path: Path) -> None:
+    # It waits inside of torch, for futures.
+    options = {"where": "training_step", "ranks": [0], "mode": "ddp"}
+    ranks = run(nursery, Scenario(world_size=2, options=options, own_options={0: {"again": "sleep"}}), tmp_path)
+    check_end(ranks, failed=0, code=0, bound=40.0, says="Rank 0 failed: ValueError: boom")
+    assert ranks[1].ended - (ranks[0].stamp("FAILED_AT") or 0.0) < BOUND_S
+
+
 def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> None:
     together = Scenario(world_size=3, options={"where": "on_train_batch_end", "ranks": [0, 1, 2], "again": "fit"})
     alone = Scenario(world_size=2, options={"where": "training_step", "ranks": [0]}, own_options={0: {"again": "fit"}})

@@ -20,8 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError
+from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.gradients import engine
 from lightning_bytescheduler.gradients.gate import GatedParameter
 
 __all__: list[str] = []
@@ -179,6 +180,17 @@ def kill_in_mid_communication(boom: Boom) -> None:
     GradientTransport.send = counted  # type: ignore[method-assign, assignment]
 
 
+def fail_in_mid_step(boom: Boom) -> None:
+    """Let ``boom`` happen in an optimizer step of one bucket, when it has changed some of the weights."""
+    step = engine.step_partially
+
+    def broken_off(*arguments: Any) -> None:
+        step(*arguments)
+        boom("stepping")
+
+    engine.step_partially = broken_off  # type: ignore[assignment]
+
+
 def slow_down_checkpoints(seconds: float) -> None:
     save = TorchCheckpointIO.save_checkpoint
 
@@ -198,6 +210,7 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
             credit=400,
             bucket_cap_mb=options.get("bucket_cap_mb", 0.001),
             cross_barrier=options.get("cross_barrier", True),
+            mode=options.get("mode", "auto"),
             credit_tuning="tuner" in options,
             partition_tuning="tuner" in options,
             **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),
@@ -224,6 +237,7 @@ def main(options: Options) -> None:
     torch.manual_seed(0)
     boom = Boom(options)
     kill_in_mid_communication(boom)
+    fail_in_mid_step(boom)
     callbacks: list[Callback] = [BatchEnd(boom)]
     if "checkpoint" in options:
         folder = options["checkpoint"]
@@ -248,6 +262,11 @@ def main(options: Options) -> None:
             report("AFTER_VALIDATE")
     except BaseException:
         report("AFTER_FAILURE")
+        if "save_after_failure" in options:
+            try:
+                trainer.save_checkpoint(options["save_after_failure"])
+            except SchedulerClosedError as refused:
+                say(f"REFUSED {refused}")
         if options.get("again") == "sleep":
             time.sleep(8.0)  # longer than the others should take
             return

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch.optim import AdamW
 
+from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.strategies import scheduled_gradients
 from tests.parity.checks import DDP, assert_same, train_on
@@ -48,6 +49,41 @@ def test_steps_as_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
     assert ours[0].statistics.bytes_sent > 0
     assert ours[0].plan is not None
     assert ours[0].plan.as_ddp
+
+
+def test_synchronised_steps_are_ddps_too(two_ranks: RankPool) -> None:
+    run = Run(options={**SIZES, "mode": "ddp", "cross_barrier": False})
+    ddp, ours = train_on(two_ranks, Recipe(model=Tower), DDP, run)
+    assert_same(ddp, ours)
+    assert ours[0].plan is not None
+    assert ours[0].statistics is not None
+    assert ours[0].plan.as_ddp
+    assert not ours[0].plan.overlapped
+    (scheduled,) = train_on(two_ranks, Recipe(model=Tower), Run(options={**SIZES, "cross_barrier": False}))
+    assert scheduled[0].plan is not None
+    assert scheduled[0].statistics is not None
+    assert not scheduled[0].plan.as_ddp
+    assert ours[0].statistics.sub_tasks < scheduled[0].statistics.sub_tasks / 2, "only the first step's are cut"
+
+
+def sent_together(rank: int, recipe: Recipe, **ddp: Any) -> list[int]:
+    """How many buckets each message of some steps as DDP's had."""
+    counts: list[int] = []
+    send = MergedBuckets._send
+
+    def counted(self: MergedBuckets) -> None:
+        counts.append(len(self._waiting))
+        send(self)
+
+    with patch.object(MergedBuckets, "_send", counted):
+        train(rank, recipe, Run(options={**SIZES, "mode": "ddp", **ddp}))
+    return counts
+
+
+def test_buckets_of_a_size_that_was_chosen_are_not_merged(two_ranks: RankPool) -> None:
+    counts = two_ranks.run(sent_together, recipe=Recipe(model=Tower), bucket_cap_mb=1e-4)[0]
+    assert len(counts) > 100
+    assert set(counts) == {1}
 
 
 @pytest.mark.parametrize("prefers_ddp", [False, True])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from tests.parity.checks import assert_same_as_ddp
-from tests.support.fit import Recipe
+from tests.parity.checks import assert_same_as_ddp, train_on
+from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -128,6 +130,63 @@ def test_nothing_but_the_name(two_ranks: RankPool) -> None:
     """With what comes by default: sizes by the link, and a trial of both ways to step."""
     recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)), steps=60)
     assert_same_as_ddp(two_ranks, recipe, options={}, network="late", overlap=False)
+
+
+def clamps(optimizer: Optimizer) -> Optimizer:
+    """Has the optimizer do more in its step, as users do who do not want a class for it."""
+    inner = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        output = inner(closure)
+        with torch.no_grad():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.clamp_(-0.2, 0.2)
+        return output
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+def clamped_adamw(parameters: Any) -> Optimizer:
+    return clamps(AdamW(parameters, lr=0.01))
+
+
+class ClampsLater(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 10:
+            clamps(trainer.optimizers[0])
+
+
+def test_a_step_that_was_replaced_is_taken_whole(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=clamped_adamw))
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="plain", overlap=False)
+    assert "the step of this AdamW was replaced" in ours[0].reasons[0]
+    # Also in mid-fit, where the plan did not foresee it.
+    recipe = Recipe(model=Tower, callbacks=(ClampsLater,))
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="plain", overlap=False)
+    assert ours[0].statistics is not None
+    assert ours[0].statistics.overlapped_steps == 9, "steps 2 to 10"
+
+
+class WithNothing(Tower):
+    """A parameter without elements, of a type of its own: DDP gives it a bucket."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.nothing = torch.nn.Parameter(torch.empty(0, dtype=torch.float64))
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().predict(inputs) + self.nothing.sum().float()
+
+
+def test_a_bucket_without_elements(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(WithNothing, optimizer=partial(AdamW, lr=0.01)))
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
+    # With clipping, rounding differs.
+    (clipped,) = train_on(two_ranks, replace(recipe, trainer={"gradient_clip_val": 0.05}), Run(options=SIZES))
+    for outcome in (ours[0], clipped[0]):
+        assert outcome.statistics is not None
+        assert outcome.statistics.overlapped_steps == 39
 
 
 def test_optimizer_of_some_parameters_only(two_ranks: RankPool) -> None:

@@ -71,6 +71,25 @@ def test_options_that_cannot_be_honoured_are_refused(option: str, value: object)
         ByteSchedulerStrategy(**{option: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("bucket_cap_mb", 0, "megabytes above 0"),
+        ("bucket_cap_mb", "25", "megabytes above 0"),
+        ("bucket_cap_mb", True, "megabytes above 0"),
+        ("log_metrics", "no", "True or False"),
+    ],
+)
+def test_values_are_checked_where_they_are_given(option: str, value: object, allowed: str) -> None:
+    with pytest.raises(OptionError, match=rf"{option}.*{allowed}"):
+        ByteSchedulerStrategy(**{option: value})
+
+
+def test_a_misspelt_option_is_refused_at_once() -> None:
+    with pytest.raises(OptionError, match=r"'partition'.*partition_size.*static_graph"):
+        ByteSchedulerStrategy(partition=4)
+
+
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_cross_barrier_is_a_switch(value: Any) -> None:
     with pytest.raises(OptionError, match="cross_barrier"):

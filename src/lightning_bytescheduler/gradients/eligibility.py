@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.gradients.gate import can_be_gated
-from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter
+from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter, steps_as_its_class
 
 __all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
 
@@ -29,6 +29,11 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     if not is_per_parameter(optimizer):
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
+        )
+    if not steps_as_its_class(optimizer):
+        reasons.append(
+            f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "
+            "done in LightningModule.on_train_batch_end, to keep the overlap)"
         )
     if has_step_hooks(optimizer):
         reasons.append(f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)")

@@ -24,7 +24,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -42,15 +43,17 @@ from lightning_bytescheduler.gradients.gate import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
 from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
+from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.partial_step import (
-    has_step_hooks,
     plain_mode,
     snapshot_hyperparameters,
     step_partially,
+    wants_whole_steps,
 )
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
+from lightning_bytescheduler.gradients.sparse_buckets import reduce_sparse
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.gradients.step_times import StepTimes
 from lightning_bytescheduler.gradients.step_transforms import PendingScale, StepTransforms
@@ -94,6 +97,7 @@ class GradientEngine:
     ) -> None:
         self.statistics = statistics
         self.cross_barrier = cross_barrier
+        self.merges = True  # buckets of a step as DDP's, up to DDP's own sizes; not where the user has chosen them
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
@@ -119,6 +123,7 @@ class GradientEngine:
         self._step_times = StepTimes(device, clock)
         self._deferring = False
         self._gates_closed = False
+        self._torn = 0  # parameters whose step broke off
         self._last_index = sys.maxsize
         self._optimizer: Optimizer | None = None
         self._default_dtype = torch.get_default_dtype()
@@ -144,7 +149,7 @@ class GradientEngine:
         self._last_index = index
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            return self._reduce_sparse(buffer)
+            return reduce_sparse(buffer)
         if self._merged is not None:
             self._last_hook = self._clock()
             self.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
@@ -154,18 +159,20 @@ class GradientEngine:
             raise RuntimeError("DDP reduced a bucket outside a backward pass.")
         parameters = cast("list[nn.Parameter]", bucket.parameters())
         priority = self._priority(index, parameters)
-        if not self._deferring:
+        if not buffer.numel():
+            future = self._futures.completed(index, buffer)  # nothing to send, and nothing to wait for
+        elif not self._deferring:
             future = self._futures.new()
             reduction.reduce(index, parameters, buffer, priority, partial(complete, future, buffer))
         else:
             future = self._futures.completed(index, buffer)
             task = reduction.reduce(index, parameters, buffer, priority)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
-            if bucket.is_last():
-                reduction.close()
-                self._gates_closed = True
-                for update in self._updates:
-                    update.close_gate()
+        if self._deferring and bucket.is_last():
+            reduction.close()
+            self._gates_closed = True
+            for update in self._updates:
+                update.close_gate()
         self._last_hook = self._clock()
         return future
 
@@ -176,40 +183,36 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         self._step_number += 1
-        as_ddp = self._step_number > 1 and self.cross_barrier and self._as_ddp()
+        as_ddp = self._step_number > 1 and (self._as_ddp() if self.cross_barrier else self.mode is True)
         if as_ddp and self._transport.streams is not None:
             self._core.drain(self._timeout)  # NCCL goes by the order of launches; this thread launches next
         self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
-        self._merged = MergedBuckets(self._transport.group, self._device) if as_ddp else None
+        self._merged = self._merging() if as_ddp else None
         kind = ShardedReduction if self.sharded and self._deferring else AllReduction
         self._reduction = kind(self._core, self._transport, self._step_number, self._device)
         self._transforms = StepTransforms(self._reduction, self._updates, self._wait)
+
+    def _merging(self) -> MergedBuckets:
+        return MergedBuckets(self._transport.group, self._device, merges=self.merges)
+
+    def fail_merged(self, error: BaseException) -> None:
+        """Have a backward pass as DDP's end with ``error``; for any thread."""
+        merged = self._merged
+        if merged is not None:
+            merged.fail(error)
+
+    @property
+    def merged_under_way(self) -> bool:
+        """Whether a step as DDP's has sent what has not arrived."""
+        merged = self._merged
+        return merged is not None and merged.under_way
 
     def _as_ddp(self) -> bool:
         if isinstance(self.mode, bool):
             return self.mode
         self._step_times.begin(self._step_number, self.mode.note)
         return self.mode.as_ddp(self._step_number)
-
-    def _agree_on_mode(self, trial: ModeTrial) -> None:
-        """Every rank comes here at the start of the same forward pass; rank 0's clock counts."""
-        self._step_times.settle(trial.note)
-        choice = torch.tensor(int(trial.prefers_ddp()), device=self._device)
-        dist.broadcast(choice, src=0)
-        overlapped_s, as_ddp_s = trial.medians()
-        if trial.settle(bool(choice.item())) and self.on_mode is not None:
-            self.on_mode(bool(choice.item()), overlapped_s, as_ddp_s)
-
-    def _reduce_sparse(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        # Sparse gradients cannot be cut into partitions. The default group is in order here: hooks run on the training
-        # thread, by bucket index.
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("The default process group is gone.")
-        buffer.div_(group.size())
-        reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
-        return reduced
 
     def _priority(self, index: int, parameters: list[nn.Parameter]) -> int:
         known = self._bucket_order.get(index)
@@ -222,7 +225,8 @@ class GradientEngine:
         if self.on_forward is not None:
             self.on_forward(self._step_number + 1)
         if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
-            self._agree_on_mode(self.mode)
+            self._step_times.settle(self.mode.note)
+            agree_on_mode(self.mode, self._device, self.on_mode)
         self._in_forward = True
         self._read_early = False
         self.phase = f"in training_step, step {self._step_number + 1}"
@@ -311,7 +315,7 @@ class GradientEngine:
                     self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            whole = not self._gates_closed or has_step_hooks(optimizer) or state_is_kept(optimizer)
+            whole = not self._gates_closed or wants_whole_steps(optimizer, step) or state_is_kept(optimizer)
             if whole or not deferrable:
                 self._land()
                 self.count_synchronised_step(optimizer)
@@ -342,8 +346,9 @@ class GradientEngine:
             self.statistics.overlapped_steps += 1
             if now:
                 self.statistics.updates += len(now)
-                if not self._transforms.leaves_step_out():
-                    step_partially(optimizer, hyperparameters, now)
+                with self._or_torn(len(now)):
+                    if not self._transforms.leaves_step_out():
+                        step_partially(optimizer, hyperparameters, now)
             return None
 
     def count_synchronised_step(self, optimizer: Optimizer) -> None:
@@ -388,7 +393,7 @@ class GradientEngine:
             if self._transforms.known:
                 self._transforms.settle()  # a loss scale goes with the step it was updated for
             self.close()
-        return applied, lost
+        return applied - self._torn, lost + self._torn
 
     def close(self) -> None:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
@@ -442,10 +447,21 @@ class GradientEngine:
 
     def _apply(self, update: BucketUpdate) -> None:
         with self._stream.entered():
-            self._apply_here(update)
+            self._wait(update.task)
+            with self._or_torn(len(update.chosen)):
+                self._apply_here(update)
+
+    @contextmanager
+    def _or_torn(self, count: int) -> Iterator[None]:
+        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
+        try:
+            yield
+        except BaseException as error:
+            self._torn += count
+            self._core.abort(error)  # also where the caller's code goes on, on this rank alone
+            raise
 
     def _apply_here(self, update: BucketUpdate) -> None:
-        self._wait(update.task)
         update.open_gate()
         update.state = UpdateState.DONE
         if self._in_forward:
@@ -479,8 +495,3 @@ class GradientEngine:
     def _record(self, name: str, category: str, start: float, *, step: int) -> None:
         if self._timeline is not None:
             self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})
-
-
-def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor

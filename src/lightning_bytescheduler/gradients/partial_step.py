@@ -30,6 +30,8 @@ __all__ = [
     "plain_mode",
     "snapshot_hyperparameters",
     "step_partially",
+    "steps_as_its_class",
+    "wants_whole_steps",
 ]
 
 ParameterGradient = tuple[int, nn.Parameter, torch.Tensor]
@@ -65,6 +67,30 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
     step = inspect.unwrap(type(optimizer).step)
     return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
+
+
+def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
+    """Whether ``optimizer.step`` does what its class's does; learning-rate schedules, which count steps, aside.
+
+    Args:
+        optimizer: Any.
+        step: The instance's step, where something else stands in for it at present.
+    """
+    own = vars(optimizer).get("step") if step is None else step
+    if getattr(own, "_wrapped_by_lr_sched", False):
+        own = getattr(own, "__wrapped__", own)
+    own = getattr(own, "__func__", own)  # of the method that an instance without a step of its own has
+    return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
+
+
+def wants_whole_steps(optimizer: Optimizer, step: object) -> bool:
+    """Whether an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
+
+    Args:
+        optimizer: Any.
+        step: The instance's own step.
+    """
+    return has_step_hooks(optimizer) or not steps_as_its_class(optimizer, step) or not is_per_parameter(optimizer)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -175,7 +175,8 @@ class ShardedReduction:
             priority=priority - _BEFORE_GATHERS,
             wire_share=share,
             ready=ready,
-            on_end=lambda task: self._scattered(buffer, first, sizes, gather, task),
+            # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
+            on_end=lambda task: None if task.error else self._scattered(buffer, first, sizes, gather, task),
         )
         gather = tasks.enqueue(
             f"bucket {index} gather",
@@ -214,8 +215,6 @@ class ShardedReduction:
     def _scattered(
         self, buffer: torch.Tensor, first: int, sizes: Sequence[int], gather: CommTask, scatter: CommTask
     ) -> None:
-        if scatter.error is not None:
-            return  # the core stops, and with it whoever waits
         with self._tasks.aside():
             norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
         with self._lock:

@@ -127,6 +127,7 @@ class SchedulerRuntime:
         """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
         self._await_landing(step)
         self._core.abort(fault)
+        self.engine.fail_merged(fault)
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the scheduler, on whichever thread."""
@@ -160,6 +161,7 @@ class SchedulerRuntime:
         """
         self._await_landing(self.engine.steps_handed_over)
         self._core.abort(error)
+        self.engine.fail_merged(error)
         self.stop(failed=True)
         try:
             applied, lost = self.engine.settle()
@@ -172,14 +174,10 @@ class SchedulerRuntime:
             )
             self._lost_weights.__cause__ = error
 
-    def check_weights(self) -> None:
-        """Make sure that the weights are those of a whole number of steps, after a failure.
-
-        Raises:
-            SchedulerClosedError: If they are not.
-        """
-        if self._lost_weights is not None:
-            raise self._lost_weights
+    @property
+    def lost_weights(self) -> SchedulerClosedError | None:
+        """Why the weights are not those of a whole number of steps, after a failure; ``None`` if they are."""
+        return self._lost_weights
 
     def stop(self, *, failed: bool) -> None:
         """Stop every thread and leave the groups; bounded, never raises, idempotent.
@@ -230,7 +228,7 @@ class SchedulerRuntime:
         order.stop(_STOP_S)
 
     def _leave_groups(self) -> None:
-        idle = not self._collectives_failed and not self._core.in_flight
+        idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
         self._groups.destroy(data_idle=idle, control_idle=self._closed_in_order)
 
     def _await_landing(self, step: int | None) -> None:

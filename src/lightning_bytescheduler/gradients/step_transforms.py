@@ -155,7 +155,7 @@ class StepTransforms:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
-                    if gradient is None:
+                    if gradient is None or not gradient.numel():
                         continue
                     update = update_of.get(id(parameter))
                     if update is None or not update.holds(gradient):

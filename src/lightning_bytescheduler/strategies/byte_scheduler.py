@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,10 +17,17 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.ddp_options import check_ddp_options
+from lightning_bytescheduler.strategies.ddp_options import (
+    SAID_BY_THE_STRATEGY,
+    check_bucket_cap,
+    check_ddp_options,
+    known_ddp_options,
+    require_known,
+)
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
@@ -108,6 +116,9 @@ class ByteSchedulerStrategy(RankStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(log_metrics, bool):
+            raise OptionError("log_metrics", log_metrics, "True or False")
+        check_bucket_cap(bucket_cap_mb)
         check_ddp_options(
             {
                 **kwargs,
@@ -117,6 +128,9 @@ class ByteSchedulerStrategy(RankStrategy):
                 "model_averaging_period": model_averaging_period,
             }
         )
+        own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
+        # LightningCLI hands over all that DDP's constructor has.
+        require_known(kwargs, dict.fromkeys([*own, *known_ddp_options(), *SAID_BY_THE_STRATEGY]))
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
@@ -226,9 +240,13 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
-        if self.runtime is not None:
-            self.runtime.check_weights()
+        self._gradients.check_weights()
         return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy."""
+        super().load_model_state_dict(*args, **kwargs)
+        self._gradients.weights_replaced()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""

@@ -5,13 +5,27 @@ Honoured options are passed on and not listed here; the README has the whole tab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["check_ddp_options", "check_module"]
+__all__ = [
+    "SAID_BY_THE_STRATEGY",
+    "check_bucket_cap",
+    "check_ddp_options",
+    "check_module",
+    "known_ddp_options",
+    "require_known",
+]
+
+SAID_BY_THE_STRATEGY = ("module", "device_ids", "output_device", "process_group", "device_mesh")
+"""Options of DistributedDataParallel that nobody has to give."""
+
+_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
 
 _REFUSED = {
     "ddp_comm_state": "the scheduler is the comm hook",
@@ -38,6 +52,36 @@ def check_ddp_options(options: Mapping[str, object]) -> None:
                 f"strategy 'bytescheduler' cannot honour {option}={options[option]!r}: {reason}. "
                 f"Leave {option} out, or use strategy='ddp'."
             )
+
+
+def known_ddp_options() -> list[str]:
+    """Names of the options that Lightning's DDPStrategy passes on, of the DistributedDataParallel that is installed."""
+    known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_HOOKS]
+    return [name for name in known if name not in ("self", *SAID_BY_THE_STRATEGY)]
+
+
+def require_known(options: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a misspelt option here, not on all ranks in DDP's constructor.
+
+    Raises:
+        OptionError: Names the option and those that there are.
+    """
+    known = list(known)
+    for option in options:
+        if option not in known:
+            raise OptionError("option", option, f"one of {', '.join(known)}")
+
+
+def check_bucket_cap(megabytes: object) -> None:
+    """Refuse a size of buckets that is none.
+
+    Raises:
+        OptionError: If it is neither ``None`` nor a number above 0.
+    """
+    if megabytes is not None and (
+        isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not 0 < megabytes < float("inf")
+    ):
+        raise OptionError("bucket_cap_mb", megabytes, "a number of megabytes above 0")
 
 
 def check_module(module: nn.Module) -> None:

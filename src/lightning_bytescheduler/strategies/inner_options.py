@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.ddp_options import check_ddp_options
+from lightning_bytescheduler.strategies.ddp_options import check_bucket_cap, check_ddp_options, known_ddp_options
 
 __all__ = ["ddp_options", "scheduler_options"]
 
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
-_OF_THE_STRATEGY = (
-    "self",
-    "module",
-    "device_ids",
-    "output_device",
-    "process_group",
-    "device_mesh",
-)  # it says these itself
-_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
 
 
 def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
@@ -53,8 +41,8 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     if scheduled:
         check_ddp_options(given)
         given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
-    known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_HOOKS]
-    allowed = [name for name in known if name not in _OF_THE_STRATEGY]
+    check_bucket_cap(given.get("bucket_cap_mb"))
+    allowed = known_ddp_options()
     for name in given:
         if name not in allowed:
             raise OptionError("inner_options", name, f"one of {', '.join([*_SCHEDULED * scheduled, *allowed])}")

@@ -26,8 +26,8 @@ class OverlapPlan:
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
-        as_ddp: Whether steps that could overlap are taken as DDP takes them at present, because of ``mode="ddp"`` or
-            because a trial found that faster.
+        as_ddp: Whether steps are taken as DDP takes them at present, because of ``mode="ddp"`` or, where they could
+            overlap, because a trial found that faster.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
     """
@@ -47,7 +47,7 @@ class OverlapPlan:
 
     def summary(self) -> str:
         """One line for the log."""
-        if not self.overlapped:
+        if not self.overlapped and not self.as_ddp:
             return f"steps are synchronised, because {'; '.join(self.reasons)}."
         if self.as_ddp:
             return "steps are taken as DDP takes them."

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
@@ -67,6 +68,7 @@ class ScheduledGradients:
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
         self._optimizer_handles: list[Any] = []
+        self._lost_weights: SchedulerClosedError | None = None
 
     @property
     def plan(self) -> OverlapPlan | None:
@@ -83,14 +85,19 @@ class ScheduledGradients:
         if module is None:
             return
         check_module(module)
+        self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             return  # DDP has an error for it
         groups = SchedulerGroups.create(timeout=self._timeout)
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))
         agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards)
+        options = self._strategy._ddp_kwargs
         if not self._own_buckets:
-            self._strategy._ddp_kwargs["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
+            options["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
+        elif options.get("bucket_cap_mb") is not None:
+            chosen = max(int(options["bucket_cap_mb"] * 2**20), 1)
+            agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
         self.runtime = SchedulerRuntime(
             groups=groups,
             board=board,
@@ -100,6 +107,7 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
         )
+        self.runtime.engine.merges = not self._own_buckets
         self.statistics = self.runtime.statistics
         announce(self._options, agreed, groups.world_size)
 
@@ -150,8 +158,11 @@ class ScheduledGradients:
                 optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
-        elif self._tuning is not None:
-            self._tuning.say_untuned("steps cannot overlap")
+        else:
+            engine.mode = self._options.mode == "ddp"
+            self._plan = replace(plan, as_ddp=engine.mode is True)
+            if self._tuning is not None:
+                self._tuning.say_untuned("steps cannot overlap")
         rank_zero_info(f"bytescheduler: {self._plan.summary()}")
 
     def release(self, *, failed: bool) -> None:
@@ -162,6 +173,21 @@ class ScheduledGradients:
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)
+            self._lost_weights = runtime.lost_weights
+
+    def check_weights(self) -> None:
+        """Make sure that the weights are those of a whole number of steps; they may not be after a failed fit.
+
+        Raises:
+            SchedulerClosedError: If they are not.
+        """
+        lost = self._lost_weights if self.runtime is None else self.runtime.lost_weights
+        if lost is not None:
+            raise lost
+
+    def weights_replaced(self) -> None:
+        """Whatever a failed fit has left behind is gone."""
+        self._lost_weights = None
 
     # ------------------------------------------------------------------ one step
 
