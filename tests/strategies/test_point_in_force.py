@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler import CreditTuner
+from lightning_bytescheduler import CreditTuner, OptionError
 from lightning_bytescheduler.strategies.point_in_force import PointInForce
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningIdentity, TuningPoint, read_record
 
@@ -181,6 +181,20 @@ def test_what_is_not_timed(disturb: Callable[[CreditTuner], None]) -> None:
     assert len(trials) > 2
     assert max(entry.step_seconds for entry in trials) < 0.11
     tuner.stop()
+
+
+def test_steps_that_are_all_disturbed_alike_are_timed_after_all(tuner: CreditTuner) -> None:
+    """One step an epoch, for example."""
+    fit = SimulatedFit(tuner, best_as_ddp)
+    for _ in range(400):
+        fit.run(1)
+        tuner.on_train_epoch_start(None, None)  # type: ignore[arg-type]
+    assert fit.point == PLAIN_DDP
+
+
+def test_a_search_has_room_for_plain_ddp() -> None:
+    with pytest.raises(OptionError, match=r"trials.*2 or more"):
+        CreditTuner(trials=1)
 
 
 def test_logging_is_not_timed_where_it_is_rare(tuner: CreditTuner) -> None:

@@ -266,6 +266,7 @@ def test_a_resumed_training_starts_tuned_and_its_first_steps_do_not_count() -> N
         {"backend": "nccl"},
         {"bytes_per_parameter": 2},
         {"link": LinkEstimate(alpha=1e-3, beta=5e-8)},
+        {"in_shards": True},
     ],
     ids=lambda other: next(iter(other)),
 )

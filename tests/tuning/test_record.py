@@ -118,7 +118,9 @@ def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
 def test_options_to_paste() -> None:
     assert fixed_options(PLAIN_DDP) == {"argument": 'ByteSchedulerStrategy(mode="ddp")'}
     options = fixed_options(TuningPoint(credit=262_144, partition_size=65_536))
-    assert options["argument"] == "ByteSchedulerStrategy(partition_size=65536, credit=262144)"
+    assert options["argument"] == 'ByteSchedulerStrategy(partition_size=65536, credit=262144, mode="overlapped")'
+    assert "CREDIT_TUNING=0" in options["environment"]
+    assert "PARTITION_TUNING=0" in options["environment"], "or a run that asks for it would search on"
 
 
 def test_a_picture(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:
@@ -134,10 +136,12 @@ def test_pictures_of_little(tmp_path: Path) -> None:
     draw_tuning([ENTRY], tmp_path / "one.png")
     ddp = replace(ENTRY, kind="ddp", credit=None, partition_size=None)
     draw_tuning([ddp, replace(ddp, kind="chosen")], tmp_path / "ddp.png")
+    # A run that was resumed in the first search's confirmation has that one's choice, but not its trials.
+    draw_tuning([replace(ENTRY, kind="chosen"), replace(ENTRY, search=1)], tmp_path / "resumed.png")
     space = SearchSpace.for_model(PARAMETERS, partition_size=START.partition_size)
     entries = Training(tuning(space), bowl(OPTIMUM)).run(300).tuning.entries
     draw_tuning(entries, tmp_path / "credits.png")
-    assert len(list(tmp_path.glob("*.png"))) == 3
+    assert len(list(tmp_path.glob("*.png"))) == 4
     with pytest.raises(OptionError, match="out"):
         draw_tuning([ENTRY], tmp_path / "search.nonsense")
     with pytest.raises(OptionError, match="at least one trial"):

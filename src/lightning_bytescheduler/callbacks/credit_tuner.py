@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.tuning.checks import require_whole
 from lightning_bytescheduler.tuning.command import RECORD_NAME
 from lightning_bytescheduler.tuning.credit_tuning import CreditTuning
 from lightning_bytescheduler.tuning.identity import TuningIdentity
@@ -38,6 +39,7 @@ is used without it, such as with DDP."""
 
 _LEAD = 2  # steps: decided before one step, told to the other ranks during it, in force before the second
 _STOP_S = 10.0  # a proposal takes milliseconds
+_ALIKE_AFTER = 50  # steps in a row with something in them that usually does not count
 _RARE = 5  # where metrics are logged in more than every fifth step, they are part of what a step takes
 
 _T = TypeVar("_T")
@@ -58,7 +60,7 @@ class CreditTuner(pl.Callback):
     best of the search so far.
 
     Args:
-        trials: Points that a search tries at most.
+        trials: Points that a search tries at most, the one in force and plain DDP among them; at least 2.
         steps_per_trial: Steps of a trial at most; most end earlier.
         precision: A trial ends when its step time is known with this standard error, as a share.
         cost_share: What trials may cost, as a share of the time of all steps since the search began.
@@ -86,7 +88,7 @@ class CreditTuner(pl.Callback):
         if record is not None and not (isinstance(record, (str, os.PathLike)) and os.fspath(record)):
             raise OptionError("record", record, "a file path")
         self._options = TuningOptions(
-            trials=trials,
+            trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
             steps_per_trial=steps_per_trial,
             precision=precision,
             cost_share=cost_share,
@@ -103,6 +105,7 @@ class CreditTuner(pl.Callback):
         self._plain_ddp = False
         self._told = 0  # entries
         self._counts = True
+        self._disturbed_in_a_row = 0
         self._in_force_from = 0  # the step that was named last
         self._executor: ThreadPoolExecutor | None = None
         self._computed: list[Future[Any]] = []  # by the executor, now or soon
@@ -206,6 +209,9 @@ class CreditTuner(pl.Callback):
             as_decided: Whether it was taken at `current`.
         """
         counts, self._counts = self._counts, True
+        # Where every step has a validation or a checkpoint in it, steps are alike, and to wait for others were in vain.
+        self._disturbed_in_a_row = 0 if counts else self._disturbed_in_a_row + 1
+        counts = counts or self._disturbed_in_a_row > _ALIKE_AFTER
         if not all(future.done() for future in self._computed):
             counts = False  # it competes with the step for this process
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.

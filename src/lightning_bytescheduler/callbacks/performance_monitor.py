@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["PerformanceMonitor"]
 
@@ -29,9 +29,14 @@ class PerformanceMonitor(pl.Callback):
 
     Args:
         log_metrics: Whether to log.
+
+    Raises:
+        OptionError: If ``log_metrics`` is neither True nor False.
     """
 
     def __init__(self, *, log_metrics: bool = True) -> None:
+        if not isinstance(log_metrics, bool):
+            raise OptionError("log_metrics", log_metrics, "True or False")
         self._log_metrics = log_metrics
         self._last_loss: Tensor | None = None
 

@@ -123,7 +123,9 @@ class FitTuning:
         count = sum(p.numel() for p in trained)
         workers, backend = dist.get_world_size(), dist.get_backend(runtime.group)
         start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-        space = space_for(count, start, self._options, largest_bucket=max(sizes.bucket_bytes // width, 1))
+        # A parameter that is larger than DDP's limit has a bucket of its own.
+        largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
+        space = space_for(count, start, self._options, largest_bucket=largest_bucket)
         guesses: tuple[TuningPoint, ...] = ()
         if link is not None:
             guesses = likely_points(
@@ -141,7 +143,12 @@ class FitTuning:
             space=space,
             start=start,
             identity=TuningIdentity(
-                parameters=count, bytes_per_parameter=width, workers=workers, backend=backend, link=link
+                parameters=count,
+                bytes_per_parameter=width,
+                workers=workers,
+                backend=backend,
+                link=link,
+                in_shards=runtime.engine.sharded,
             ),
             guesses=guesses,
             given=given,

@@ -15,12 +15,13 @@ def fixed_options(point: TuningPoint) -> dict[str, str]:
 
     Returns:
         Text to paste by where it goes: ``"argument"`` for Python, ``"environment"`` for a shell where there is one.
+        There is no variable for the mode, so with those alone steps as DDP's are still tried.
     """
     if point.is_plain_ddp:
         return {"argument": 'ByteSchedulerStrategy(mode="ddp")'}
     credit, partition = point.sizes
-    variables = {"PARTITION": partition, "CREDIT": credit, "CREDIT_TUNING": 0}
+    variables = {"PARTITION": partition, "CREDIT": credit, "CREDIT_TUNING": 0, "PARTITION_TUNING": 0}
     return {
-        "argument": f"ByteSchedulerStrategy(partition_size={partition}, credit={credit})",
+        "argument": f'ByteSchedulerStrategy(partition_size={partition}, credit={credit}, mode="overlapped")',
         "environment": " ".join(f"BYTESCHEDULER_{name}={value}" for name, value in variables.items()),
     }

@@ -24,6 +24,7 @@ class TuningIdentity:
         workers: How many train together.
         backend: What reduces gradients, such as ``"gloo"``.
         link: As measured, or ``None`` if it was not.
+        in_shards: Whether gradients are reduced in shards, for which other sizes are good.
 
     Raises:
         OptionError: Names the attribute that is not allowed.
@@ -34,6 +35,7 @@ class TuningIdentity:
     workers: int
     backend: str
     link: LinkEstimate | None = None
+    in_shards: bool = False
 
     def __post_init__(self) -> None:
         for option in ("parameters", "bytes_per_parameter", "workers"):

@@ -99,7 +99,7 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
         if search[0][0] > 1:
             ax.axvline(search[0][0] - 0.5, color=_RED, linewidth=1, linestyle=":")
     for index, entry in enumerate(entry for entry in record if entry.kind == "chosen"):
-        last = max(number for number, trial in numbered if trial.search == entry.search)
+        last = max((number for number, trial in numbered if trial.search == entry.search), default=0)
         ax.plot(
             [last + 0.35],
             [entry.step_seconds * 1e3],
