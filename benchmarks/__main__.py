@@ -24,7 +24,7 @@ from lightning_bytescheduler.simulation import NETWORKS
 
 _DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]
 _EMULATED = [ALONE, *_DDP, "ddp, bf16 on the wire", "bytescheduler, overlapped", "bytescheduler, norm clipping"]
-_REAL = [*_DDP, "bytescheduler, overlapped"]
+_REAL = [ALONE, *_DDP, "bytescheduler, overlapped"]
 _LOOPBACK = ["ddp", "bytescheduler, as ddp", "bytescheduler"]
 
 
@@ -43,7 +43,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "%(default)g; 0: none)",
     )
     parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
-    parser.add_argument("--real-mbit", type=float, default=300.0, help="link of the real models")
+    parser.add_argument("--real-mbit", type=float, default=700.0, help="link of the real models (default: %(default)g)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds over all contenders (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/latest"), metavar="STEM")

@@ -19,6 +19,7 @@ def parse(*argv: str) -> argparse.Namespace:
 def test_it_sums_a_run_up(tmp_path: Path) -> None:
     file = str(written(tmp_path / "rounds.jsonl"))
     title, rows = rounds_table(parse(file))
+    assert rounds_table(parse(str(tmp_path))) == (title, rows), "a run's folder will do"
     found = dict(rows)
     assert title == file
     assert found["rounds"] == "8"

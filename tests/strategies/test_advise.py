@@ -10,6 +10,7 @@ import torch.distributed as dist
 import lightning_bytescheduler
 from lightning_bytescheduler import Advice, LinkModel, OptionError, UnsupportedError, advise
 from lightning_bytescheduler.advice.expectations import BYTESCHEDULER, DDP
+from lightning_bytescheduler.strategies.advise import _device
 from tests.strategies.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool, let_go
@@ -40,6 +41,13 @@ def test_a_model_on_a_link(clock: Clock) -> None:
     assert given.of(DDP).step_seconds > given.of(BYTESCHEDULER).step_seconds >= given.ceiling_seconds
     assert given.worker_seconds == ()
     assert "a step of 4 samples takes 71,500.0 ms on one worker (cpu)" in str(given)
+
+
+def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert _device("cuda") == _device(None) == torch.device("cuda", 3)
+    assert _device("cuda:1") == torch.device("cuda", 1)
 
 
 def test_workers_of_the_call_beat_those_of_the_link(clock: Clock) -> None:

@@ -5,8 +5,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.strategies.advise_command import _launched
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), (None, "nccl"), ("cuda:0", "nccl")])
+def test_ranks_meet_over_what_the_device_speaks(
+    device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    met: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", met.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with _launched(device):
+        assert met == [backend]
+
 
 PROJECT = """
 import torch
@@ -122,6 +141,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "workers=1"),
         (["advised:both", "--bandwidth", "1gbit"], "--workers must be given with --bandwidth"),
         (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given with --latency"),
+        (["advised:both", "--workers", "2", "--messages", "2"], "--bandwidth must be given with --latency"),
         (["advised:both", "--workers", "2", "--bandwidth", "fast"], "'fast' is not a rate"),
         (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "bandwidth=0.0"),
         (["advised:both"], "There is no link to measure"),

@@ -110,11 +110,13 @@ def diloco_interval(profile: ModelProfile, link: LinkModel) -> int:
 
 def _bytescheduler(measured: MeasuredStep, link: LinkModel) -> float:
     """With the sizes that the strategy chooses by itself; it keeps DDP's way where that is faster."""
-    profile = measured.profile
+    profile, busy = measured.profile, measured.device == "cpu"
     if measured.synchronised_because:
-        return _seconds(profile, link, [replace(chosen_schedule(profile, link), barrier=True)])
+        chosen = chosen_schedule(profile, link, busy_processor=busy)
+        return _seconds(profile, link, [replace(chosen, barrier=True)])
     clipping = "gather_early" if measured.norm_needed_by else None
-    return _seconds(profile, link, [chosen_schedule(profile, link, clipping=clipping), Schedule.ddp()])
+    chosen = chosen_schedule(profile, link, clipping=clipping, busy_processor=busy)
+    return _seconds(profile, link, [chosen, Schedule.ddp()])
 
 
 def _seconds(profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> float:

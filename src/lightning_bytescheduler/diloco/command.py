@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from lightning_bytescheduler.diloco.round_picture import draw_rounds
-from lightning_bytescheduler.diloco.round_record import Activity, read_rounds, waiting_share
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["add_arguments", "rounds_table"]
@@ -20,7 +22,7 @@ _ACTIVITIES: dict[Activity, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="RUN", help="the file of rounds that a training wrote")
+    parser.add_argument("run", metavar="RUN", help="the file of rounds that a training wrote, or its folder")
     parser.add_argument(
         "--png", metavar="OUT", help="draw rounds to this file, a .png, .svg or .pdf (needs the extra 'plots')"
     )
@@ -46,9 +48,10 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    record = read_rounds(options.file)
+    file = Path(options.run, RECORD_NAME) if os.path.isdir(options.run) else Path(options.run)
+    record = read_rounds(file)
     if not record:
-        raise OptionError("record", options.file, "a file with one round or more")
+        raise OptionError("record", str(file), "a file with one round or more")
     if options.png is not None:
         draw_rounds(record, options.png, rounds=options.rounds)
     first, after = options.rounds or (record[0].round, record[-1].round + 1)
@@ -71,7 +74,7 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         total = sum(spent.values()) or 1.0
         shares = ", ".join(f"{label} {share / total:.1%}" for label, share in spent.items())
         rows.append((name, f"{sum(part.steps for part in parts):,} steps: {shares}"))
-    return options.file, rows
+    return str(file), rows
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -15,7 +15,10 @@ from typing import IO, Literal, get_args
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Activity", "RoundRecord", "WorkerRecord", "read_rounds", "waiting_share", "write_round"]
+__all__ = ["RECORD_NAME", "Activity", "RoundRecord", "WorkerRecord", "read_rounds", "waiting_share", "write_round"]
+
+RECORD_NAME = "rounds.jsonl"
+"""What a training calls the file."""
 
 Activity = Literal["receiving", "working", "sending", "waiting"]
 

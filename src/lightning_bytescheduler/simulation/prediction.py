@@ -88,13 +88,16 @@ def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: str | No
     return _simulated(name, profile, link, _scheduled(profile, link, clipping))
 
 
-def chosen_schedule(profile: ModelProfile, link: LinkModel, *, clipping: str | None = None) -> Schedule:
+def chosen_schedule(
+    profile: ModelProfile, link: LinkModel, *, clipping: str | None = None, busy_processor: bool = False
+) -> Schedule:
     """What the strategy would choose by itself for this model, if it measured this link.
 
     Args:
         profile: The model.
         link: The network.
         clipping: See ``Schedule``.
+        busy_processor: Whether the model computes on the processor.
     """
     stages = 2 if link.algorithm == "push_pull" else 1
     # Nothing hides the overhead behind another message, so it weighs more.
@@ -104,6 +107,8 @@ def chosen_schedule(profile: ModelProfile, link: LinkModel, *, clipping: str | N
         bytes_per_parameter=_WIDTH,
         # A lone worker has nothing to measure; any sizes are good then.
         link=LinkEstimate(alpha=alpha, beta=stages * link.seconds_per_byte or 1 / link.bandwidth),
+        busy_processor=busy_processor,
+        in_shards=clipping is not None,
     )
     return Schedule.scheduled(
         partition_bytes=sizes.partition_size * _WIDTH,

@@ -90,6 +90,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise OptionError("device", device, "'cpu', 'cuda' or one CUDA device such as 'cuda:0'")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("device", device, "'cpu', as torch finds no CUDA device here")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # what sets the device wants to know which
     return found
 
 

@@ -69,11 +69,11 @@ def advice_for(options: argparse.Namespace) -> Advice | None:
         if options.workers is None:
             raise OptionError("--workers", None, "given with --bandwidth")
         link = link_of(options)
-    elif options.latency or options.overhead:
-        raise OptionError("--bandwidth", None, "given with --latency and --overhead")
+    elif options.latency or options.overhead or options.messages or options.algorithm != "ring":
+        raise OptionError("--bandwidth", None, "given with --latency, --overhead, --messages and --algorithm")
     target = load_target("target", options.target)
     data_target = None if options.data is None else load_target("--data", options.data)
-    with _launched() if link is None else contextlib.nullcontext(), _failing_as_itself():
+    with _launched(options.device) if link is None else contextlib.nullcontext(), _failing_as_itself():
         module, data = _module_and_data(options.target, target)
         if data_target is not None:
             if data is not None:
@@ -109,14 +109,15 @@ def _module_and_data(text: str, target: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _launched() -> Iterator[None]:
+def _launched(device: str | None) -> Iterator[None]:
     """Join the other processes, if torchrun or the like started this one."""
     if dist.is_initialized() or not all(name in os.environ for name in _LAUNCHED) or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    if torch.cuda.is_available():
+    on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    if on_cuda and torch.cuda.is_available():  # if it is not, the advice says so
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if on_cuda and torch.cuda.is_available() else "gloo")
     try:
         yield
     finally:

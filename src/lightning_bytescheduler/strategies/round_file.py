@@ -9,12 +9,11 @@ from typing import IO
 import lightning.pytorch as pl
 
 from lightning_bytescheduler.diloco import RoundRecord, write_round
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME
 
 __all__ = ["RoundFile"]
 
 log = logging.getLogger(__name__)
-
-_NAME = "rounds.jsonl"
 
 
 class RoundFile:
@@ -38,7 +37,7 @@ class RoundFile:
         folder = trainer.log_dir or trainer.default_root_dir  # the answer travels among the ranks of a worker
         if not trainer.is_global_zero:
             return cls(None, append=False)
-        return cls(Path(folder) / _NAME if path is None else Path(path), append=resumed)
+        return cls(Path(folder) / RECORD_NAME if path is None else Path(path), append=resumed)
 
     def write(self, record: RoundRecord) -> None:
         """Append a round."""
