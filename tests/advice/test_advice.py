@@ -22,7 +22,9 @@ from lightning_bytescheduler.simulation import (
     lower_bound,
     network_profile,
     predict,
+    simulate,
 )
+from lightning_bytescheduler.simulation.prediction import chosen_schedule
 
 UNIFORM = network_profile("uniform")  # 100 MB, 200 ms
 BALANCED = 6e9 / 8  # 100 MB take 200 ms over four workers
@@ -37,7 +39,7 @@ def advice(
 
 
 def test_figures_are_the_simulators() -> None:
-    given = advice()
+    given = advice(device="cuda")
     predicted = {line.name: line.step_seconds for line in predict(UNIFORM, given.link)}
     assert given.of(DDP).step_seconds == predicted["ddp, default buckets"]
     assert given.of(DDP_BEST).step_seconds == predicted["ddp, best buckets"]
@@ -45,6 +47,11 @@ def test_figures_are_the_simulators() -> None:
     assert given.ceiling_seconds == predicted["lower bound"] == lower_bound(UNIFORM, given.link)
     assert given.compute_seconds == pytest.approx(0.2)
     assert given.communication_seconds == pytest.approx(0.2)
+    # Where the processor computes, the strategy chooses other sizes.
+    busy = chosen_schedule(UNIFORM, given.link, busy_processor=True)
+    assert (
+        advice(device="cpu").of(BYTESCHEDULER).step_seconds == simulate(UNIFORM, given.link, busy, steps=1).step_seconds
+    )
 
 
 def test_half_the_bytes_are_twice_the_bandwidth() -> None:

@@ -161,7 +161,10 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
-    with patch.object(planning_module, "optimizer_reasons", lambda _: []):
+    with (
+        patch.object(planning_module, "optimizer_reasons", lambda _: []),
+        patch.object(engine_module, "wants_whole_steps", lambda *_: False),
+    ):
         yield
 
 
@@ -169,10 +172,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
 def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
     """Let each rank step with the sparse gradients that it has itself."""
 
-    def leave(engine: GradientEngine, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        return _done(buffer)
-
-    with patch.object(GradientEngine, "_reduce_sparse", leave):
+    with patch.object(engine_module, "reduce_sparse", _done):
         yield
 
 

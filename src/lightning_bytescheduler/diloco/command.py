@@ -22,7 +22,7 @@ _ACTIVITIES: dict[Activity, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help="the file of rounds that a training wrote, or its folder")
+    parser.add_argument("path", metavar="RUN", help="the file of rounds that a training wrote, or its folder")
     parser.add_argument(
         "--png", metavar="OUT", help="draw rounds to this file, a .png, .svg or .pdf (needs the extra 'plots')"
     )
@@ -48,7 +48,7 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    file = Path(options.run, RECORD_NAME) if os.path.isdir(options.run) else Path(options.run)
+    file = Path(options.path, RECORD_NAME) if os.path.isdir(options.path) else Path(options.path)
     record = read_rounds(file)
     if not record:
         raise OptionError("record", str(file), "a file with one round or more")
