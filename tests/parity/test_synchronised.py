@@ -157,7 +157,7 @@ class SparseByHand(SparseTable):
         ),
         pytest.param(partial(SparseBag, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-bag"),
         pytest.param(partial(ByHand, optimizer=adamw), "manual", backward_waits_for_nothing, id="manual"),
-        pytest.param(SparseByHand, "manual", backward_waits_for_nothing, id="manual-sparse"),
+        pytest.param(SparseByHand, "manual", sparse_gradients_stay_here, id="manual-sparse"),
     ],
 )
 def test_synchronised(two_ranks: RankPool, model: Any, reason: str, broken: Any) -> None:
