@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from lightning_bytescheduler.diloco.round_picture import draw_rounds
@@ -48,7 +47,9 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    file = Path(options.path, RECORD_NAME) if os.path.isdir(options.path) else Path(options.path)
+    file = Path(options.path)
+    if file.is_dir():
+        file = file / RECORD_NAME
     record = read_rounds(file)
     if not record:
         raise OptionError("record", str(file), "a file with one round or more")

@@ -188,13 +188,10 @@ class GradientEngine:
             self._core.drain(self._timeout)  # NCCL goes by the order of launches; this thread launches next
         self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
-        self._merged = self._merging() if as_ddp else None
+        self._merged = MergedBuckets(self._transport.group, self._device, merges=self.merges) if as_ddp else None
         kind = ShardedReduction if self.sharded and self._deferring else AllReduction
         self._reduction = kind(self._core, self._transport, self._step_number, self._device)
         self._transforms = StepTransforms(self._reduction, self._updates, self._wait)
-
-    def _merging(self) -> MergedBuckets:
-        return MergedBuckets(self._transport.group, self._device, merges=self.merges)
 
     def fail_merged(self, error: BaseException) -> None:
         """Have a backward pass as DDP's end with ``error``; for any thread."""

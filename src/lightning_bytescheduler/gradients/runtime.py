@@ -76,7 +76,8 @@ class SchedulerRuntime:
         self._stopped = False
         self._closed_in_order = False  # the control group: nobody waits for a decision any more
         self._collectives_failed = False
-        self._lost_weights: SchedulerClosedError | None = None
+        # Why the weights are not those of a whole number of steps, after a failure.
+        self.lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
@@ -166,18 +167,13 @@ class SchedulerRuntime:
         try:
             applied, lost = self.engine.settle()
         except Exception as not_settled:
-            self._lost_weights = SchedulerClosedError(f"The last updates could not be applied: {not_settled}.")
+            self.lost_weights = SchedulerClosedError(f"The last updates could not be applied: {not_settled}.")
             return
         if lost:
-            self._lost_weights = SchedulerClosedError(
+            self.lost_weights = SchedulerClosedError(
                 f"{lost} of {applied + lost} parameters lack the update of the last step, as gradients did not arrive."
             )
-            self._lost_weights.__cause__ = error
-
-    @property
-    def lost_weights(self) -> SchedulerClosedError | None:
-        """Why the weights are not those of a whole number of steps, after a failure; ``None`` if they are."""
-        return self._lost_weights
+            self.lost_weights.__cause__ = error
 
     def stop(self, *, failed: bool) -> None:
         """Stop every thread and leave the groups; bounded, never raises, idempotent.

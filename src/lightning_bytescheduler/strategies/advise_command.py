@@ -114,10 +114,10 @@ def _launched(device: str | None) -> Iterator[None]:
     if dist.is_initialized() or not all(name in os.environ for name in _LAUNCHED) or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if on_cuda and torch.cuda.is_available():  # if it is not, the advice says so
+    on_cuda = torch.cuda.is_available() and (device is None or device.startswith("cuda"))
+    if on_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_cuda and torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         yield
     finally:

@@ -130,7 +130,7 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
         # LightningCLI hands over all that DDP's constructor has.
-        require_known(kwargs, dict.fromkeys([*own, *known_ddp_options(), *SAID_BY_THE_STRATEGY]))
+        require_known(kwargs, [*own, *known_ddp_options(), *SAID_BY_THE_STRATEGY])
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,

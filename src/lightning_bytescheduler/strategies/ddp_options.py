@@ -60,16 +60,21 @@ def known_ddp_options() -> list[str]:
     return [name for name in known if name not in ("self", *SAID_BY_THE_STRATEGY)]
 
 
-def require_known(options: Iterable[str], known: Iterable[str]) -> None:
+def require_known(names: Iterable[str], known: Iterable[str], *, where: str = "option") -> None:
     """Refuse a misspelt option here, not on all ranks in DDP's constructor.
+
+    Args:
+        names: Of the options that were given.
+        known: Those that there are.
+        where: What an error calls the place.
 
     Raises:
         OptionError: Names the option and those that there are.
     """
-    known = list(known)
-    for option in options:
-        if option not in known:
-            raise OptionError("option", option, f"one of {', '.join(known)}")
+    known = list(dict.fromkeys(known))
+    for name in names:
+        if name not in known:
+            raise OptionError(where, name, f"one of {', '.join(known)}")
 
 
 def check_bucket_cap(megabytes: object) -> None:

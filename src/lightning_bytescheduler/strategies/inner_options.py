@@ -7,7 +7,12 @@ from typing import Any
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.ddp_options import check_bucket_cap, check_ddp_options, known_ddp_options
+from lightning_bytescheduler.strategies.ddp_options import (
+    check_bucket_cap,
+    check_ddp_options,
+    known_ddp_options,
+    require_known,
+)
 
 __all__ = ["ddp_options", "scheduler_options"]
 
@@ -42,8 +47,5 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         check_ddp_options(given)
         given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
     check_bucket_cap(given.get("bucket_cap_mb"))
-    allowed = known_ddp_options()
-    for name in given:
-        if name not in allowed:
-            raise OptionError("inner_options", name, f"one of {', '.join([*_SCHEDULED * scheduled, *allowed])}")
+    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], where="inner_options")
     return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
