@@ -197,7 +197,7 @@ class RetinaNet(OfImages):
         from torchvision.models import detection
 
         network = _residual_network(outputs=3)
-        backbone = nn.Sequential(*list(network.children())[:-2], nn.Conv2d(128, 16, 1))
+        backbone: Any = nn.Sequential(*list(network.children())[:-2], nn.Conv2d(128, 16, 1))
         backbone.out_channels = 16
         anchors = detection.anchor_utils.AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0),))
         self.network = detection.RetinaNet(
@@ -224,7 +224,7 @@ class RetinaNet(OfImages):
 def _residual_network(outputs: int) -> Any:
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    network = ResNet(BasicBlock, [1, 1, 1, 1])
+    network: Any = ResNet(BasicBlock, [1, 1, 1, 1])
     network.layer3 = network.layer4 = nn.Identity()
     network.fc = nn.Linear(128, outputs)
     return network

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.parity.checks import DDP, assert_same, train_on
+from tests.parity.sabotage import blind_between_steps, no_gate_on
 from tests.real_models.callbacks import NotesCheckpoints, average
-from tests.real_models.comparison import STEPS, VALIDATED, assert_close_to_ddp, assert_same_as_ddp
+from tests.real_models.comparison import SIZES, STEPS, VALIDATED, assert_close_to_ddp, assert_same_as_ddp
 from tests.real_models.language_models import BERT, GPT2, T5, Llama, LoRA
 from tests.real_models.optimizers import adamw, one_cycle, warm_up
-from tests.support.fit import Recipe
+from tests.support.fit import Recipe, Run, differences
 from tests.support.rank_pool import RankPool
 
 ACCUMULATED = {"accumulate_grad_batches": 2}
@@ -61,4 +63,18 @@ def test_averages_and_checkpoints(two_ranks: RankPool, tmp_path: Path) -> None:
 def test_with_nothing_but_the_name(two_ranks: RankPool) -> None:
     """Sizes by the link, and tuning as it comes."""
     recipe = Recipe(model=partial(GPT2, optimizer=adamw), steps=3 * STEPS, trainer=VALIDATED)
-    assert_same_as_ddp(two_ranks, recipe, share=0.0, options={})
+    expected, actual = train_on(two_ranks, recipe, DDP, Run(options={}))
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "broken"),
+    [
+        pytest.param((), partial(no_gate_on, names=("network.transformer.wte.weight",)), id="no-gate-on-embedding"),
+        pytest.param((average,), blind_between_steps, id="blind-between-steps"),
+    ],
+)
+def test_a_late_update_is_noticed(two_ranks: RankPool, callbacks: Any, broken: Any) -> None:
+    recipe = Recipe(model=partial(GPT2, optimizer=adamw), steps=STEPS, callbacks=callbacks)
+    expected, actual = train_on(two_ranks, recipe, DDP, Run(options=SIZES, network="held", sabotage=broken))
+    assert any(differences(one, other) for one, other in zip(expected, actual, strict=True))
