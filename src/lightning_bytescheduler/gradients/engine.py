@@ -106,6 +106,7 @@ class GradientEngine:
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
+        self.steps_offered = 0  # backward passes whose last bucket was handed over, ended or not
         self._core = core
         self._transport = transport
         self._device = device
@@ -138,6 +139,13 @@ class GradientEngine:
         self._forward_start = 0.0
         self._backward_start = 0.0
         self._last_hook = 0.0
+        self._waiting = False  # the training thread, for a task
+
+    @property
+    def awaited_step(self) -> int:
+        """The step whose gradients the training thread waits for, 0 if it does not; for any thread."""
+        in_backward = self.steps_offered == self._step_number > self.steps_handed_over  # DDP waits for its futures
+        return self._step_number if self._waiting or in_backward else 0
 
     # ------------------------------------------------------------------ DDP's side
 
@@ -147,6 +155,8 @@ class GradientEngine:
         if index <= self._last_index:  # hooks run in order of index, so a new backward pass has begun
             self._begin_step()
         self._last_index = index
+        if bucket.is_last():
+            self.steps_offered = self._step_number
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return reduce_sparse(buffer)
@@ -479,8 +489,12 @@ class GradientEngine:
     def _wait(self, task: CommTask) -> None:
         start = self._clock()
         if not task.done():
-            with profiled(f"bytescheduler::gate {task.name}"):
-                self._transport.join(task, self._timeout)
+            self._waiting = True
+            try:
+                with profiled(f"bytescheduler::gate {task.name}"):
+                    self._transport.join(task, self._timeout)
+            finally:
+                self._waiting = False
             waited = self._clock() - start
             self.statistics.exposed_s += waited
             if self._in_forward:

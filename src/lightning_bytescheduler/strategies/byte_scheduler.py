@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -28,6 +28,7 @@ from lightning_bytescheduler.strategies.ddp_options import (
     known_ddp_options,
     require_known,
 )
+from lightning_bytescheduler.strategies.fit_position import FitPosition
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
@@ -189,6 +190,8 @@ class ByteSchedulerStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
+            self._position = FitPosition(trainer)
+            self._board.stands(self._position.standing)
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
@@ -202,6 +205,8 @@ class ByteSchedulerStrategy(RankStrategy):
         """Agree on sizes with the other ranks, then wrap the model."""
         if self._board is not None:
             self._gradients.prepare(self._board)
+        if self._position is not None:
+            self._position.begin(self.runtime)
         super().configure_ddp()
 
     def teardown(self) -> None:
@@ -213,15 +218,21 @@ class ByteSchedulerStrategy(RankStrategy):
             self.publish_failure(error)
             raise
         finally:
+            board, had_failed = self._board, self._failed
             self._release()
             super().teardown()
             self._failed = False  # what is asked of the ranks from here on is the user's affair, as with DDP
+        if board is not None and not had_failed and isinstance(board.fault, RanksDivergedError):
+            raise board.fault  # this rank is done, but others will never be
 
     def _release(self) -> None:
+        if self._position is not None:
+            self._position.end()
         self._gradients.release(failed=self._failed)
         board, self._board = self._board, None
         if board is not None:
             board.close()
+        self._position = None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._hooks in callbacks_of(trainer):
             callbacks_of(trainer).remove(self._hooks)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
+from lightning_bytescheduler.strategies.fit_position import FitPosition
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
 
@@ -36,6 +37,7 @@ class RankStrategy(DDPStrategy):
     def __init__(self, **options: Any) -> None:
         self._board: FaultBoard | None = None
         self._failed = False
+        self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
         super().__init__(**options)
 
@@ -49,7 +51,17 @@ class RankStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self._position is not None:
+            self._position.note_output(output)
+        return output
+
+    def begin_batch(self) -> None:
+        """A batch begins, unless the ranks have been found to wait for each other."""
+        if self._board is not None and isinstance(self._board.fault, RanksDivergedError):
+            raise self._board.fault  # what came back from a collective that was called off is not to be trained on
+        if self._position is not None:
+            self._position.begin_batch()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
@@ -83,11 +95,30 @@ class RankStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
         if not self._failed:
-            super().barrier(*args, **kwargs)
+            with self._explained():
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
-        return obj if self._failed else super().broadcast(obj, src)
+        if self._failed:
+            return obj
+        with self._explained():
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce_boolean_decision(decision, all)
 
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""

@@ -1,0 +1,95 @@
+"""Where this rank is in a fit: which batch of which epoch, and in which hook. Counted by hooks, read by any thread."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.standing import Standing
+from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
+
+__all__ = ["FitPosition", "place_of"]
+
+
+class FitPosition:
+    """One rank's place in one run of the Trainer.
+
+    Args:
+        trainer: Whose run it is.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._runtime: SchedulerRuntime | None = None
+        self._last: Standing | None = None
+        self._batches = 0
+        self._launched_at_batch = 0
+        self._without_loss = 0
+
+    def begin(self, runtime: SchedulerRuntime | None) -> None:
+        """The fit has a scheduler now."""
+        self._runtime = runtime
+
+    def begin_batch(self) -> None:
+        """A batch has begun."""
+        self._batches += 1
+        self._launched_at_batch = _launched()
+
+    def note_output(self, output: object) -> None:
+        """What ``training_step`` has returned."""
+        self._without_loss += output is None
+
+    def end(self) -> None:
+        """The run is over; this rank takes no step any more."""
+        self._last = self.standing(ended=True)
+
+    def standing(self, *, ended: bool = False) -> Standing:
+        """For the other ranks."""
+        if self._last is not None:
+            return self._last
+        trainer, runtime = self._trainer, self._runtime
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        ready, expected = progress.current.ready, trainer.fit_loop.max_batches
+        is_last = progress.is_last_batch or ready == expected
+        automatic = trainer.lightning_module is not None and trainer.lightning_module.automatic_optimization
+        return Standing(
+            place=place_of(trainer),
+            steps=0 if runtime is None else runtime.engine.steps_offered,
+            awaited_step=0 if runtime is None else runtime.engine.awaited_step,
+            launched=_launched(),
+            ended=ended,
+            batches=self._batches,
+            launched_at_batch=self._launched_at_batch,
+            epoch=trainer.current_epoch,
+            epoch_batches=ready,
+            through=bool(ready and is_last and progress.current.completed == ready),
+            expected=int(expected) if expected != float("inf") else 0,
+            without_loss=self._without_loss if automatic else 0,
+        )
+
+
+def place_of(trainer: pl.Trainer) -> str:
+    """The stage, the batch and the hook that a Trainer is in, in words."""
+    module = trainer.lightning_module
+    hook = getattr(module, "_current_fx_name", None)
+    where = f" ({hook})" if hook else ""
+    if trainer.sanity_checking:
+        return f"in the sanity check{where}"
+    step = trainer.fit_loop.epoch_loop.global_step
+    if trainer.validating and trainer.state.fn == "fit":
+        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        return f"in batch {batch} of the validation after step {step}{where}"
+    if trainer.training:
+        return f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
+    return f"in {trainer.state.fn}{where}"
+
+
+def _launched() -> int:
+    """Collectives begun on the default group; 0 where nobody counts them."""
+    group = dist.group.WORLD
+    if group is None:
+        return 0
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # this backend does not count
+        return 0
