@@ -209,13 +209,19 @@ class FaultWatcher:
         """Tell where this rank stands; publish that the ranks wait for each other, if they do."""
         if self._standing is None or self._notice is not None or self._outgoing is not None:
             return
-        standing = self._standing()
+        try:
+            standing = self._standing()
+        except Exception:  # read while the training thread changes it
+            log.debug("it could not be told where this rank stands", exc_info=True)
+            return
         blocked = None if standing.ended else blocked_in(self._training_thread)
         if blocked is not None:
             standing = replace(
                 standing, collective=blocked.collective, begins_batch=blocked.begins_batch, awaited_step=0
             )
         self._standstills.tell(standing)
+        if self._vital_signs.examining:
+            self._standstills.survey()
         standstill = self._standstills.look()
         if standstill is not None:
             found = RanksDivergedError(standstill.text)

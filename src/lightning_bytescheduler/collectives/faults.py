@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.fault_notice import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.collectives.fault_watcher import FaultWatcher
 from lightning_bytescheduler.collectives.last_resort import LastResort
+from lightning_bytescheduler.collectives.standing import explain_death
 from lightning_bytescheduler.collectives.store_connection import (
     StorePresence,
     connect_to_store,
@@ -163,7 +164,9 @@ class FaultBoard(FaultWatcher):
             while self._fault is None and not self._store_lost:
                 silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    found = RankFailedError(silent[0], f"{_no_sign_of_life(silent)}; {broken}")
+                    last = explain_death(self._standstills.told)
+                    cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
+                    found = RankFailedError(silent[0], cause)
                     self._learn(FaultNotice.of(found, by=self._rank))
                     self._post(found)
                 elif not self._within(deadline):

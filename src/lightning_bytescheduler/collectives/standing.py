@@ -9,12 +9,22 @@ something which another one can reach only after it has got what *it* waits for,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import permutations
 
-__all__ = ["Standing", "Standstill", "find_standstill"]
+__all__ = ["Standing", "Standstill", "explain_death", "find_standstill"]
 
+_RANKS_SHOWN = 16
+_EVEN = (
+    "Give each as many: leave Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as "
+    "DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or bound all with "
+    "Trainer(limit_train_batches=N)."
+)
+_ALIKE = (
+    "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
+    "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition."
+)
 _MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 """Collectives that no rank gets through before all have come."""
 
@@ -35,9 +45,10 @@ class Standing:
         launched_at_batch: What ``launched`` was when the last of them had begun.
         epoch: The epoch it is in, or was in last.
         epoch_batches: Batches that it has begun in that epoch.
-        through: Whether it has ended that epoch's batches.
+        is_last: Whether none comes after those.
+        through: Whether the last of them has ended, too.
+        last_epoch: Batches of the epoch before; 0 if there was none.
         expected: How many batches its epochs have; 0 if unknown.
-        without_loss: Calls of ``training_step`` that returned no loss.
     """
 
     place: str = ""
@@ -51,9 +62,10 @@ class Standing:
     launched_at_batch: int = 0
     epoch: int = 0
     epoch_batches: int = 0
+    is_last: bool = False
     through: bool = False
+    last_epoch: int = 0
     expected: int = 0
-    without_loss: int = 0
 
     @classmethod
     def decode(cls, text: bytes) -> Standing:
@@ -78,7 +90,7 @@ class Standing:
         """In words."""
         expected = f" of {self.expected}" if self.expected else ""
         if self.ended:
-            return f"has ended the fit after {self.batches} batches, {self.epoch_batches}{expected} in epoch {self.epoch}"
+            return f"has ended the fit after {self.batches} batches, {self.epoch_batches} of epoch {self.epoch}"
         waits = ""
         if self.awaited_step:
             waits = f", waits for the gradients of step {self.awaited_step}"
@@ -86,13 +98,12 @@ class Standing:
             waits = f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
-        lost = f"; training_step returned no loss {self.without_loss} times" if self.without_loss else ""
         batches = (
             f"has ended epoch {self.epoch} after {self.epoch_batches} batches"
             if self.through
             else f"has begun {self.epoch_batches}{expected} batches of epoch {self.epoch}"
         )
-        return f"is {self.place}{waits} ({batches}, {self.batches} in all{lost})"
+        return f"is {self.place}{waits} ({batches}, {self.batches} in all, and handed over {self.steps} gradients)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +118,20 @@ class Standstill:
 
     certain: bool
     text: str
+
+
+def explain_death(standings: Mapping[int, Standing]) -> str:
+    """Say where ranks stood before one of them died, and that uneven data may be the reason, if it may; else nothing.
+
+    Two different collectives that meet make gloo end the process; nobody gets to say anything.
+
+    Args:
+        standings: What each told last.
+    """
+    if not standings:
+        return ""
+    where = f"Last, {_where(standings)}."
+    return f"{where} {_EVEN}" if _uneven(standings) else where
 
 
 def find_standstill(standings: Mapping[int, Standing]) -> Standstill | None:
@@ -161,36 +186,26 @@ def _passed_by(one: Standing, other: Standing) -> bool:
 
 
 def _explain(standings: Mapping[int, Standing]) -> str:
-    where = "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in sorted(standings.items()))
-    return next(f"{what} {where}. {ways_out}" for found, what, ways_out in _CAUSES if found(standings))
+    if _uneven(standings):
+        return f"The ranks have different numbers of batches, and wait for each other: {_where(standings)}. {_EVEN}"
+    return f"The ranks wait for each other in different places: {_where(standings)}. {_ALIKE}"
+
+
+def _where(standings: Mapping[int, Standing]) -> str:
+    shown = sorted(standings.items())[:_RANKS_SHOWN]
+    more = f"; and {len(standings) - _RANKS_SHOWN} more" if len(standings) > _RANKS_SHOWN else ""
+    return "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in shown) + more
 
 
 def _uneven(standings: Mapping[int, Standing]) -> bool:
-    done = [s.batches for s in standings.values() if s.ended or s.through]
-    return any(s.has_or_begins > batches for s in standings.values() for batches in done)
+    return any(_has_fewer(one, other) for one, other in permutations(standings.values(), 2))
 
 
-def _without_loss(standings: Mapping[int, Standing]) -> bool:
-    return len({s.without_loss for s in standings.values()}) > 1
-
-
-_CAUSES: tuple[tuple[Callable[[Mapping[int, Standing]], bool], str, str], ...] = (
-    (
-        _without_loss,
-        "training_step returned no loss on some ranks only, so that they wait for each other for good:",
-        "Return a loss on all ranks or on none; one multiplied by 0 changes nothing but keeps the ranks together.",
-    ),
-    (
-        _uneven,
-        "The ranks have different numbers of batches, and wait for each other for good:",
-        "Give each as many: leave Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as "
-        "DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or bound all with "
-        "Trainer(limit_train_batches=N).",
-    ),
-    (
-        lambda _: True,
-        "The ranks wait for each other in different places, for good:",
-        "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
-        "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition.",
-    ),
-)
+def _has_fewer(one: Standing, other: Standing) -> bool:
+    """Whether a rank is seen to have fewer batches than the other one."""
+    if 0 < one.expected < other.expected or 0 < one.last_epoch < other.last_epoch:
+        return True
+    if one.ended:
+        return one.batches < other.has_or_begins
+    same = one.is_last and one.epoch == other.epoch
+    return same and one.epoch_batches < other.epoch_batches + other.begins_batch

@@ -38,6 +38,7 @@ class StandstillWatch:
         self._others = others
         self._fresh = _FRESH_BEATS * period
         self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
+        self.told: dict[int, Standing] = {}  # by all ranks, as of the last survey
         self._told: Standing | None = None
         self._told_at = 0.0
         self._looked_at = 0.0
@@ -49,6 +50,15 @@ class StandstillWatch:
         if standing != self._told:
             self._store.set(f"stands/{self._rank}", standing.encode())
             self._told, self._told_at = standing, time.monotonic()
+
+    def survey(self) -> None:
+        """Note where all ranks have told that they stand, for :meth:`told`."""
+        found = {}
+        for rank in self._others:
+            if self._store.check([f"stands/{rank}"]):
+                found[rank] = Standing.decode(self._store.get(f"stands/{rank}"))
+        if found and self._told is not None:
+            self.told = {**found, self._rank: self._told}
 
     def look(self) -> Standstill | None:
         """Look whether the ranks wait for each other for good; seldom does anything."""

@@ -23,21 +23,25 @@ class FitPosition:
         self._runtime: SchedulerRuntime | None = None
         self._last: Standing | None = None
         self._batches = 0
+        self._epoch = 0
+        self._epoch_batches = 0
         self._launched_at_batch = 0
-        self._without_loss = 0
+        self._last_epoch = 0
 
     def begin(self, runtime: SchedulerRuntime | None) -> None:
         """The fit has a scheduler now."""
         self._runtime = runtime
 
+    def begin_epoch(self) -> None:
+        """An epoch has begun; the Trainer counts them up before the last hooks of the one before."""
+        self._epoch = self._trainer.current_epoch
+        self._last_epoch, self._epoch_batches = self._epoch_batches, 0
+
     def begin_batch(self) -> None:
         """A batch has begun."""
         self._batches += 1
+        self._epoch_batches += 1
         self._launched_at_batch = _launched()
-
-    def note_output(self, output: object) -> None:
-        """What ``training_step`` has returned."""
-        self._without_loss += output is None
 
     def end(self) -> None:
         """The run is over; this rank takes no step any more."""
@@ -51,7 +55,6 @@ class FitPosition:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         ready, expected = progress.current.ready, trainer.fit_loop.max_batches
         is_last = progress.is_last_batch or ready == expected
-        automatic = trainer.lightning_module is not None and trainer.lightning_module.automatic_optimization
         return Standing(
             place=place_of(trainer),
             steps=0 if runtime is None else runtime.engine.steps_offered,
@@ -60,11 +63,12 @@ class FitPosition:
             ended=ended,
             batches=self._batches,
             launched_at_batch=self._launched_at_batch,
-            epoch=trainer.current_epoch,
-            epoch_batches=ready,
+            epoch=self._epoch,
+            epoch_batches=self._epoch_batches,
+            is_last=bool(ready and is_last),
             through=bool(ready and is_last and progress.current.completed == ready),
+            last_epoch=self._last_epoch,
             expected=int(expected) if expected != float("inf") else 0,
-            without_loss=self._without_loss if automatic else 0,
         )
 
 

@@ -51,10 +51,17 @@ class RankStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
-            output = super().training_step(*args, **kwargs)
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().validation_step(*args, **kwargs)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
         if self._position is not None:
-            self._position.note_output(output)
-        return output
+            self._position.begin_epoch()
 
     def begin_batch(self) -> None:
         """A batch begins, unless the ranks have been found to wait for each other."""
