@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
+from lightning_bytescheduler.collectives import rendezvous_watch, roll_call
 
 Options = dict[str, Any]
 
@@ -94,23 +96,38 @@ class Ends(Callback):
         say(f"EPOCH_ENDED {time.time()}")
 
 
+def make_strategy(options: Options) -> Any:
+    timeout = timedelta(seconds=options.get("timeout", 120.0))
+    if options.get("strategy") == "ddp":
+        return DDPStrategy(timeout=timeout)
+    if options.get("strategy") == "diloco":
+        return DiLoCoStrategy(inner_steps=options.get("inner_steps", 2), timeout=timeout)
+    return ByteSchedulerStrategy(
+        credit=options.get("credit"),
+        partition_size=200,
+        bucket_cap_mb=0.0001,
+        mode=options.get("mode", "overlapped"),
+        cross_barrier=options.get("cross_barrier", True),
+        timeout=timeout,
+    )
+
+
 def main(options: Options) -> None:
+    os.environ.update(options.get("environment", {}))
+    if options.get("strategy") == "absent":
+        say("ABSENT")
+        time.sleep(options["timeout"])
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    roll_call._WARN_S = rendezvous_watch._WARN_S = options.get("warn_after", 30.0)
     callbacks: list[Callback] = [Ends()]
     if "checkpoint" in options:
         callbacks.append(ModelCheckpoint(options["checkpoint"], filename="saved"))
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=ByteSchedulerStrategy(
-            credit=400,
-            partition_size=200,
-            bucket_cap_mb=0.0001,
-            mode=options.get("mode", "overlapped"),
-            cross_barrier=options.get("cross_barrier", True),
-            timeout=timedelta(seconds=120),
-        ),
+        strategy=make_strategy(options),
         max_epochs=options.get("epochs", 1),
         max_steps=options.get("max_steps", -1),
         limit_val_batches=options.get("val_batches", 0),

@@ -73,6 +73,7 @@ class FaultWatcher:
     ) -> None:
         self._store = store
         self._rank = rank
+        self._world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._last_resort = LastResort() if last_resort is None else last_resort
         others = [r for r in range(world_size) if r != rank]
@@ -104,6 +105,11 @@ class FaultWatcher:
     def rank(self) -> int:
         """This rank, among all that share the board."""
         return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the board."""
+        return self._world_size
 
     def watch(self, watched: Watched) -> None:
         """Look after ``watched`` too, from now on."""

@@ -89,6 +89,16 @@ class FaultBoard(FaultWatcher):
             hosts_store=rank == 0 and store_lives_with_rank_zero(),
         )
 
+    def meeting_place(self, name: str) -> dist.Store:
+        """A part of the store for something that all ranks do once in this run, such as a roll call.
+
+        It shares the watcher's connection: for short requests that do not block.
+
+        Args:
+            name: Of what they do.
+        """
+        return dist.PrefixStore(f"meetings/{name}", self._store)
+
     @property
     def fault(self) -> RankFailedError | None:
         """Another rank's failure, once it is known."""

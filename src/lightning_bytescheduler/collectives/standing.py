@@ -95,7 +95,9 @@ class Standing:
         if self.awaited_step:
             waits = f", waits for the gradients of step {self.awaited_step}"
         elif self.begins_batch:
-            waits = f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
+            waits = (
+                f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
+            )
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
         batches = (

@@ -84,7 +84,9 @@ def place_of(trainer: pl.Trainer) -> str:
         batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
         return f"in batch {batch} of the validation after step {step}{where}"
     if trainer.training:
-        return f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
+        return (
+            f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
+        )
     return f"in {trainer.state.fn}{where}"
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.faults import FaultBoard
+from lightning_bytescheduler.collectives.rendezvous_watch import RendezvousWatch
+from lightning_bytescheduler.collectives.roll_call import Introduction, hold_roll_call, require_alike
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.strategies.fit_position import FitPosition
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
@@ -22,6 +26,7 @@ from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGrad
 __all__ = ["RankStrategy", "callbacks_of"]
 
 _T = TypeVar("_T")
+_TIMEOUT_S = 1800.0
 
 
 class RankStrategy(DDPStrategy):
@@ -45,6 +50,42 @@ class RankStrategy(DDPStrategy):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ who takes part
+
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
+        """Around the wait for the other ranks: who is missing is said."""
+        environment = self.cluster_environment
+        if environment is None or ranks == 1 or dist.is_initialized():
+            return nullcontext()
+        self.set_world_ranks()
+        return RendezvousWatch(
+            environment.main_address,
+            environment.main_port,
+            rank=self.global_rank,
+            world_size=ranks,
+            strategy=strategy,
+        )
+
+    def _meet(self, what: str, own: Introduction) -> None:
+        """Make sure with all other ranks that they are in the same training.
+
+        Args:
+            what: Is compared.
+            own: What this rank has to say of it.
+        """
+        board = self._board
+        if board is None:
+            return
+
+        def failure() -> BaseException | None:
+            return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
+
+        with self._explained():
+            seconds = _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
+            place = board.meeting_place(what)
+            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=failure)
+            require_alike(ranks, warn=rank_zero_warn)
 
     # ------------------------------------------------------------------ one step
 
