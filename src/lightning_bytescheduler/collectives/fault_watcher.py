@@ -116,7 +116,7 @@ class FaultWatcher:
         with self._changed:
             self._watched.append(watched)
             phases = [one.phase for one in self._watched]
-            self._vital_signs.doing = lambda: ", ".join(phase() for phase in phases)
+            self._vital_signs.doing = lambda: ", ".join([phase() for phase in phases] + self._place())
             if self._fault is not None and self._act_at is None:
                 self._act_at = 0.0
             self._wake()
@@ -128,6 +128,13 @@ class FaultWatcher:
             standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
         """
         self._standing = standing
+
+    def _place(self) -> list[str]:
+        """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
+        with suppress(Exception):  # read while the training thread changes it
+            if self._standing is not None:
+                return [self._standing().place]
+        return []
 
     def unwatch(self, watched: Watched) -> None:
         """Leave ``watched`` alone."""
