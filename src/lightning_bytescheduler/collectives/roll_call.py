@@ -143,7 +143,7 @@ def _missing(missing: Sequence[int], here: Sequence[int], hosts: Sequence[str], 
 
 
 def _values(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
-    if store.has_extended_api():
+    if getattr(store, "has_extended_api", lambda: False)():
         return list(store.multi_get(list(keys)))  # one request, however many ranks there are
     return [store.get(key) for key in keys]
 

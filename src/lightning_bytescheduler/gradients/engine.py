@@ -230,7 +230,11 @@ class GradientEngine:
     def begin_forward(self) -> None:
         """Before ``training_step``: observe the first use of parameters."""
         if self.on_forward is not None:
-            self.on_forward(self._step_number + 1)
+            self._waiting = True  # perhaps, for what rank 0 told when it began this step or the one before
+            try:
+                self.on_forward(self._step_number + 1)
+            finally:
+                self._waiting = False
         if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
             self._step_times.settle(self.mode.note)
             agree_on_mode(self.mode, self._device, self.on_mode)
