@@ -90,7 +90,7 @@ def test_a_rank_without_a_beat_is_not_believed(clock: Clock) -> None:
     own, others, other = watches()
     others.tell(COLLECTIVE)
     other.beat()
-    assert seen_after(clock, own, other, limit=2.5) is None
+    assert seen_after(clock, own, other, limit=1.0) is None
     assert seen_after(clock, own, other, beats=False) is None
 
 

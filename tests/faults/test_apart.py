@@ -81,12 +81,13 @@ def test_a_collective_of_one_rank_alone_is_named_with_its_place(rank: int, nurse
 
 def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) -> None:
     # Of two broadcasts that meet one is larger than the other expects: statistics of batches, and Lightning's own.
-    ((survivor, dead),) = run(nursery, tmp_path, ({"val_batches": 2, "sync": True}, {1: {"batches": 5}}))
+    ((survivor, dead),) = run(nursery, tmp_path, ({"val_batches": 2, "sync": True, "pace": 0.4}, {1: {"batches": 5}}))
     assert dead.code == -6
     assert "gloo::EnforceNotMet" in dead.log
     assert survivor.code == 1
     assert "RankFailedError: Rank 1 failed: it shows no sign of life" in survivor.log
     assert "Last, rank 0 is in " in survivor.log
+    assert "of 5 batches of epoch 0" in survivor.log
     assert "use_distributed_sampler=True" in survivor.log
 
 

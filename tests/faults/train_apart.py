@@ -54,10 +54,6 @@ class Model(LightningModule):
         if hook == self.options.get("busy"):
             self.options["busy"] = ""
             time.sleep(8.0)
-        if hook == self.options.get("leave") and self.global_step == 2:
-            say(f"LEFT {time.time()}")
-            self.trainer.limit_train_batches = 0
-            self.trainer.fit_loop.epoch_loop.max_steps = 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.at("training_step")
@@ -65,6 +61,7 @@ class Model(LightningModule):
         return None if batch_idx == self.options.get("none_at") else loss
 
     def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(self.options.get("pace", 0.0))
         self.at("on_train_batch_end")
 
     def on_train_epoch_end(self) -> None:

@@ -42,13 +42,13 @@ class SchedulerHooks(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count batches anew."""
-        self._strategy.begin_epoch()
+        self._strategy.count_epoch()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch."""
-        self._strategy.begin_batch()
+        self._strategy.count_batch()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -270,8 +270,10 @@ class FaultWatcher:
             self._last_resort.doom(str(fault))
             if notice.diverged and blocked_in(self._training_thread) is not None:
                 # Nobody else will come, and gloo has no other way to call a collective off.
+                group = dist.group.WORLD
                 with suppress(Exception):
-                    break_connections(dist.group.WORLD)
+                    if group is not None:
+                        break_connections(group)
             if notice.patience:
                 log.error("[rank %d] %s", self._rank, fault)
             for one in reversed(watched):  # who came first may give what has been sent a moment to arrive

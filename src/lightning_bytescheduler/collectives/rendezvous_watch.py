@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -66,15 +65,19 @@ class RendezvousWatch:
     def _run(self) -> None:
         started, warn_at = time.monotonic(), self._warn_after
         store: dist.Store | None = None
+        differ = False
         pause = min(_FIRST_S, self._warn_after)
         while not self._met.wait(pause):
             pause = min(_LOOK_S, self._warn_after)
             try:
                 store = store or self._connect()
                 waited = time.monotonic() - started
-                if waited >= warn_at:
-                    warn_at *= 2
-                    self._say(store, waited)
+                here = {} if store is None else self._here(store)
+                new = not differ and any(text.split(" ")[0] != self._strategy for text in here.values())
+                differ = differ or new  # that will not get better
+                if waited >= warn_at or new:
+                    warn_at *= 2 if waited >= warn_at else 1
+                    self._say(store is not None, here, waited)
             except RuntimeError:  # the store has gone; whoever waits for it will say so
                 store = None
 
@@ -91,26 +94,27 @@ class RendezvousWatch:
         store.set(str(self._rank), f"{self._strategy} on {socket.gethostname()}")
         return store
 
-    def _say(self, store: dist.Store | None, waited: float) -> None:
-        if store is None:
+    def _here(self, store: dist.Store) -> dict[int, str]:
+        """Who has come, with strategy and host."""
+        ranks = [rank for rank in range(self._world_size) if store.check([str(rank)])]
+        return {rank: store.get(str(rank)).decode() for rank in ranks}
+
+    def _say(self, reached: bool, here: dict[int, str], waited: float) -> None:
+        if not reached:
             log.warning(
                 "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. Is rank 0 started, and "
                 "can it be reached from %s?",
                 self._rank, waited, self._host, self._port, socket.gethostname(),
             )  # fmt: skip
             return
-        here = [rank for rank in range(self._world_size) if store.check([str(rank)])]
-        missing = [rank for rank in range(self._world_size) if rank not in here]
-        others = {}
-        with suppress(RuntimeError):
-            others = {rank: store.get(str(rank)).decode() for rank in here}
-        odd = [f"rank {rank} runs {text}" for rank, text in others.items() if text.split(" ")[0] != self._strategy]
-        if here[:1] != [self._rank]:
+        if min(here, default=self._rank) != self._rank:
             return  # the first one speaks for all
+        missing = [rank for rank in range(self._world_size) if rank not in here]
+        odd = [f"rank {rank} runs {text}" for rank, text in here.items() if text.split(" ")[0] != self._strategy]
         who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
         log.warning(
             "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s",
             self._world_size, self._host, self._port, waited, who,
-            "; ".join(f"rank {rank} ({text})" for rank, text in list(others.items())[:16]),
+            "; ".join(f"rank {rank} ({text})" for rank, text in list(here.items())[:16]),
             f" They do not run the same strategy: {'; '.join(odd[:16])}." if odd else "",
         )  # fmt: skip

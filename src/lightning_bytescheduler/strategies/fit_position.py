@@ -93,9 +93,8 @@ def place_of(trainer: pl.Trainer) -> str:
 def _launched() -> int:
     """Collectives begun on the default group; 0 where nobody counts them."""
     group = dist.group.WORLD
-    if group is None:
-        return 0
+    count = getattr(group, "_get_sequence_number_for_group", None)
     try:
-        return int(group._get_sequence_number_for_group())
+        return 0 if count is None else int(count())
     except RuntimeError:  # this backend does not count
         return 0

@@ -99,12 +99,12 @@ class RankStrategy(DDPStrategy):
         with self._explained():
             return super().validation_step(*args, **kwargs)
 
-    def begin_epoch(self) -> None:
+    def count_epoch(self) -> None:
         """An epoch begins."""
         if self._position is not None:
             self._position.begin_epoch()
 
-    def begin_batch(self) -> None:
+    def count_batch(self) -> None:
         """A batch begins, unless the ranks have been found to wait for each other."""
         if self._board is not None and isinstance(self._board.fault, RanksDivergedError):
             raise self._board.fault  # what came back from a collective that was called off is not to be trained on
