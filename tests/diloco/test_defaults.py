@@ -31,7 +31,7 @@ def test_half_of_the_updates_are_enough(workers: int, merged: tuple[str, ...]) -
     names = ("a", "b", "c")[:workers]
     bench = Bench(start_workers=workers)
     bench.start(*names)
-    bench.steps(50, *names)
+    bench.steps(34 if workers == 3 else 50, *names)
     bench.arrive("a")
     bench.pass_time()
     assert bench.tick()[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=merged)]

@@ -68,7 +68,7 @@ class RendezvousWatch:
         differ = False
         pause = min(_FIRST_S, self._warn_after)
         while not self._met.wait(pause):
-            pause = min(_LOOK_S, self._warn_after)
+            pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # all ranks ask about all
             try:
                 store = store or self._connect()
                 waited = time.monotonic() - started
