@@ -42,7 +42,8 @@ class Standing:
         begins_batch: Whether that is Lightning's own at the start of each batch.
         ended: Whether it has left the fit.
         batches: That it has begun in this fit.
-        launched_at_batch: What ``launched`` was when the last of them had begun.
+        launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
+            collective; else 0.
         epoch: The epoch it is in, or was in last.
         epoch_batches: Batches that it has begun in that epoch.
         is_last: Whether none comes after those.

@@ -140,12 +140,14 @@ class GradientEngine:
         self._backward_start = 0.0
         self._last_hook = 0.0
         self._waiting = False  # the training thread, for a task
+        self._in_backward = False
 
     @property
     def awaited_step(self) -> int:
         """The step whose gradients the training thread waits for, 0 if it does not; for any thread."""
-        in_backward = self.steps_offered == self._step_number > self.steps_handed_over  # DDP waits for its futures
-        return self._step_number if self._waiting or in_backward else 0
+        # At the end of a backward pass DDP waits for its futures.
+        at_its_end = self._in_backward and self.steps_offered == self._step_number > self.steps_handed_over
+        return self._step_number if self._waiting or at_its_end else 0
 
     # ------------------------------------------------------------------ DDP's side
 
@@ -260,6 +262,7 @@ class GradientEngine:
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
         self._stream.note()
         self.flush()
+        self._in_backward = True
         self._updates = []
         self._transforms = StepTransforms(None, (), self._wait)
         self.phase = f"in the backward pass, step {self._step_number + 1}"
@@ -273,6 +276,7 @@ class GradientEngine:
         self.gated_at_forward_start |= self._first_use.read_unseen()
         self.phase = f"after the backward pass, step {self._step_number}"
         self.steps_handed_over = self._step_number
+        self._in_backward = False
         if not self._deferring and self._last_hook > self._backward_start:
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
         with self._lock:

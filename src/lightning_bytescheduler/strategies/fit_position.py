@@ -41,7 +41,9 @@ class FitPosition:
         """A batch has begun."""
         self._batches += 1
         self._epoch_batches += 1
-        self._launched_at_batch = _launched()
+        # Else nothing is known of the last one: a rank may be inside of it that gets through.
+        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            self._launched_at_batch = _launched()
 
     def end(self) -> None:
         """The run is over; this rank takes no step any more."""
