@@ -226,7 +226,7 @@ class FaultWatcher:
             standing = self._standing()
         except Exception:  # read while the training thread changes it
             log.debug("it could not be told where this rank stands", exc_info=True)
-            return
+            standing = Standing()  # what was told before may not hold any more
         blocked = None if standing.ended else blocked_in(self._training_thread)
         if blocked is not None:
             standing = replace(
