@@ -16,7 +16,11 @@ All pending updates land before the next backward pass writes the buckets (:meth
 backward pass is synchronised: DDP uses one giant bucket in it and rebuilds its buckets afterwards, copying gradients
 (DESIGN 3, trap 2).
 
-Lock order: the engine's lock, then a task's or the core's. Threads of the scheduler never take the engine's lock.
+Lock order: the engine's lock, then a task's or the core's. Threads of the scheduler never take the engine's lock. A
+thread that touches a parameter while another one applies its bucket waits for the engine's lock, with whatever locks it
+holds itself. Nobody waits for those while holding the engine's: under it there is only the wait for a task, which
+scheduler threads end, an abort or the timeout, and the optimizer's own arithmetic; callbacks that may log or lock
+(``on_early_wait``) are called without it.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
+from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
 from lightning_bytescheduler.gradients.partial_step import (
     plain_mode,
     snapshot_hyperparameters,
@@ -104,6 +109,7 @@ class GradientEngine:
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.on_open: Callable[[Opening], None] | None = None  # told of each gate that opens; for diagnoses, costs time
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self._core = core
@@ -235,7 +241,7 @@ class GradientEngine:
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
         self._first_use.end()
-        self._apply_all()
+        self._apply_all("forward end")
         if self._touched_buckets:
             self._bucket_order = {index: position for position, index in enumerate(self._touched_buckets)}
         self._in_forward = False
@@ -264,7 +270,7 @@ class GradientEngine:
         with self._lock:
             for update in self._updates:
                 if update.state is UpdateState.REDUCING and not update.gateable():
-                    self._await_gradient(update)  # whoever reads its gradient would not be noticed
+                    self._await_gradient(update, "step")  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
@@ -309,7 +315,7 @@ class GradientEngine:
                 u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
             ):
                 if unseen.state is UpdateState.REDUCING:
-                    self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
+                    self._await_gradient(unseen, "step")  # whoever reads its weights later would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
             whole = not self._gates_closed or wants_whole_steps(optimizer, step) or state_is_kept(optimizer)
@@ -362,8 +368,8 @@ class GradientEngine:
     def _land(self) -> None:
         for update in self._updates:
             if update.state is UpdateState.REDUCING:
-                self._await_gradient(update)
-        self._apply_all()
+                self._await_gradient(update, "flush")
+        self._apply_all("flush")
 
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
@@ -386,7 +392,7 @@ class GradientEngine:
                     continue
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
-                    self._apply(update)
+                    self._apply(update, "flush")
             if self._transforms.known:
                 self._transforms.settle()  # a loss scale goes with the step it was updated for
             self.close()
@@ -410,43 +416,63 @@ class GradientEngine:
         """A gated parameter of ``update`` is about to be used, on any thread."""
         with self._lock:
             waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
-            if waits and not self._in_forward and not self._read_early:
-                self._read_early = True
-                if self.on_early_wait is not None:
-                    self.on_early_wait()
+            early = waits and not self._in_forward and not self._read_early
+            self._read_early = self._read_early or early
+        if early and self.on_early_wait is not None:
+            self.on_early_wait()  # without the lock: it logs, and a logging handler may be what touches elsewhere
+        if update.state is UpdateState.DUE and self._transport.streams is None:
+            self._wait(update.task)  # without the lock, so that other threads get at buckets that have arrived
+        with self._lock:
             if update.state is UpdateState.DUE:
-                self._apply(update)
+                self._apply(update, "touch")
             elif update.state is UpdateState.REDUCING and gradient_only:
-                self._await_gradient(update)
+                self._await_gradient(update, "gradient")
             elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
-                update.open_gate()
+                with self._stream.entered():  # another thread has enqueued the step there
+                    update.open_gate()
 
     def _unseen(self, update: BucketUpdate) -> bool:
         return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)
 
-    def _apply_all(self) -> None:
+    def _apply_all(self, why: OpeningKind) -> None:
         with self._lock:
             for update in self._updates:
                 if update.state is UpdateState.DUE:
-                    self._apply(update)
+                    self._apply(update, why)
             if self._optimizer is not None:
                 open_state(self._optimizer)
                 self._transforms.settle()
 
-    def _await_gradient(self, update: BucketUpdate) -> None:
+    def _await_gradient(self, update: BucketUpdate, why: OpeningKind) -> None:
         with self._stream.entered():
             self._wait(update.task)
-            update.open_gate()
-            update.state = UpdateState.REDUCED
-            with plain_mode(self._device, torch.get_default_dtype()):
+            with (
+                self._opening(update, UpdateState.REDUCED, why),
+                plain_mode(self._device, torch.get_default_dtype()),
+            ):
                 self._transforms.apply(update)
                 self._transforms.handed_out(update)
 
-    def _apply(self, update: BucketUpdate) -> None:
+    def _apply(self, update: BucketUpdate, why: OpeningKind) -> None:
         with self._stream.entered():
             self._wait(update.task)
-            with self._or_torn(len(update.chosen)):
+            with self._or_torn(len(update.chosen)), self._opening(update, UpdateState.DONE, why):
                 self._apply_here(update)
+
+    @contextmanager
+    def _opening(self, update: BucketUpdate, then: UpdateState, why: OpeningKind) -> Iterator[None]:
+        """Around what ``update``'s gate guards: other threads find it closed, and wait for the lock, until it is done.
+
+        Should it fail, the gate opens all the same: nothing is left to wait for.
+        """
+        update.state = UpdateState.OPENING
+        try:
+            yield
+        finally:
+            update.state = then
+            update.open_gate()
+            if self.on_open is not None:
+                self.on_open(Opening.of(update.parameters, update.touched_first, why, self._step_number))
 
     @contextmanager
     def _or_torn(self, count: int) -> Iterator[None]:
@@ -459,8 +485,6 @@ class GradientEngine:
             raise
 
     def _apply_here(self, update: BucketUpdate) -> None:
-        update.open_gate()
-        update.state = UpdateState.DONE
         if self._in_forward:
             self._touched_buckets.append(update.index)
         if not update.chosen or self._optimizer is None:

@@ -16,6 +16,7 @@ earlier with ``.data``. Those parameters are found beforehand (``eligibility.py`
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -96,6 +97,13 @@ class GatedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+# torch's optimizers choose how to step by the exact class of a parameter, and a gate is closed until the step is taken:
+# on a GPU they would go parameter by parameter, with other rounding than DDP's.
+_STEPPED_TOGETHER = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
+if isinstance(_STEPPED_TOGETHER, list) and GatedParameter not in _STEPPED_TOGETHER:
+    _STEPPED_TOGETHER.append(GatedParameter)
+
+
 def _find_gated(values: Any) -> Iterator[nn.Parameter]:
     if type(values) is GatedParameter:
         yield values
@@ -111,6 +119,8 @@ def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     gate = _gates.get(id(parameter))
     if gate is None:
         parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
+        if id(parameter) in _gates:  # another thread has closed one since
+            parameter.__class__ = GatedParameter
     else:
         gate.touched(parameter, gradient_only)
 
