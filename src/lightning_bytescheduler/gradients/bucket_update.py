@@ -5,6 +5,8 @@ States, all moved by the training thread (or whoever touches a parameter) under 
     REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
     REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
     DUE       after optimizer.step: any touch waits and applies the update
+    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
+              when and in which order parameters are used
     OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
               whoever else touches a parameter waits for the lock
     DONE      parameters are plain again
@@ -38,6 +40,7 @@ class UpdateState(enum.Enum):
     REDUCING = "reducing"
     REDUCED = "reduced"
     DUE = "due"
+    STEPPED = "stepped"
     OPENING = "opening"
     DONE = "done"
 
@@ -63,7 +66,7 @@ class BucketUpdate:
         "parameters",
         "state",
         "task",
-        "touched_first",
+        "touched_by",
         "transformed",
     )
 
@@ -85,7 +88,12 @@ class BucketUpdate:
         self.hyperparameters: HyperparameterSnapshot = []
         self.transformed = 0  # how many of the step's transforms have been applied
         self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
-        self.touched_first: nn.Parameter | None = None
+        self.touched_by: nn.Parameter | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the gradient is here, reduced."""
+        return self.task.done() and self.task.error is None
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
@@ -108,8 +116,7 @@ class BucketUpdate:
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
-        if self.touched_first is None:
-            self.touched_first = parameter
+        self.touched_by = parameter
         self.engine.touched(self, gradient_only)
         gate = gate_of(parameter)
         if gate is not None and gate is not self:

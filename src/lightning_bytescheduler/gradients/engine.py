@@ -16,20 +16,14 @@ All pending updates land before the next backward pass writes the buckets (:meth
 backward pass is synchronised: DDP uses one giant bucket in it and rebuilds its buckets afterwards, copying gradients
 (DESIGN 3, trap 2).
 
-Lock order: the engine's lock, then a task's or the core's. Threads of the scheduler never take the engine's lock. A
-thread that touches a parameter while another one applies its bucket waits for the engine's lock, with whatever locks it
-holds itself. Nobody waits for those while holding the engine's: under it there is only the wait for a task, which
-scheduler threads end, an abort or the timeout, and the optimizer's own arithmetic; callbacks that may log or lock
-(``on_early_wait``) are called without it.
+What threads may meet, and the order of locks, is in ``pending_updates.py``.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -43,36 +37,36 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
+from lightning_bytescheduler.gradients.function_touches import FunctionTouches
 from lightning_bytescheduler.gradients.gate import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
 from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
 from lightning_bytescheduler.gradients.partial_step import (
     plain_mode,
     snapshot_hyperparameters,
     step_partially,
     wants_whole_steps,
 )
+from lightning_bytescheduler.gradients.pending_updates import PendingUpdates
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
 from lightning_bytescheduler.gradients.sparse_buckets import reduce_sparse
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.gradients.step_times import StepTimes
 from lightning_bytescheduler.gradients.step_transforms import PendingScale, StepTransforms
-from lightning_bytescheduler.gradients.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.scheduler.timeline import COMPUTE, GATE, STEP, Timeline
+from lightning_bytescheduler.scheduler.timeline import COMPUTE, STEP, Timeline
 
 __all__ = ["GradientEngine"]
 
 _LANE = "training thread"
 
 
-class GradientEngine:
+class GradientEngine(PendingUpdates):
     """Turns one DDP module's gradients into tasks, and their arrival into optimizer steps.
 
     Args:
@@ -100,47 +94,39 @@ class GradientEngine:
         timeline: Timeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.statistics = statistics
+        super().__init__(
+            core=core,
+            transport=transport,
+            device=device,
+            timeout=timeout,
+            statistics=statistics,
+            timeline=timeline,
+            clock=clock,
+        )
         self.cross_barrier = cross_barrier
         self.merges = True  # buckets of a step as DDP's, up to DDP's own sizes; not where the user has chosen them
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
-        self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
-        self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
-        self.on_open: Callable[[Opening], None] | None = None  # told of each gate that opens; for diagnoses, costs time
+        self.on_unseen_read: Callable[[list[nn.Parameter], int, bool], None] | None = (
+            None  # told also whether it was late
+        )
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
-        self._core = core
-        self._transport = transport
-        self._device = device
-        self._timeout = timeout
-        self._timeline = timeline
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._stream = TrainingStream(device)
-        self._step_number = 0  # backward passes that communicate; equal on all ranks, so it keys tasks
-        self._updates: list[BucketUpdate] = []
         self._reduction: Reduction | None = None
-        self._transforms = StepTransforms(None, (), self._wait)
         self._merged: MergedBuckets | None = None  # during a step as DDP's
         self._wire_share = 2.0 * (transport.group.size() - 1) / transport.group.size()
         self._step_times = StepTimes(device, clock)
         self._deferring = False
-        self._gates_closed = False
-        self._torn = 0  # parameters whose step broke off
         self._last_index = sys.maxsize
-        self._optimizer: Optimizer | None = None
         self._default_dtype = torch.get_default_dtype()
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
+        self._function_touches = FunctionTouches()
         self._futures = BucketFutures(device)
-        self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
-        self._in_forward = False
-        self._read_early = False  # somebody has waited since the last forward pass
         self._forward_start = 0.0
         self._backward_start = 0.0
         self._last_hook = 0.0
@@ -236,12 +222,20 @@ class GradientEngine:
         self._forward_start = self._clock()
         self._touched_buckets = []
         if self.cross_barrier:
+            self._function_touches.begin()
             self._first_use.begin(self.gated_at_forward_start)
+            self._reads.watches_each = self.on_open is not None
+            self._reads.begin(self._step_number + 1)
 
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
         self._first_use.end()
+        late, untouched = (
+            [p for update in self._updates if update.state is state for p in update.parameters]
+            for state in (UpdateState.DUE, UpdateState.STEPPED)
+        )
         self._apply_all("forward end")
+        self._reads.end(late, untouched)
         if self._touched_buckets:
             self._bucket_order = {index: position for position, index in enumerate(self._touched_buckets)}
         self._in_forward = False
@@ -252,6 +246,7 @@ class GradientEngine:
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
         self._stream.note()
         self.flush()
+        self._reads.before_backward()
         self._updates = []
         self._transforms = StepTransforms(None, (), self._wait)
         self.phase = f"in the backward pass, step {self._step_number + 1}"
@@ -263,6 +258,9 @@ class GradientEngine:
         """After a backward pass: account for its time."""
         now = self._clock()
         self.gated_at_forward_start |= self._first_use.read_unseen()
+        for certain, parameters in zip((True, False), self._reads.after_backward(), strict=True):
+            if parameters:
+                self._found_unseen(parameters, certain)
         self.phase = f"after the backward pass, step {self._step_number}"
         self.steps_handed_over = self._step_number
         if not self._deferring and self._last_hook > self._backward_start:
@@ -272,6 +270,13 @@ class GradientEngine:
                 if update.state is UpdateState.REDUCING and not update.gateable():
                     self._await_gradient(update, "step")  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
+
+    def _found_unseen(self, parameters: list[nn.Parameter], certain: bool) -> None:
+        """Take their updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
+        self.gated_at_forward_start.update(map(id, parameters))
+        self._first_use.note_unseen(parameters)
+        if self.on_unseen_read is not None:
+            self.on_unseen_read(parameters, self._step_number, certain)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
@@ -359,18 +364,6 @@ class GradientEngine:
         self.statistics.steps += 1
         self.statistics.updates += sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    def flush(self) -> None:
-        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
-        with self._lock:
-            self._land()
-            self._transforms.settle()
-
-    def _land(self) -> None:
-        for update in self._updates:
-            if update.state is UpdateState.REDUCING:
-                self._await_gradient(update, "flush")
-        self._apply_all("flush")
-
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
         due = [update.task for update in list(self._updates) if update.state is UpdateState.DUE]
@@ -386,7 +379,7 @@ class GradientEngine:
         applied = lost = 0
         with self._lock:
             for update in self._updates:
-                arrived = update.task.done() and update.task.error is None and self._transforms.known
+                arrived = update.has_arrived and self._transforms.known
                 if update.state is UpdateState.DUE and not arrived:
                     lost += len(update.chosen)
                     continue
@@ -402,6 +395,8 @@ class GradientEngine:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
         with self._lock:
             self._first_use.end()
+            self._reads.close()
+            self._function_touches.end()
             for update in self._updates:
                 update.open_gate()
                 update.state = UpdateState.DONE
@@ -410,83 +405,9 @@ class GradientEngine:
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
-    # ------------------------------------------------------------------ gates
+    # ------------------------------------------------------------------ one bucket
 
-    def touched(self, update: BucketUpdate, gradient_only: bool) -> None:
-        """A gated parameter of ``update`` is about to be used, on any thread."""
-        with self._lock:
-            waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
-            early = waits and not self._in_forward and not self._read_early
-            self._read_early = self._read_early or early
-        if early and self.on_early_wait is not None:
-            self.on_early_wait()  # without the lock: it logs, and a logging handler may be what touches elsewhere
-        if update.state is UpdateState.DUE and self._transport.streams is None:
-            self._wait(update.task)  # without the lock, so that other threads get at buckets that have arrived
-        with self._lock:
-            if update.state is UpdateState.DUE:
-                self._apply(update, "touch")
-            elif update.state is UpdateState.REDUCING and gradient_only:
-                self._await_gradient(update, "gradient")
-            elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
-                with self._stream.entered():  # another thread has enqueued the step there
-                    update.open_gate()
-
-    def _unseen(self, update: BucketUpdate) -> bool:
-        return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)
-
-    def _apply_all(self, why: OpeningKind) -> None:
-        with self._lock:
-            for update in self._updates:
-                if update.state is UpdateState.DUE:
-                    self._apply(update, why)
-            if self._optimizer is not None:
-                open_state(self._optimizer)
-                self._transforms.settle()
-
-    def _await_gradient(self, update: BucketUpdate, why: OpeningKind) -> None:
-        with self._stream.entered():
-            self._wait(update.task)
-            with (
-                self._opening(update, UpdateState.REDUCED, why),
-                plain_mode(self._device, torch.get_default_dtype()),
-            ):
-                self._transforms.apply(update)
-                self._transforms.handed_out(update)
-
-    def _apply(self, update: BucketUpdate, why: OpeningKind) -> None:
-        with self._stream.entered():
-            self._wait(update.task)
-            with self._or_torn(len(update.chosen)), self._opening(update, UpdateState.DONE, why):
-                self._apply_here(update)
-
-    @contextmanager
-    def _opening(self, update: BucketUpdate, then: UpdateState, why: OpeningKind) -> Iterator[None]:
-        """Around what ``update``'s gate guards: other threads find it closed, and wait for the lock, until it is done.
-
-        Should it fail, the gate opens all the same: nothing is left to wait for.
-        """
-        update.state = UpdateState.OPENING
-        try:
-            yield
-        finally:
-            update.state = then
-            update.open_gate()
-            if self.on_open is not None:
-                self.on_open(Opening.of(update.parameters, update.touched_first, why, self._step_number))
-
-    @contextmanager
-    def _or_torn(self, count: int) -> Iterator[None]:
-        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
-        try:
-            yield
-        except BaseException as error:
-            self._torn += count
-            self._core.abort(error)  # also where the caller's code goes on, on this rank alone
-            raise
-
-    def _apply_here(self, update: BucketUpdate) -> None:
-        if self._in_forward:
-            self._touched_buckets.append(update.index)
+    def _step_bucket(self, update: BucketUpdate) -> None:
         if not update.chosen or self._optimizer is None:
             return
         start = self._clock()
@@ -499,20 +420,3 @@ class GradientEngine:
                 step_partially(self._optimizer, update.hyperparameters, update.chosen)
         self.statistics.deferred_step_s += self._clock() - start
         self._record(f"step bucket {update.index}", STEP, start, step=self._step_number)
-
-    def _wait(self, task: CommTask) -> None:
-        start = self._clock()
-        if not task.done():
-            with profiled(f"bytescheduler::gate {task.name}"):
-                self._transport.join(task, self._timeout)
-            waited = self._clock() - start
-            self.statistics.exposed_s += waited
-            if self._in_forward:
-                self.statistics.gate_wait_s += waited
-            self._record(f"gate {task.name}", GATE, start, step=self._step_number)
-        else:
-            task.wait(0)  # raises what the task failed with
-
-    def _record(self, name: str, category: str, start: float, *, step: int) -> None:
-        if self._timeline is not None:
-            self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})

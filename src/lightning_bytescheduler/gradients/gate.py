@@ -34,6 +34,7 @@ __all__ = [
     "disarm",
     "gate_of",
     "is_armed",
+    "open_gates",
     "open_state",
 ]
 
@@ -127,6 +128,12 @@ def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
 
 # Dynamo that meets a gate runs it, rather than trace it and trip over what it changes.
 _open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
+
+
+def open_gates(values: Any) -> None:
+    """Open the gates on parameters among ``values``, also nested ones, for a reader that dispatches nothing."""
+    for parameter in _find_gated(values):
+        _open(parameter, False)
 
 
 def can_be_gated(parameter: nn.Parameter) -> bool:
