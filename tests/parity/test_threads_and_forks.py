@@ -51,11 +51,8 @@ def opens_before_its_step(module: LightningModule) -> Any:
         threading.Event().wait(0.02)
         step_bucket(engine, update)
 
-    before, GradientEngine._step_bucket = GradientEngine._step_bucket, open_first  # type: ignore[method-assign]
-    try:
+    with patch.object(GradientEngine, "_step_bucket", open_first):
         yield
-    finally:
-        GradientEngine._step_bucket = before  # type: ignore[method-assign]
 
 
 def test_modules_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
@@ -95,8 +92,8 @@ def sums(parameters: Any) -> list[float]:
     return [p.detach().double().sum().item() for p in parameters]
 
 
-def in_a_fork(work: Callable[[], bytes]) -> bytes:
-    """What ``work`` returns in a forked child, or nothing if that took more than ten seconds."""
+def in_a_fork(work: Callable[[], bytes], patience: float) -> bytes:
+    """What ``work`` returns in a forked child, or nothing if that took more than ``patience`` seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -105,7 +102,7 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes:
         finally:
             os._exit(0)
     os.close(writing)
-    hurry = threading.Timer(10, os.kill, (child, 9))
+    hurry = threading.Timer(patience, os.kill, (child, 9))
     hurry.start()
     with os.fdopen(reading, "rb") as pipe:
         found = pipe.read()
@@ -117,8 +114,9 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes:
 class Forks(Callback):
     """Forks between two steps, or while gradients are on their way, and has the child read."""
 
-    def __init__(self, when: str, thread: bool = False) -> None:
+    def __init__(self, when: str, thread: bool = False, patience: float = 10.0) -> None:
         self.when = when
+        self.patience = patience
         self.thread = thread
 
     def note(self, module: Any) -> None:
@@ -127,10 +125,10 @@ class Forks(Callback):
             return repr((plain, sums(module.parameters()))).encode()
 
         if not self.thread:
-            module.notes.append(in_a_fork(work))
+            module.notes.append(in_a_fork(work, self.patience))
             return
         with ThreadPoolExecutor(1) as elsewhere:
-            module.notes.append(elsewhere.submit(in_a_fork, work).result())
+            module.notes.append(elsewhere.submit(in_a_fork, work, self.patience).result())
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if self.when == "between" and trainer.global_step % 5 == 4:
@@ -143,13 +141,11 @@ class Forks(Callback):
 
 @contextmanager
 def nothing_before_forks(module: LightningModule) -> Any:
-    before = GradientEngine.before_fork, GradientEngine.after_fork
-    GradientEngine.before_fork = lambda _: None  # type: ignore[method-assign]
-    GradientEngine.after_fork = lambda _, in_child: None  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(GradientEngine, "before_fork", lambda _: None),
+        patch.object(GradientEngine, "after_fork", lambda _, in_child: None),
+    ):
         yield
-    finally:
-        GradientEngine.before_fork, GradientEngine.after_fork = before  # type: ignore[method-assign]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -166,6 +162,14 @@ def test_a_forked_child_has_the_weights_of_its_moment(two_ranks: RankPool, forks
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
     assert len(ddp[0].notes) == 2
     assert all(note.startswith(b"(True, [") for note in ddp[0].notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_without_the_hook_a_forked_child_waits_for_good(two_ranks: RankPool) -> None:
+    """Proof that the tests above can fail."""
+    forks = partial(Forks, "between", patience=2.0)
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=5, callbacks=(forks,))
+    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=nothing_before_forks)
 
 
 class ReadsAWeight(Dataset[Any]):
