@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bytescheduler.gradients.bucket_update import BucketUpdate
+from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
@@ -28,6 +29,7 @@ from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
 STEPS = 24
+EACH = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
 ONE_BUCKET = {"bucket_cap_mb": 1.0, "partition_size": 400, "credit": 800}
 
 
@@ -86,6 +88,37 @@ class Monitor(Callback):
 def test_a_monitor_thread(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(Monitor,))
     assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+
+
+@contextmanager
+def loses_steps_taken_while_waiting(module: LightningModule) -> Any:
+    def forget(engine: GradientEngine, task: CommTask) -> None:
+        if not task.done():
+            with engine._lock:
+                for update in engine._updates:
+                    if update.state is UpdateState.DUE and update.has_arrived:
+                        update.state = UpdateState.STEPPED
+
+    with patch.object(GradientEngine, "_step_while_waiting", forget):
+        yield
+
+
+class WaitsLong(Tower):
+    """Its first layer's gradients are more than all others', and are computed last: these wait for them."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.wide = nn.Linear(12, 4096)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return super().predict(inputs + self.wide(inputs)[:, :12])
+
+
+def test_steps_taken_while_another_bucket_is_waited_for(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(WaitsLong, optimizer=adamw), steps=STEPS)
+    assert_same_as_ddp(
+        two_ranks, recipe, options=EACH, network="plain", overlap=False, broken=loses_steps_taken_while_waiting
+    )
 
 
 def sums(parameters: Any) -> list[float]:
@@ -224,9 +257,6 @@ class RawKernel(Tower):
 
     def predict(self, inputs: Tensor) -> Tensor:
         return super().predict(Product.apply(inputs, self.scale))
-
-
-EACH = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
 
 
 def test_a_custom_function_keeps_the_overlap(two_ranks: RankPool) -> None:
