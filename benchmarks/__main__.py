@@ -33,6 +33,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
+    parser.add_argument("--megabytes", type=float, default=30.0, help="of gradients (default: %(default)g)")
+    parser.add_argument("--not-ahead", action="store_true", help="an accelerator that is a sleep in each layer")
+    parser.add_argument("--raw-kernels", action="store_true", help="only custom autograd functions get the weights")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of emulated networks, beside 'alone'")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
     parser.add_argument(
         "--round-trip-ms",
@@ -58,7 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not available:
         console.print(f"{reason} Left out: everything but loopback.")
     emulated = [
-        Configuration(network=network, ratio=ratio, workers=workers, mbit=options.mbit)
+        Configuration(
+            network=network,
+            ratio=ratio,
+            workers=workers,
+            mbit=options.mbit,
+            megabytes=options.megabytes,
+            runs_ahead=not options.not_ahead,
+            raw_kernels=options.raw_kernels,
+        )
         for network in options.networks
         for workers in options.workers
         for ratio in options.ratios
@@ -77,11 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         elif available:
             console.print(f"{why} Left out: the round-trip time.")
+    emulated_contenders = [ALONE, *options.contenders] if options.contenders else _EMULATED
     cells: list[Cell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     runs = len(options.real) * len(_LOOPBACK)
     if available:
-        runs += len(emulated) * len(_EMULATED) + len(options.real) * len(_REAL)
+        runs += len(emulated) * len(emulated_contenders) + len(options.real) * len(_REAL)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("measuring", total=runs * options.rounds)
 
@@ -105,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for configuration in emulated if available else ():
                 link = {"mbit": configuration.mbit, "round_trip_seconds": configuration.round_trip_seconds}
                 work = {"emulated": asdict(configuration)}
-                found = run(configuration.name, work, _EMULATED, workers=configuration.workers, **link)
+                found = run(configuration.name, work, emulated_contenders, workers=configuration.workers, **link)
                 keep(
                     Cell(
                         name=configuration.name,

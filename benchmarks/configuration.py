@@ -35,6 +35,8 @@ class Configuration:
         mbit: Rate of each worker's link.
         megabytes: Size of all gradients.
         round_trip_seconds: Between two workers; 0 for that of the machine itself.
+        runs_ahead: Whether the accelerator is given work while it computes, see :class:`Accelerator`.
+        raw_kernels: Whether only a custom autograd function gets the weights.
     """
 
     network: str
@@ -43,12 +45,15 @@ class Configuration:
     mbit: float = 500.0
     megabytes: float = 30.0
     round_trip_seconds: float = 0.0
+    runs_ahead: bool = True
+    raw_kernels: bool = False
 
     @property
     def name(self) -> str:
         """For tables."""
         round_trip = f", {self.round_trip_seconds * 1e3:g} ms round trip" if self.round_trip_seconds else ""
-        return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers{round_trip}"
+        kind = ("" if self.runs_ahead else ", not ahead") + (", raw kernels" if self.raw_kernels else "")
+        return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers{round_trip}{kind}"
 
     @property
     def link(self) -> LinkModel:

@@ -6,6 +6,12 @@ a strategy are real too; what sleeps is only the arithmetic.
 As on a GPU, work is queued ahead: while a layer computes in the forward pass, this process prepares the next one (waits
 for its weights, steps them), which begins when both are done. In the backward pass, where a gradient has to be there
 before it is sent, this process waits for the end of each layer; that it wakes up a little late makes no layer late.
+
+An accelerator that does *not* run ahead is a plain sleep in each layer on the training thread, as where the processor
+itself computes: what that thread does besides, and how late it wakes, adds up.
+
+*Raw kernels* are layers whose weights only a custom ``torch.autograd.Function`` gets, which takes their memory as
+extensions do: no PyTorch function touches them.
 """
 
 from __future__ import annotations
@@ -40,35 +46,63 @@ def scaled(profile: ModelProfile, *, parameter_bytes: int, compute_seconds: floa
 
 
 class Accelerator:
-    """Keeps the time of a device that does one thing after the other."""
+    """Keeps the time of a device that does one thing after the other.
 
-    def __init__(self) -> None:
+    Args:
+        runs_ahead: Whether work is queued while it computes.
+
+    Attributes:
+        late_s: By how much sleeps were too long, in seconds, in all.
+        between_s: How long the training thread took from one layer to the next, in seconds, by which pass it was in;
+            ``"end"`` from the end of a backward pass to the first layer of the next forward pass.
+    """
+
+    def __init__(self, *, runs_ahead: bool = True) -> None:
+        self.runs_ahead = runs_ahead
+        self.late_s = 0.0
+        self.between_s = {"forward": 0.0, "backward": 0.0, "end": 0.0}
+        self._pass = "end"
+        self._returned_at = time.perf_counter()
         self._free_at = 0.0
 
     def begin(self, seconds: float) -> None:
-        """Return when ``seconds`` of work have begun, which was asked for now."""
-        begins = max(self._free_at, time.perf_counter())
+        """Return when ``seconds`` of work have begun, which was asked for now; without running ahead, have ended."""
+        self._account("forward")
+        begins = max(self._free_at, time.perf_counter()) if self.runs_ahead else time.perf_counter()
         self._free_at = begins + seconds
-        _sleep_until(begins)
+        self._sleep_until(begins if self.runs_ahead else self._free_at)
 
     def finish(self, seconds: float, *, asked_before: bool) -> None:
         """Return when ``seconds`` of work have ended, which was asked for now, or before what is under way began."""
+        asked_before = asked_before and self.runs_ahead
+        self._account("backward")
         begins = self._free_at if asked_before else max(self._free_at, time.perf_counter())
         self._free_at = begins + seconds
-        _sleep_until(self._free_at)
+        self._sleep_until(self._free_at)
 
+    def _sleep_until(self, moment: float) -> None:
+        left = moment - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        self._returned_at = time.perf_counter()
+        if left > 0:
+            self.late_s += self._returned_at - moment
 
-def _sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+    def _account(self, now_in: str) -> None:
+        between = "end" if (self._pass, now_in) == ("backward", "forward") else now_in
+        self.between_s[between] += time.perf_counter() - self._returned_at
+        self._pass = now_in
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        first = weight[0]  # here its gate opens
+        if layer.raw:
+            with torch._C.DisableTorchFunctionSubclass():  # as a kernel that takes its memory
+                first = weight[0]
+        else:
+            first = weight[0]  # here its gate opens
         layer.accelerator.begin(layer.forward_seconds)
         return value + first
 
@@ -82,8 +116,9 @@ class _Compute(torch.autograd.Function):
 class EmulatedLayer(nn.Module):
     """One layer of a profile."""
 
-    def __init__(self, profile: LayerProfile, accelerator: Accelerator, *, last: bool) -> None:
+    def __init__(self, profile: LayerProfile, accelerator: Accelerator, *, last: bool, raw: bool = False) -> None:
         super().__init__()
+        self.raw = raw
         self.accelerator = accelerator
         self.last = last
         count = profile.parameter_bytes // _BYTES
@@ -100,11 +135,15 @@ class EmulatedLayer(nn.Module):
 class EmulatedModel(L.LightningModule):
     """A model of the profile's shape, trained by SGD with momentum."""
 
-    def __init__(self, profile: ModelProfile) -> None:
+    def __init__(self, profile: ModelProfile, *, runs_ahead: bool = True, raw_kernels: bool = False) -> None:
         super().__init__()
-        accelerator, end = Accelerator(), len(profile.layers) - 1
+        self.accelerator = Accelerator(runs_ahead=runs_ahead)
+        end = len(profile.layers) - 1
         self.layers = nn.Sequential(
-            *(EmulatedLayer(layer, accelerator, last=position == end) for position, layer in enumerate(profile.layers))
+            *(
+                EmulatedLayer(layer, self.accelerator, last=position == end, raw=raw_kernels)
+                for position, layer in enumerate(profile.layers)
+            )
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -37,11 +37,14 @@ class Measured:
         seconds: Of each measured step on rank 0.
         round_medians: Median step of each round.
         bytes_per_step: What rank 0's interface sent; 0 on loopback.
+        account: Seconds of a step on rank 0, on average in the last round, by what the training thread did besides
+            computing: woken late, deferred steps, waits at gates; and the processor time of the whole process.
     """
 
     seconds: list[float] = field(default_factory=list)
     round_medians: list[float] = field(default_factory=list)
     bytes_per_step: float = 0.0
+    account: dict[str, float] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -93,6 +96,7 @@ def measure(
             measured.seconds += result["seconds"]
             measured.round_medians.append(statistics.median(result["seconds"]))
             measured.bytes_per_step = result["bytes_per_step"]
+            measured.account = result["account"]
             on_contender(result["contender"])
         codes = [rank.wait() for rank in ranks]
     if any(codes) or not all(measured.seconds for measured in found.values()):

@@ -36,15 +36,22 @@ class Steps(L.Callback):
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.sent: list[int] = []
+        self.accounts: list[dict[str, float]] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
         self.ends.append(time.perf_counter())
         if len(self.ends) > WARM_UP_STEPS:
             self.sent.append(_sent_bytes())
+            self.accounts.append(_account(trainer, model))
 
     def seconds(self) -> list[float]:
         ends = self.ends[WARM_UP_STEPS:]
         return [after - before for before, after in itertools.pairwise(ends)]
+
+    def account(self) -> dict[str, float]:
+        """Seconds of a step, on average, by what the training thread did besides computing."""
+        first, last = self.accounts[0], self.accounts[-1]
+        return {name: (last[name] - first[name]) / max(len(self.accounts) - 1, 1) for name in first}
 
     def bytes_per_step(self) -> float:
         return (self.sent[-1] - self.sent[0]) / (len(self.sent) - 1) if len(self.sent) > 1 else 0.0
@@ -56,6 +63,19 @@ def _sent_bytes() -> int:
         if name.strip() == "eth0":
             return int(counters.split()[8])
     return 0
+
+
+def _account(trainer: L.Trainer, model: L.LightningModule) -> dict[str, float]:
+    found = {"processor": time.process_time()}
+    if isinstance(model, EmulatedModel):
+        found["woken late"] = model.accelerator.late_s
+        found |= {f"between layers, {where}": seconds for where, seconds in model.accelerator.between_s.items()}
+    statistics = getattr(trainer.strategy, "statistics", None)
+    if statistics is not None:
+        found["deferred steps"] = statistics.deferred_step_s
+        found["gates"] = statistics.gate_wait_s
+        found["exposed"] = statistics.exposed_s
+    return found
 
 
 def run(contender_name: str, model: L.LightningModule, steps: int) -> dict[str, Any]:
@@ -89,7 +109,12 @@ def run(contender_name: str, model: L.LightningModule, steps: int) -> dict[str, 
         dist.barrier()
         dist.destroy_process_group()
     gc.collect()
-    return {"contender": contender_name, "seconds": timer.seconds(), "bytes_per_step": timer.bytes_per_step()}
+    return {
+        "contender": contender_name,
+        "seconds": timer.seconds(),
+        "bytes_per_step": timer.bytes_per_step(),
+        "account": timer.account(),
+    }
 
 
 def _end_with_parent() -> None:
@@ -115,7 +140,10 @@ def main(specification: str) -> None:
         torch.manual_seed(0)
         model: L.LightningModule
         if "emulated" in asked:
-            model = EmulatedModel(Configuration(**asked["emulated"]).profile)
+            configuration = Configuration(**asked["emulated"])
+            model = EmulatedModel(
+                configuration.profile, runs_ahead=configuration.runs_ahead, raw_kernels=configuration.raw_kernels
+            )
         else:
             model = REAL_MODELS[asked["model"]]()
         result = run(contender, model, asked["steps"])

@@ -93,6 +93,10 @@ def show(console: Console, cell: Cell) -> None:
             f"{measured.bytes_per_step / 1e6:.1f}" if measured.bytes_per_step else "",
         )
     console.print(table)
+    for name, measured in cell.measured.items():
+        if measured.account:
+            spent = ", ".join(f"{what} {1e3 * seconds:.1f}" for what, seconds in measured.account.items())
+            console.print(f"{name}: of a step's milliseconds, {spent}")
 
 
 def prediction_errors(cells: Sequence[Cell]) -> list[float]:
@@ -139,6 +143,8 @@ def draw(path: Path, cells: Sequence[Cell]) -> None:
                     continue
                 medians = [cell.measured[name or ""].median for name, cell in zip(names, rows, strict=True)]
                 over = [m / cell.bounds["any order"] for m, cell in zip(medians, rows, strict=True)]
+                if not all("ddp" in cell.measured for cell in rows):
+                    continue
                 faster = [cell.measured["ddp"].median / m for m, cell in zip(medians, rows, strict=True)]
                 options: dict[str, Any] = {"color": colour, "linestyle": style, "marker": "o", "markersize": 4}
                 axes[0][column].plot(ratios, over, label=f"{label}, {workers} workers", **options)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
-from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients import reduction as reduction_module
+from lightning_bytescheduler.gradients.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.cuda.steps import Case, Scheduled, train_both
 from tests.support.rank_pool import RankPool
@@ -170,7 +170,7 @@ def read_beside(rank: int, waits: bool) -> bool:
     """Whether a stream that opens a gate reads the weights that a late step has written on the training's stream."""
     device = torch.device("cuda", 0)
     weights = torch.zeros(1000, device=device)
-    stream = engine_module.TrainingStream(device)
+    stream = TrainingStream(device)
     stream.note()
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))

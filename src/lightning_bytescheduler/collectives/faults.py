@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ class FaultBoard(FaultWatcher):
         hosts_store: bool = False,
     ) -> None:
         self._hosts_store = hosts_store
+        self._process = os.getpid()
         super().__init__(store, rank=rank, world_size=world_size, presence=presence, last_resort=last_resort)
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
@@ -200,6 +202,8 @@ class FaultBoard(FaultWatcher):
         Returns:
             Whether the thread has ended.
         """
+        if os.getpid() != self._process:
+            return True  # a forked child ends: thread and connection are its parent's
         self._last_resort.calm()
         now = time.monotonic()
         with self._changed:

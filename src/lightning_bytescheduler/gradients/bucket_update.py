@@ -5,7 +5,15 @@ States, all moved by the training thread (or whoever touches a parameter) under 
     REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
     REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
     DUE       after optimizer.step: any touch waits and applies the update
+    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
+              when and in which order parameters are used
+    OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
+              whoever else touches a parameter waits for the lock
     DONE      parameters are plain again
+
+A gate opens *after* what it guards is done. Whoever touches a parameter meanwhile, on another thread, meets a closed
+gate and waits; if it opened before the step, that thread would read last step's weights, or save for its backward pass
+what the step then changes in place.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_bytescheduler.gradients.gate import arm, can_be_gated, disarm
+from lightning_bytescheduler.gradients.gate import arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.gradients.partial_step import HyperparameterSnapshot, ParameterGradient
 from lightning_bytescheduler.scheduler.task import CommTask
 
@@ -32,6 +40,8 @@ class UpdateState(enum.Enum):
     REDUCING = "reducing"
     REDUCED = "reduced"
     DUE = "due"
+    STEPPED = "stepped"
+    OPENING = "opening"
     DONE = "done"
 
 
@@ -56,6 +66,7 @@ class BucketUpdate:
         "parameters",
         "state",
         "task",
+        "touched_by",
         "transformed",
     )
 
@@ -77,6 +88,12 @@ class BucketUpdate:
         self.hyperparameters: HyperparameterSnapshot = []
         self.transformed = 0  # how many of the step's transforms have been applied
         self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
+        self.touched_by: nn.Parameter | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the gradient is here, reduced."""
+        return self.task.done() and self.task.error is None
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
@@ -95,8 +112,12 @@ class BucketUpdate:
 
     def open_gate(self) -> None:
         """Make the parameters plain again."""
-        disarm(self.parameters)
+        disarm(p for p in self.parameters if gate_of(p) is self)
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
+        self.touched_by = parameter
         self.engine.touched(self, gradient_only)
+        gate = gate_of(parameter)
+        if gate is not None and gate is not self:
+            gate.touched(parameter, gradient_only)  # put there while this thread waited

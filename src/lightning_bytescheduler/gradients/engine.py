@@ -16,16 +16,14 @@ All pending updates land before the next backward pass writes the buckets (:meth
 backward pass is synchronised: DDP uses one giant bucket in it and rebuilds its buckets afterwards, copying gradients
 (DESIGN 3, trap 2).
 
-Lock order: the engine's lock, then a task's or the core's. Threads of the scheduler never take the engine's lock.
+What threads may meet, and the order of locks, is in ``pending_updates.py``.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +37,7 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
+from lightning_bytescheduler.gradients.function_touches import FunctionTouches
 from lightning_bytescheduler.gradients.gate import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
 from lightning_bytescheduler.gradients.kept_state import state_is_kept
@@ -51,23 +50,23 @@ from lightning_bytescheduler.gradients.partial_step import (
     step_partially,
     wants_whole_steps,
 )
+from lightning_bytescheduler.gradients.pending_updates import PendingUpdates
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
 from lightning_bytescheduler.gradients.sparse_buckets import reduce_sparse
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.gradients.step_times import StepTimes
 from lightning_bytescheduler.gradients.step_transforms import PendingScale, StepTransforms
-from lightning_bytescheduler.gradients.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.scheduler.timeline import COMPUTE, GATE, STEP, Timeline
+from lightning_bytescheduler.scheduler.timeline import COMPUTE, STEP, Timeline
 
 __all__ = ["GradientEngine"]
 
 _LANE = "training thread"
 
 
-class GradientEngine:
+class GradientEngine(PendingUpdates):
     """Turns one DDP module's gradients into tasks, and their arrival into optimizer steps.
 
     Args:
@@ -95,51 +94,43 @@ class GradientEngine:
         timeline: Timeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.statistics = statistics
+        super().__init__(
+            core=core,
+            transport=transport,
+            device=device,
+            timeout=timeout,
+            statistics=statistics,
+            timeline=timeline,
+            clock=clock,
+        )
         self.cross_barrier = cross_barrier
         self.merges = True  # buckets of a step as DDP's, up to DDP's own sizes; not where the user has chosen them
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
-        self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
-        self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.on_unseen_read: Callable[[list[nn.Parameter], int, bool], None] | None = (
+            None  # told also whether it was late
+        )
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self.steps_offered = 0  # backward passes whose last bucket was handed over, ended or not
-        self._core = core
-        self._transport = transport
-        self._device = device
-        self._timeout = timeout
-        self._timeline = timeline
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._stream = TrainingStream(device)
-        self._step_number = 0  # backward passes that communicate; equal on all ranks, so it keys tasks
-        self._updates: list[BucketUpdate] = []
         self._reduction: Reduction | None = None
-        self._transforms = StepTransforms(None, (), self._wait)
         self._merged: MergedBuckets | None = None  # during a step as DDP's
         self._wire_share = 2.0 * (transport.group.size() - 1) / transport.group.size()
         self._step_times = StepTimes(device, clock)
         self._deferring = False
-        self._gates_closed = False
-        self._torn = 0  # parameters whose step broke off
         self._last_index = sys.maxsize
-        self._optimizer: Optimizer | None = None
         self._default_dtype = torch.get_default_dtype()
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
         self._first_use = FirstUseObserver(parameters)
+        self._function_touches = FunctionTouches()
         self._futures = BucketFutures(device)
-        self._touched_buckets: list[int] = []
         self._bucket_order: dict[int, int] = {}
-        self._in_forward = False
-        self._read_early = False  # somebody has waited since the last forward pass
         self._forward_start = 0.0
         self._backward_start = 0.0
         self._last_hook = 0.0
-        self._waiting = False  # the training thread, for a task
         self._in_backward = False
 
     @property
@@ -246,12 +237,20 @@ class GradientEngine:
         self._forward_start = self._clock()
         self._touched_buckets = []
         if self.cross_barrier:
+            self._function_touches.begin()
             self._first_use.begin(self.gated_at_forward_start)
+            self._reads.watches_each = self.on_open is not None
+            self._reads.begin(self._step_number + 1)
 
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
         self._first_use.end()
-        self._apply_all()
+        late, untouched = (
+            [p for update in self._updates if update.state is state for p in update.parameters]
+            for state in (UpdateState.DUE, UpdateState.STEPPED)
+        )
+        self._apply_all("forward end")
+        self._reads.end(late, untouched)
         if self._touched_buckets:
             self._bucket_order = {index: position for position, index in enumerate(self._touched_buckets)}
         self._in_forward = False
@@ -263,6 +262,7 @@ class GradientEngine:
         self._stream.note()
         self.flush()
         self._in_backward = True
+        self._reads.before_backward()
         self._updates = []
         self._transforms = StepTransforms(None, (), self._wait)
         self.phase = f"in the backward pass, step {self._step_number + 1}"
@@ -274,6 +274,9 @@ class GradientEngine:
         """After a backward pass: account for its time."""
         now = self._clock()
         self.gated_at_forward_start |= self._first_use.read_unseen()
+        for certain, parameters in zip((True, False), self._reads.after_backward(), strict=True):
+            if parameters:
+                self._found_unseen(parameters, certain)
         self.phase = f"after the backward pass, step {self._step_number}"
         self.steps_handed_over = self._step_number
         self._in_backward = False
@@ -282,8 +285,15 @@ class GradientEngine:
         with self._lock:
             for update in self._updates:
                 if update.state is UpdateState.REDUCING and not update.gateable():
-                    self._await_gradient(update)  # whoever reads its gradient would not be noticed
+                    self._await_gradient(update, "step")  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
+
+    def _found_unseen(self, parameters: list[nn.Parameter], certain: bool) -> None:
+        """Take their updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
+        self.gated_at_forward_start.update(map(id, parameters))
+        self._first_use.note_unseen(parameters)
+        if self.on_unseen_read is not None:
+            self.on_unseen_read(parameters, self._step_number, certain)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
@@ -327,7 +337,7 @@ class GradientEngine:
                 u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
             ):
                 if unseen.state is UpdateState.REDUCING:
-                    self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
+                    self._await_gradient(unseen, "step")  # whoever reads its weights later would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
             whole = not self._gates_closed or wants_whole_steps(optimizer, step) or state_is_kept(optimizer)
@@ -371,18 +381,6 @@ class GradientEngine:
         self.statistics.steps += 1
         self.statistics.updates += sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    def flush(self) -> None:
-        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
-        with self._lock:
-            self._land()
-            self._transforms.settle()
-
-    def _land(self) -> None:
-        for update in self._updates:
-            if update.state is UpdateState.REDUCING:
-                self._await_gradient(update)
-        self._apply_all()
-
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
         due = [update.task for update in list(self._updates) if update.state is UpdateState.DUE]
@@ -398,13 +396,13 @@ class GradientEngine:
         applied = lost = 0
         with self._lock:
             for update in self._updates:
-                arrived = update.task.done() and update.task.error is None and self._transforms.known
+                arrived = update.has_arrived and self._transforms.known
                 if update.state is UpdateState.DUE and not arrived:
                     lost += len(update.chosen)
                     continue
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
-                    self._apply(update)
+                    self._apply(update, "flush")
             if self._transforms.known:
                 self._transforms.settle()  # a loss scale goes with the step it was updated for
             self.close()
@@ -414,6 +412,8 @@ class GradientEngine:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
         with self._lock:
             self._first_use.end()
+            self._reads.close()
+            self._function_touches.end()
             for update in self._updates:
                 update.open_gate()
                 update.state = UpdateState.DONE
@@ -422,65 +422,9 @@ class GradientEngine:
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
-    # ------------------------------------------------------------------ gates
+    # ------------------------------------------------------------------ one bucket
 
-    def touched(self, update: BucketUpdate, gradient_only: bool) -> None:
-        """A gated parameter of ``update`` is about to be used, on any thread."""
-        with self._lock:
-            waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
-            if waits and not self._in_forward and not self._read_early:
-                self._read_early = True
-                if self.on_early_wait is not None:
-                    self.on_early_wait()
-            if update.state is UpdateState.DUE:
-                self._apply(update)
-            elif update.state is UpdateState.REDUCING and gradient_only:
-                self._await_gradient(update)
-            elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
-                update.open_gate()
-
-    def _unseen(self, update: BucketUpdate) -> bool:
-        return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)
-
-    def _apply_all(self) -> None:
-        with self._lock:
-            for update in self._updates:
-                if update.state is UpdateState.DUE:
-                    self._apply(update)
-            if self._optimizer is not None:
-                open_state(self._optimizer)
-                self._transforms.settle()
-
-    def _await_gradient(self, update: BucketUpdate) -> None:
-        with self._stream.entered():
-            self._wait(update.task)
-            update.open_gate()
-            update.state = UpdateState.REDUCED
-            with plain_mode(self._device, torch.get_default_dtype()):
-                self._transforms.apply(update)
-                self._transforms.handed_out(update)
-
-    def _apply(self, update: BucketUpdate) -> None:
-        with self._stream.entered():
-            self._wait(update.task)
-            with self._or_torn(len(update.chosen)):
-                self._apply_here(update)
-
-    @contextmanager
-    def _or_torn(self, count: int) -> Iterator[None]:
-        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
-        try:
-            yield
-        except BaseException as error:
-            self._torn += count
-            self._core.abort(error)  # also where the caller's code goes on, on this rank alone
-            raise
-
-    def _apply_here(self, update: BucketUpdate) -> None:
-        update.open_gate()
-        update.state = UpdateState.DONE
-        if self._in_forward:
-            self._touched_buckets.append(update.index)
+    def _step_bucket(self, update: BucketUpdate) -> None:
         if not update.chosen or self._optimizer is None:
             return
         start = self._clock()
@@ -493,24 +437,3 @@ class GradientEngine:
                 step_partially(self._optimizer, update.hyperparameters, update.chosen)
         self.statistics.deferred_step_s += self._clock() - start
         self._record(f"step bucket {update.index}", STEP, start, step=self._step_number)
-
-    def _wait(self, task: CommTask) -> None:
-        start = self._clock()
-        if not task.done():
-            self._waiting = True
-            try:
-                with profiled(f"bytescheduler::gate {task.name}"):
-                    self._transport.join(task, self._timeout)
-            finally:
-                self._waiting = False
-            waited = self._clock() - start
-            self.statistics.exposed_s += waited
-            if self._in_forward:
-                self.statistics.gate_wait_s += waited
-            self._record(f"gate {task.name}", GATE, start, step=self._step_number)
-        else:
-            task.wait(0)  # raises what the task failed with
-
-    def _record(self, name: str, category: str, start: float, *, step: int) -> None:
-        if self._timeline is not None:
-            self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})

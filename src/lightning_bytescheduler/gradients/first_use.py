@@ -78,6 +78,10 @@ class FirstUseObserver:
         self._unseen |= found
         return found
 
+    def note_unseen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters`` are read without a touch, as was found later."""
+        self._unseen.update(map(id, parameters))
+
     def position(self, parameters: Iterable[nn.Parameter]) -> int:
         """The earliest position among ``parameters``: the priority of a bucket that holds them.
 

@@ -16,6 +16,7 @@ earlier with ``.data``. Those parameters are found beforehand (``eligibility.py`
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ __all__ = [
     "disarm",
     "gate_of",
     "is_armed",
+    "open_gates",
     "open_state",
 ]
 
@@ -96,6 +98,13 @@ class GatedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+# torch's optimizers choose how to step by the exact class of a parameter, and a gate is closed until the step is taken:
+# on a GPU they would go parameter by parameter, with other rounding than DDP's.
+_STEPPED_TOGETHER = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
+if isinstance(_STEPPED_TOGETHER, list) and GatedParameter not in _STEPPED_TOGETHER:
+    _STEPPED_TOGETHER.append(GatedParameter)
+
+
 def _find_gated(values: Any) -> Iterator[nn.Parameter]:
     if type(values) is GatedParameter:
         yield values
@@ -111,12 +120,20 @@ def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     gate = _gates.get(id(parameter))
     if gate is None:
         parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
+        if id(parameter) in _gates:  # another thread has closed one since
+            parameter.__class__ = GatedParameter
     else:
         gate.touched(parameter, gradient_only)
 
 
 # Dynamo that meets a gate runs it, rather than trace it and trip over what it changes.
 _open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
+
+
+def open_gates(values: Any) -> None:
+    """Open the gates on parameters among ``values``, also nested ones, for a reader that dispatches nothing."""
+    for parameter in _find_gated(values):
+        _open(parameter, False)
 
 
 def can_be_gated(parameter: nn.Parameter) -> bool:

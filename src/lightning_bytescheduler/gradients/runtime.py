@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -74,6 +75,7 @@ class SchedulerRuntime:
         self._board = board
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self._stopped = False
+        self._process = os.getpid()
         self._closed_in_order = False  # the control group: nobody waits for a decision any more
         self._collectives_failed = False
         # Why the weights are not those of a whole number of steps, after a failure.
@@ -181,7 +183,7 @@ class SchedulerRuntime:
         Args:
             failed: Whether training ended with an error: then nothing is waited for.
         """
-        if self._stopped:
+        if self._stopped or os.getpid() != self._process:  # threads and connections are the parent's, not a fork's
             return
         self._stopped = True
         self._board.unwatch(self)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bytescheduler.gradients.runtime import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["announce", "announce_mode"]
+__all__ = ["announce", "announce_mode", "say_unseen"]
+
+log = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 3
 
 
 def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) -> None:
@@ -61,3 +66,27 @@ def announce_mode(as_ddp: bool, overlapped_s: float, as_ddp_s: float) -> None:
         )
     else:
         rank_zero_info(f"bytescheduler: steps stay overlapped, as {measured}.")
+
+
+def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
+    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
+
+    Args:
+        names: Of the parameters.
+        step: In which it was found.
+        certain: Whether they were the weights of the step before; else they may have been.
+        rank: Of this process.
+    """
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
+    message = (
+        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
+        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
+        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
+        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
+    )
+    if rank == 0:
+        rank_zero_warn(message)
+    else:
+        log.error("rank %d: %s", rank, message)

@@ -30,6 +30,9 @@ class OverlapPlan:
             overlap, because a trial found that faster.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
+        read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
+            this rank, and the step in which it was found. In that step they had, or may have had, the weights of the
+            step before; from the next one on they are waited for.
     """
 
     steps: Literal["overlapped", "synchronised"]
@@ -39,6 +42,7 @@ class OverlapPlan:
     gated_at_start: tuple[str, ...] = ()
     as_ddp: bool = False
     early_readers: Mapping[str, int] = field(default_factory=dict)
+    read_unseen: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def overlapped(self) -> bool:
@@ -76,5 +80,6 @@ class OverlapPlan:
         if self.gated_at_start:
             lines.append(f"updated early: {self._gated()}")
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
+        lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"

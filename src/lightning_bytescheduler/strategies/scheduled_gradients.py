@@ -5,15 +5,17 @@ The strategy calls it at the places of a step that Lightning hands to strategies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,7 +28,7 @@ from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.announcement import announce, announce_mode
+from lightning_bytescheduler.strategies.announcement import announce, announce_mode, say_unseen
 from lightning_bytescheduler.strategies.ddp_options import check_module
 from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.plan import OverlapPlan
@@ -67,6 +69,7 @@ class ScheduledGradients:
         self._tuning = tuning
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
+        self._read_unseen: dict[str, int] = {}
         self._optimizer_handles: list[Any] = []
         self._lost_weights: SchedulerClosedError | None = None
 
@@ -75,7 +78,7 @@ class ScheduledGradients:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         if self._plan is None or self._early_reads is None:
             return self._plan
-        return replace(self._plan, early_readers=self._early_reads.steps)
+        return replace(self._plan, early_readers=self._early_reads.steps, read_unseen=dict(self._read_unseen))
 
     # ------------------------------------------------------------------ life cycle
 
@@ -145,6 +148,8 @@ class ScheduledGradients:
         if plan.overlapped:
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note
+            self._read_unseen = {}
+            engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
             tuned = self._tuning is not None and self._tuning.begin(
                 module, runtime, self._strategy.root_device, self._note_point
             )
@@ -235,6 +240,13 @@ class ScheduledGradients:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         if self.runtime is not None:
             self.runtime.engine.flush()
+
+    def _note_unseen_read(
+        self, names: Mapping[int, str], parameters: Sequence[nn.Parameter], step: int, certain: bool
+    ) -> None:
+        found = [names[id(p)] for p in parameters]
+        self._read_unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._strategy.global_rank)
 
     def _note_point(self, point: TuningPoint) -> None:
         if self._plan is not None:

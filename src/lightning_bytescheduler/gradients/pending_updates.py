@@ -1,0 +1,238 @@
+"""What is under way between a backward pass and the next: waiting for gradients, stepping with them, opening gates.
+
+A gate opens after its bucket's step, so that whoever touches a parameter of it meanwhile, on another thread, waits.
+Buckets that have arrived are stepped while a thread waits for another one; their gates stay closed until a touch, as
+touches tell the order of use, and what is read unseen.
+
+Lock order: the lock of this class, then a task's or the core's. Threads of the scheduler never take it. A thread that
+touches a parameter while another one applies its bucket waits for the lock, with whatever locks it holds itself. Nobody
+waits for those while holding this one: under it there is only the wait for a task, which scheduler threads, an abort or
+the timeout end, and the optimizer's own arithmetic; ``on_early_wait``, which may log, is called without it. A failure
+anywhere aborts the core, so each of these waits ends with an error, one thread after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
+from lightning_bytescheduler.gradients.gate import open_state
+from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
+from lightning_bytescheduler.gradients.other_processes import before_forks
+from lightning_bytescheduler.gradients.partial_step import plain_mode
+from lightning_bytescheduler.gradients.profiling import profiled
+from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.gradients.step_transforms import StepTransforms
+from lightning_bytescheduler.gradients.training_stream import TrainingStream
+from lightning_bytescheduler.gradients.unseen_reads import UnseenReads
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.scheduler.timeline import GATE, Timeline
+
+__all__ = ["PendingUpdates"]
+
+_LANE = "training thread"
+
+
+class PendingUpdates:
+    """See the module; what any thread uses of :class:`~lightning_bytescheduler.gradients.engine.GradientEngine`.
+
+    Args:
+        transport: What a task's result is waited for with.
+        device: Where gradients live.
+        timeout: Longest wait for one bucket, in seconds.
+        statistics: Counters to keep.
+        timeline: Where spans go, if anywhere.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: ByteCore,
+        transport: GradientTransport,
+        device: torch.device,
+        timeout: float,
+        statistics: SchedulerStatistics,
+        timeline: Timeline | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.statistics = statistics
+        self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
+        self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.on_open: Callable[[Opening], None] | None = None  # told of each gate that opens; for diagnoses, costs time
+        self._core = core
+        self._transport = transport
+        self._device = device
+        self._timeout = timeout
+        self._timeline = timeline
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._stream = TrainingStream(device)
+        self._step_number = 0  # backward passes that communicate; equal on all ranks, so it keys tasks
+        self._updates: list[BucketUpdate] = []
+        self._transforms = StepTransforms(None, (), self._wait)
+        self._optimizer: Optimizer | None = None
+        self._gates_closed = False
+        self._torn = 0  # parameters whose step broke off
+        self._reads = UnseenReads()
+        self._touched_buckets: list[int] = []
+        self._in_forward = False
+        self._read_early = False  # somebody has waited since the last forward pass
+        self._waiting = False  # for a task
+        before_forks(self)
+
+    def close(self) -> None:
+        """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
+        raise NotImplementedError
+
+    def _step_bucket(self, update: BucketUpdate) -> None:
+        """Take the step of a bucket that has arrived."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
+        with self._lock:
+            self._land()
+            self._transforms.settle()
+
+    def _land(self) -> None:
+        for update in self._updates:
+            if update.state is UpdateState.REDUCING:
+                self._await_gradient(update, "flush")
+        self._apply_all("flush")
+
+    def before_fork(self) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
+        self._lock.acquire()
+        if self._gates_closed:
+            with suppress(BaseException):  # the training thread meets it at its next touch
+                self.flush()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
+        if in_child:
+            self._lock = threading.RLock()
+            self.close()
+        else:
+            self._lock.release()
+
+    def touched(self, update: BucketUpdate, gradient_only: bool) -> None:
+        """A gated parameter of ``update`` is about to be used, on any thread."""
+        with self._lock:
+            waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
+            early = waits and not self._in_forward and not self._read_early
+            self._read_early = self._read_early or early
+        if early and self.on_early_wait is not None:
+            self.on_early_wait()  # without the lock: it logs, and a logging handler may be what touches elsewhere
+        if update.state is UpdateState.DUE and self._transport.streams is None:
+            self._step_while_waiting(update.task)
+            self._wait(update.task)  # without the lock, so that other threads get at buckets that have arrived
+        with self._lock:
+            if update.state in (UpdateState.DUE, UpdateState.STEPPED):
+                self._apply(update, "touch")
+            elif update.state is UpdateState.REDUCING and gradient_only:
+                self._await_gradient(update, "gradient")
+            elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
+                with self._stream.entered():  # another thread has enqueued the step there
+                    update.open_gate()
+
+    def _unseen(self, update: BucketUpdate) -> bool:
+        return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)
+
+    def _apply_all(self, why: OpeningKind) -> None:
+        with self._lock:
+            for update in self._updates:
+                if update.state in (UpdateState.DUE, UpdateState.STEPPED):
+                    self._apply(update, why)
+            if self._optimizer is not None:
+                open_state(self._optimizer)
+                self._transforms.settle()
+
+    def _await_gradient(self, update: BucketUpdate, why: OpeningKind) -> None:
+        with self._stream.entered():
+            self._wait(update.task)
+            with (
+                self._opening(update, UpdateState.REDUCED, why),
+                plain_mode(self._device, torch.get_default_dtype()),
+            ):
+                self._transforms.apply(update)
+                self._transforms.handed_out(update)
+
+    def _apply(self, update: BucketUpdate, why: OpeningKind) -> None:
+        if self._in_forward:
+            self._touched_buckets.append(update.index)
+        with self._stream.entered():
+            self._wait(update.task)
+            due = update.state is UpdateState.DUE
+            with self._or_torn(len(update.chosen)), self._opening(update, UpdateState.DONE, why):
+                if due:
+                    self._step_bucket(update)
+
+    def _step_while_waiting(self, task: CommTask) -> None:
+        """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
+        while not task.done():
+            with self._lock:
+                other = next((u for u in self._updates if u.state is UpdateState.DUE and u.has_arrived), None)
+                if other is None or not self._transforms.known:
+                    return
+                other.state = UpdateState.OPENING
+                try:
+                    with self._or_torn(len(other.chosen)):
+                        self._step_bucket(other)
+                finally:
+                    other.state = UpdateState.STEPPED
+
+    @contextmanager
+    def _opening(self, update: BucketUpdate, then: UpdateState, why: OpeningKind) -> Iterator[None]:
+        """Around what ``update``'s gate guards: other threads find it closed, and wait for the lock, until it is done.
+
+        Should it fail, the gate opens all the same: nothing is left to wait for.
+        """
+        update.state = UpdateState.OPENING
+        try:
+            yield
+        finally:
+            update.state = then
+            if why == "touch" and self._in_forward:
+                self._reads.opened(update.parameters, update.touched_by)
+            update.open_gate()
+            if self.on_open is not None:
+                self.on_open(Opening.of(update.parameters, update.touched_by, why, self._step_number))
+
+    @contextmanager
+    def _or_torn(self, count: int) -> Iterator[None]:
+        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
+        try:
+            yield
+        except BaseException as error:
+            self._torn += count
+            self._core.abort(error)  # also where the caller's code goes on, on this rank alone
+            raise
+
+    def _wait(self, task: CommTask) -> None:
+        start = self._clock()
+        if not task.done():
+            self._waiting = True
+            try:
+                with profiled(f"bytescheduler::gate {task.name}"):
+                    self._transport.join(task, self._timeout)
+            finally:
+                self._waiting = False
+            waited = self._clock() - start
+            self.statistics.exposed_s += waited
+            if self._in_forward:
+                self.statistics.gate_wait_s += waited
+            self._record(f"gate {task.name}", GATE, start, step=self._step_number)
+        else:
+            task.wait(0)  # raises what the task failed with
+
+    def _record(self, name: str, category: str, start: float, *, step: int) -> None:
+        if self._timeline is not None:
+            self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})
