@@ -100,3 +100,7 @@ class BucketUpdate:
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
         self.engine.touched(self, gradient_only)
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
+        self.engine.open_all(reason)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +105,7 @@ class GradientEngine:
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.opened_for: Counter[str] = Counter()  # what needed all gates open at once, in how many steps
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self._core = core
@@ -409,17 +411,32 @@ class GradientEngine:
     def touched(self, update: BucketUpdate, gradient_only: bool) -> None:
         """A gated parameter of ``update`` is about to be used, on any thread."""
         with self._lock:
-            waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
-            if waits and not self._in_forward and not self._read_early:
-                self._read_early = True
-                if self.on_early_wait is not None:
-                    self.on_early_wait()
+            if update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only):
+                self._note_early_wait()
             if update.state is UpdateState.DUE:
                 self._apply(update)
             elif update.state is UpdateState.REDUCING and gradient_only:
                 self._await_gradient(update)
             elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
                 update.open_gate()
+
+    def open_all(self, reason: str) -> None:
+        """Something begins that must find all weights final and no gate closed, on any thread.
+
+        Args:
+            reason: What begins, in words.
+        """
+        with self._lock:
+            if any(update.state in (UpdateState.DUE, UpdateState.REDUCING) for update in self._updates):
+                self._note_early_wait()
+                self.opened_for[reason] += 1
+                self.flush()
+
+    def _note_early_wait(self) -> None:
+        if not self._in_forward and not self._read_early:
+            self._read_early = True
+            if self.on_early_wait is not None:
+                self.on_early_wait()
 
     def _unseen(self, update: BucketUpdate) -> bool:
         return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)

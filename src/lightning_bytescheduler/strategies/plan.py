@@ -30,6 +30,8 @@ class OverlapPlan:
             overlap, because a trial found that faster.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
+        opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
+            gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, and how often.
     """
 
     steps: Literal["overlapped", "synchronised"]
@@ -39,6 +41,7 @@ class OverlapPlan:
     gated_at_start: tuple[str, ...] = ()
     as_ddp: bool = False
     early_readers: Mapping[str, int] = field(default_factory=dict)
+    opened_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def overlapped(self) -> bool:
@@ -55,7 +58,7 @@ class OverlapPlan:
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
-            line += f"; {self._gated()} updated early, as reads of them cannot be seen (compiled, scripted or aliased)"
+            line += f"; {self._gated()} updated early, as reads of them cannot be seen (scripted or aliased)"
         return f"{line}."
 
     def _gated(self) -> str:
@@ -76,5 +79,6 @@ class OverlapPlan:
         if self.gated_at_start:
             lines.append(f"updated early: {self._gated()}")
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
+        lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"

@@ -5,7 +5,7 @@ The strategy calls it at the places of a step that Lightning hands to strategies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -67,6 +67,7 @@ class ScheduledGradients:
         self._tuning = tuning
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
+        self._opened_for: Mapping[str, int] = {}
         self._optimizer_handles: list[Any] = []
         self._lost_weights: SchedulerClosedError | None = None
 
@@ -75,7 +76,7 @@ class ScheduledGradients:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         if self._plan is None or self._early_reads is None:
             return self._plan
-        return replace(self._plan, early_readers=self._early_reads.steps)
+        return replace(self._plan, early_readers=self._early_reads.steps, opened_for=dict(self._opened_for))
 
     # ------------------------------------------------------------------ life cycle
 
@@ -145,6 +146,7 @@ class ScheduledGradients:
         if plan.overlapped:
             self._early_reads = EarlyReads(module.trainer)
             engine.on_early_wait = self._early_reads.note
+            self._opened_for = engine.opened_for
             tuned = self._tuning is not None and self._tuning.begin(
                 module, runtime, self._strategy.root_device, self._note_point
             )
