@@ -51,8 +51,9 @@ class _Region:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.reads: list[dict[int, nn.Parameter]] = []  # of each compilation under way
-        self.read: set[int] = set()  # in the outermost compiled call
-        self.stood_aside: list[Gate] = []  # likewise
+        self.outermost: FrameType | None = None  # the compiled call in which gates stand aside
+        self.stood_aside: list[Gate] = []
+        self.read: set[int] = set()  # meanwhile
 
 
 _regions: weakref.WeakKeyDictionary[CodeType, dict[type, _Region]] = weakref.WeakKeyDictionary()
@@ -120,18 +121,28 @@ def _enter(frame: FrameType) -> None:
     function = _compiled_in(frame)
     region = None if function is None else _known(function)
     if region is None or region.needs_all:
-        _local.stood_aside += open_everything(f"compiled {_name(function)}")
+        _stand_aside(f"compiled {_name(function)}", frame)
         if region is not None:
             _local.read |= region.read
     else:
         open_gates(list(_own_parameters(function, frame)))
 
 
+def _stand_aside(reason: str, frame: FrameType) -> None:
+    stood_aside = open_everything(reason)
+    if stood_aside and _local.outermost is None:
+        callers = [caller for caller in _stack(frame) if _compiled_in(caller) is not None]
+        _local.outermost = callers[-1] if callers else None
+    if _local.outermost is not None:
+        _local.stood_aside += stood_aside
+
+
 def _at_exit(original: Any) -> Any:
     def maybe_set_eval_frame(callback: Any) -> Any:
-        if _local.stood_aside and not callable(callback):
+        # Also called at the entry, with something to call, and by what runs within.
+        if _local.stood_aside and not callable(callback) and sys._getframe(1) is _local.outermost:
             stood_aside, read = _local.stood_aside, _local.read
-            _local.stood_aside, _local.read = [], set()
+            _local.stood_aside, _local.read, _local.outermost = [], set(), None
             resume(stood_aside, read)
         return original(callback)
 
@@ -141,7 +152,7 @@ def _at_exit(original: Any) -> Any:
 def _at_compilation(original: Any) -> Any:
     def converted(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if any_closed():
-            _local.stood_aside += open_everything(f"compiled {frame.f_code.co_name}")
+            _stand_aside(f"compiled {frame.f_code.co_name}", sys._getframe(1))
         reads: dict[int, nn.Parameter] = {}
         _local.reads.append(reads)
         try:
@@ -167,8 +178,7 @@ def _noting_reads(original: Any) -> Any:
 
 def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:
     """Tell every compiled call on this thread's stack what was compiled in it, and what that reads."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None:
+    for caller in _stack(sys._getframe(1)):
         function = _compiled_in(caller)
         if function is not None:
             region = _region(function)
@@ -177,7 +187,13 @@ def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:
             if reads and not region.reads_elsewhere:
                 own = {id(parameter) for parameter in _own_parameters(function, caller)}
                 region.reads_elsewhere = not own.issuperset(reads)
-        caller = caller.f_back
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _compiled_in(frame: FrameType) -> Any:
@@ -214,7 +230,9 @@ def _owner(function: Any) -> Any:
 
 
 def _code(function: Any) -> tuple[CodeType | None, type]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    function = inspect.unwrap(function)
+    runs = getattr(function, "forward" if isinstance(function, nn.Module) else "__code__", None)
+    code = getattr(runs, "__code__", runs)
     return (code if isinstance(code, CodeType) else None), type(_owner(function))
 
 

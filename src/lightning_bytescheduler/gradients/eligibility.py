@@ -82,9 +82,9 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
     Those of scripted modules, whose code holds the memory itself, those of which a module keeps an alias (a tensor
-    attribute, buffer or frozen parameter over the same memory), and those of a class of their own. What shows only when it runs is found by
-    :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`. Compiled modules, and modules with compiled
-    methods, count where gates cannot be opened before such code is entered.
+    attribute, buffer or frozen parameter over the same memory), and those of a class of their own. Compiled modules,
+    and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
+    when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
     """
     compiled_too = not compiled_calls_are_seen()
     unseen: set[int] = set()
