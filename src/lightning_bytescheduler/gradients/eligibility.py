@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.gate import can_be_gated
+from lightning_bytescheduler.gradients.gated_optimizer import can_have_a_gate
 from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter, steps_as_its_class
 
 __all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
@@ -30,6 +32,8 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
         )
+    elif not can_have_a_gate(optimizer):
+        reasons.append(f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)")
     if not steps_as_its_class(optimizer):
         reasons.append(
             f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "
@@ -80,11 +84,13 @@ def _end(parameter: nn.Parameter) -> int:
 def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted and compiled modules and of modules with compiled methods, whose code holds the memory itself,
-    those of which a module keeps an alias (a tensor attribute, buffer or frozen parameter over the same memory), and
+    Those of scripted and compiled modules and of modules with compiled methods, whose code holds the memory itself, and
     those of a class of their own. What shows only when it runs is found by
-    :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
+    :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`, and who keeps an alias by
+    :class:`~lightning_bytescheduler.gradients.aliases.AliasDetector`; where PyTorch does not show aliases, parameters
+    of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count as unseen.
     """
+    aliases_show = AliasDetector(()).works
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}
     for parameter in model.parameters():
@@ -97,7 +103,7 @@ def unseen_parameters(model: nn.Module) -> set[int]:
             unseen.update(id(p) for p in module.parameters())
         for owner_of_method in _compiled_methods_owners(module):
             unseen.update(id(p) for p in owner_of_method.parameters())
-        for alias in _plain_tensors(module):
+        for alias in () if aliases_show else _plain_tensors(module):
             owner = by_storage.get(alias.untyped_storage().data_ptr())
             if owner is not None:
                 unseen.add(owner)

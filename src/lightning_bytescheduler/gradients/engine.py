@@ -39,18 +39,13 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
-from lightning_bytescheduler.gradients.gate import close_state, open_state
+from lightning_bytescheduler.gradients.gated_optimizer import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
-from lightning_bytescheduler.gradients.kept_state import state_is_kept
+from lightning_bytescheduler.gradients.kept_state import KnownState, state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.gradients.partial_step import (
-    plain_mode,
-    snapshot_hyperparameters,
-    step_partially,
-    wants_whole_steps,
-)
+from lightning_bytescheduler.gradients.partial_step import DueStep, plain_mode, step_partially, wants_whole_steps
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
 from lightning_bytescheduler.gradients.sparse_buckets import reduce_sparse
@@ -104,6 +99,8 @@ class GradientEngine:
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.on_whole_step: Callable[[str], None] | None = None  # told why a step that could overlap does not
+        self.held_elsewhere: set[int] = set()  # ids of parameters whose memory somebody else held at the last step
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self._core = core
@@ -129,6 +126,7 @@ class GradientEngine:
         self._default_dtype = torch.get_default_dtype()
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
+        self._known_state = KnownState()
         self._first_use = FirstUseObserver(parameters)
         self._futures = BucketFutures(device)
         self._touched_buckets: list[int] = []
@@ -304,22 +302,26 @@ class GradientEngine:
         """
         with self._lock:
             self._stream.note()
-            aliased = self._aliases.find()
-            for unseen in (
-                u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
-            ):
+            held = self.find_held() if self._gates_closed else set()
+            for unseen in (u for u in self._updates if self._unseen(u) or not held.isdisjoint(map(id, u.parameters))):
                 if unseen.state is UpdateState.REDUCING:
                     self._await_gradient(unseen)  # whoever reads its weights between two steps would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            whole = not self._gates_closed or wants_whole_steps(optimizer, step) or state_is_kept(optimizer)
+            whole = self._why_whole(optimizer, step) if self._gates_closed else "it is not overlapped"
             if whole or not deferrable:
+                if whole and self._gates_closed and self.on_whole_step is not None:
+                    self.on_whole_step(whole)
                 self._land()
                 self.count_synchronised_step(optimizer)
-                return None if self._transforms.leaves_step_out() else step()
+                if self._transforms.leaves_step_out():
+                    return None
+                output = step()
+                self._known_state.note(optimizer)
+                return output
             self.statistics.steps += 1
             bucket_of = {id(p): update for update in deferrable for p in update.parameters}
-            hyperparameters = snapshot_hyperparameters(optimizer)
+            due = DueStep(optimizer)
             now = []
             with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
                 for index, group in enumerate(optimizer.param_groups):
@@ -333,7 +335,7 @@ class GradientEngine:
                         else:
                             now.append((index, parameter, gradient))
             for update in deferrable:
-                update.hyperparameters = hyperparameters
+                update.due = due
                 update.state = UpdateState.DUE
                 self.statistics.deferred_updates += len(update.chosen)
                 self.statistics.updates += len(update.chosen)
@@ -345,8 +347,20 @@ class GradientEngine:
                 self.statistics.updates += len(now)
                 with self._or_torn(len(now)):
                     if not self._transforms.leaves_step_out():
-                        step_partially(optimizer, hyperparameters, now)
+                        step_partially(due, now)
             return None
+
+    def find_held(self) -> set[int]:
+        """Ids of parameters whose memory somebody else can read."""
+        self.held_elsewhere = self._aliases.find()
+        return self.held_elsewhere
+
+    def _why_whole(self, optimizer: Optimizer, step: Callable[[], Any]) -> str | None:
+        if why := wants_whole_steps(optimizer, step):
+            return why
+        if state_is_kept(optimizer):
+            return "somebody keeps the optimizer's state, or a tensor of it, and may read it at any time"
+        return "the optimizer's state is new" if self._known_state.is_new(optimizer) else None
 
     def count_synchronised_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took on its own."""
@@ -463,7 +477,7 @@ class GradientEngine:
         update.state = UpdateState.DONE
         if self._in_forward:
             self._touched_buckets.append(update.index)
-        if not update.chosen or self._optimizer is None:
+        if not update.chosen or update.due is None:
             return
         start = self._clock()
         with (
@@ -472,7 +486,7 @@ class GradientEngine:
         ):
             self._transforms.apply(update)
             if not self._transforms.leaves_step_out():
-                step_partially(self._optimizer, update.hyperparameters, update.chosen)
+                step_partially(update.due, update.chosen)
         self.statistics.deferred_step_s += self._clock() - start
         self._record(f"step bucket {update.index}", STEP, start, step=self._step_number)
 
