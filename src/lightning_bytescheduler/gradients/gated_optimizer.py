@@ -25,8 +25,6 @@ _flushes: dict[int, Callable[[], None]] = {}  # by id of the optimizer; whoever 
 class _GatedOptimizer:
     """Mixed into the class of an optimizer whose updates are due. Nothing goes by its class: threads may open it."""
 
-    __slots__ = ()
-
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
             return kind_of(cast(Optimizer, self))
@@ -63,7 +61,7 @@ _kinds: dict[type[Optimizer], type[Optimizer] | None] = {}
 def _gated(kind: type[Optimizer]) -> type[Optimizer] | None:
     """The subclass of ``kind`` with a gate; ``None`` if there can be none."""
     if kind not in _kinds:
-        attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
+        attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         plain = kind.__getattribute__ is object.__getattribute__ and kind.__setattr__ is object.__setattr__
         try:
             made = types.new_class(kind.__name__, (_GatedOptimizer, kind), {}, lambda space: space.update(attributes))

@@ -79,7 +79,8 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
 
 def _is_torchs(function: Any) -> bool:
     code = getattr(function, "__code__", None)
-    return code is not None and os.path.dirname(code.co_filename) == _TORCH_OPTIM
+    file = "" if code is None else code.co_filename
+    return os.path.dirname(file) == _TORCH_OPTIM or os.path.basename(file) == "_contextlib.py"  # torch.no_grad()
 
 
 def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
