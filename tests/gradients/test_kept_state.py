@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_bytescheduler.gradients.kept_state import KnownState, state_is_kept
+from lightning_bytescheduler.gradients.kept_state import state_is_kept
 
 
 def stepped(kind: type[Optimizer]) -> Optimizer:
@@ -79,25 +78,3 @@ def test_optimizers_hold_their_state_once(name: str) -> None:
         assert not state_is_kept(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert not state_is_kept(optimizer)
-
-
-def test_state_that_was_not_there_before_is_new() -> None:
-    optimizer, known = stepped(Adam), KnownState()
-    assert known.is_new(optimizer)
-    known.note(optimizer)
-    assert not known.is_new(optimizer)
-    one = nn.Parameter(torch.ones(1))
-    optimizer.add_param_group({"params": [one]})
-    assert not known.is_new(optimizer)
-    one.grad = torch.ones(1)
-    assert known.is_new(optimizer)
-    optimizer.step()
-    known.note(optimizer)
-    optimizer.state = defaultdict(dict)
-    assert known.is_new(optimizer)
-
-
-def test_an_optimizer_without_state_has_no_new_one() -> None:
-    optimizer, known = stepped(SGD), KnownState()
-    known.note(optimizer)
-    assert not known.is_new(optimizer)

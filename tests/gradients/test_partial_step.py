@@ -238,6 +238,17 @@ def test_what_a_step_notes_on_its_optimizer_stays_there() -> None:
     assert optimizer.count == 2
 
 
+def test_what_parts_add_to_the_state_has_the_order_of_a_whole_step() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    optimizer = Adam(weights)
+    step_partially(DueStep(optimizer), [(0, weights[2], torch.ones(2))])
+    due = DueStep(optimizer)
+    for index in (3, 0, 1):
+        step_partially(due, [(0, weights[index], torch.ones(2))])
+    due.complete()
+    assert [next(n for n, w in enumerate(weights) if w is key) for key in optimizer.state] == [2, 0, 1, 3]
+
+
 @pytest.mark.parametrize("keeps_the_name", [True, False])
 def test_a_class_whose_step_was_replaced_is_stepped_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, keeps_the_name: bool

@@ -41,7 +41,7 @@ from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, Update
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.gated_optimizer import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
-from lightning_bytescheduler.gradients.kept_state import KnownState, state_is_kept
+from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
@@ -126,7 +126,7 @@ class GradientEngine:
         self._default_dtype = torch.get_default_dtype()
         parameters = list(parameters)
         self._aliases = AliasDetector(parameters)
-        self._known_state = KnownState()
+        self._due: DueStep | None = None
         self._first_use = FirstUseObserver(parameters)
         self._futures = BucketFutures(device)
         self._touched_buckets: list[int] = []
@@ -314,14 +314,10 @@ class GradientEngine:
                     self.on_whole_step(whole)
                 self._land()
                 self.count_synchronised_step(optimizer)
-                if self._transforms.leaves_step_out():
-                    return None
-                output = step()
-                self._known_state.note(optimizer)
-                return output
+                return None if self._transforms.leaves_step_out() else step()
             self.statistics.steps += 1
             bucket_of = {id(p): update for update in deferrable for p in update.parameters}
-            due = DueStep(optimizer)
+            due = self._due = DueStep(optimizer)
             now = []
             with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
                 for index, group in enumerate(optimizer.param_groups):
@@ -360,7 +356,7 @@ class GradientEngine:
             return why
         if state_is_kept(optimizer):
             return "somebody keeps the optimizer's state, or a tensor of it, and may read it at any time"
-        return "the optimizer's state is new" if self._known_state.is_new(optimizer) else None
+        return None
 
     def count_synchronised_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took on its own."""
@@ -415,6 +411,7 @@ class GradientEngine:
                 update.state = UpdateState.DONE
             self._updates = []
             self._transforms.discard()
+            self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
@@ -443,6 +440,9 @@ class GradientEngine:
             for update in self._updates:
                 if update.state is UpdateState.DUE:
                     self._apply(update)
+            if self._due is not None:
+                self._due.complete()
+                self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
                 self._transforms.settle()

@@ -1,4 +1,4 @@
-"""Finding out that an optimizer's state is not the optimizer's alone, or not what it was.
+"""Finding out that somebody keeps an optimizer's state, and may read it without asking the optimizer again.
 
 ``optimizer.state_dict()`` returns the very dictionaries and tensors the optimizer works with. Whoever keeps one of
 them, ``optimizer.state`` itself, or anything over the memory of such a tensor, sees each step's moments under DDP as
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.gradients.aliases import held_beside
 from lightning_bytescheduler.gradients.gated_optimizer import attributes_of
 
-__all__ = ["KnownState", "state_is_kept"]
+__all__ = ["state_is_kept"]
 
 
 def state_is_kept(optimizer: Optimizer) -> bool:
@@ -48,34 +48,6 @@ def _tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
         for value in values.values()
         if type(value) is torch.Tensor and value.layout is torch.strided and value.numel()
     ]
-
-
-class KnownState:
-    """Remembers which parameters an optimizer has been seen to step as a whole.
-
-    A state that is made in a deferred step has its entries in the order in which buckets were touched. Whoever walks
-    through it would find another order than under DDP, so new state is made in a whole step.
-    """
-
-    def __init__(self) -> None:
-        self._stepped: set[int] = set()
-        self._length = 0
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Say that ``optimizer`` has taken a whole step."""
-        self._length = len(attributes_of(optimizer)["state"])
-        self._stepped = set(_with_gradients(optimizer))
-
-    def is_new(self, optimizer: Optimizer) -> bool:
-        """Whether the step of ``optimizer`` may make state that is not there yet."""
-        return len(attributes_of(optimizer)["state"]) < self._length or not self._stepped.issuperset(
-            _with_gradients(optimizer)
-        )
-
-
-def _with_gradients(optimizer: Optimizer) -> list[int]:
-    with torch._C.DisableTorchFunctionSubclass():  # opens no gate
-        return [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class _Holder:

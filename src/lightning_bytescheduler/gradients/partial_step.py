@@ -155,6 +155,17 @@ class DueStep:
         self.kind = kind_of(optimizer)
         self.state = attributes_of(optimizer)["state"]  # not opening the gate
         self.hyperparameters = snapshot_hyperparameters(optimizer)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._known = len(self.state)
+
+    def complete(self) -> None:
+        """Say that all parts have been taken: what they have added to the state gets the order of a whole step."""
+        if len(self.state) > self._known + 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                position = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+                added = list(self.state)[self._known :]
+                for key in sorted(added, key=lambda key: position.get(id(key), len(position))):
+                    self.state[key] = self.state.pop(key)
 
 
 def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
