@@ -70,7 +70,9 @@ USES: dict[str, Callable[[Adam], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
-def test_whatever_shows_the_state_flushes_first_and_is_what_it_always_is(stepped: Adam, use: Callable[[Any], Any]) -> None:
+def test_whatever_shows_the_state_flushes_first_and_is_what_it_always_is(
+    stepped: Adam, use: Callable[[Any], Any]
+) -> None:
     expected = use(copy.deepcopy(stepped))
     flushed = Flushed(stepped)
     close_state(stepped, flushed)

@@ -41,7 +41,7 @@ def test_an_optimizer_alone_with_its_state(kind: type[Optimizer]) -> None:
         lambda optimizer: list(optimizer.state.values())[1]["exp_avg"],
         lambda optimizer: list(optimizer.state.values())[2]["exp_avg_sq"].detach()[:1],
         lambda optimizer: list(optimizer.state.values())[3]["exp_avg_sq"].numpy(),
-        lambda optimizer: list(optimizer.state.values())[0]["step"],
+        lambda optimizer: next(iter(optimizer.state.values()))["step"],
     ],
 )
 def test_whoever_keeps_it_is_found_as_long_as_he_does(keep: Callable[[Any], Any]) -> None:
@@ -65,7 +65,9 @@ def test_a_state_that_other_processes_share() -> None:
     assert state_is_kept(optimizer)
 
 
-@pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"])
+@pytest.mark.parametrize(
+    "name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"]
+)
 def test_optimizers_hold_their_state_once(name: str) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this version of torch has no {name}")

@@ -135,7 +135,9 @@ def test_kinds(two_ranks: RankPool, model: Any) -> None:
     assert ours[0].statistics.overlapped_steps == STEPS - 1
 
 
-@pytest.mark.parametrize("model", [Complex, partial(Complex, torch.complex128), AllSorts], ids=["complex64", "complex128", "all sorts"])
+@pytest.mark.parametrize(
+    "model", [Complex, partial(Complex, torch.complex128), AllSorts], ids=["complex64", "complex128", "all sorts"]
+)
 def test_kinds_clipped_by_their_norm(two_ranks: RankPool, model: Any) -> None:
     """Norms are added up in another order than DDP's, so the weights are those of DDP within rounding."""
     recipe = Recipe(
@@ -178,7 +180,8 @@ class ClipsGradients(Callback):
 class KeepsGradients(Callback):
     """Takes hold of gradients once, and looks at what it holds later."""
 
-    kept: list[Tensor] = []
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         if trainer.global_step == 3:

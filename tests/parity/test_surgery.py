@@ -165,7 +165,7 @@ class TwiceTheClosure(SGD):
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
         with torch.enable_grad():
-            loss = closure()
+            closure()
         moves = [0.01 * p.grad for p in parameters]
         torch._foreach_add_(parameters, moves)
         with torch.enable_grad():

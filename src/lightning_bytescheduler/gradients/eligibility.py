@@ -33,7 +33,9 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
         )
     elif not can_have_a_gate(optimizer):
-        reasons.append(f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)")
+        reasons.append(
+            f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)"
+        )
     if not steps_as_its_class(optimizer):
         reasons.append(
             f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "

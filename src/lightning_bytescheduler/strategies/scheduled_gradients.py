@@ -86,9 +86,7 @@ class ScheduledGradients:
                 gated_at_start=names_of(module, runtime.engine.gated_at_forward_start),
                 held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
             )
-        return replace(
-            self._plan, early_readers=reads.steps, whole_steps=reads.whole_steps, deferred_share=share
-        )
+        return replace(self._plan, early_readers=reads.steps, whole_steps=reads.whole_steps, deferred_share=share)
 
     # ------------------------------------------------------------------ life cycle
 
