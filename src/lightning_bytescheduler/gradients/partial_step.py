@@ -61,7 +61,7 @@ _PER_PARAMETER_NAMES = (
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
 )
-_TORCH_OPTIM = os.path.dirname(torch.optim.Optimizer.step.__code__.co_filename)
+_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
@@ -70,9 +70,10 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
     """
     # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
-    layers: list[Any] = []
-    step = inspect.unwrap(type(optimizer).step, stop=lambda layer: bool(layers.append(layer)))
-    if not all(_is_torchs(layer) for layer in (*layers, step)):
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__") and _is_torchs(step):
+        step = step.__wrapped__
+    if not _is_torchs(step):
         return False  # somebody has put something around the class's step, or in its place
     return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
 
