@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import from_dlpack
 
 from lightning_bytescheduler.gradients import aliases
-from lightning_bytescheduler.gradients.aliases import AliasDetector, references_to_memory
+from lightning_bytescheduler.gradients.aliases import AliasDetector, gradients_are_kept, references_to_memory
 from lightning_bytescheduler.gradients.gate import arm, disarm, is_armed
 
 MAKE_ALIAS: dict[str, Callable[[nn.Module], Any]] = {
@@ -181,3 +183,50 @@ def test_a_pytorch_that_counts_something_else_is_not_trusted(monkeypatch: pytest
     assert not AliasDetector([parameter]).works
     assert not AliasDetector([parameter]).find()
     del kept
+
+
+def test_a_gradient_that_is_kept() -> None:
+    module = block()
+    module(torch.ones(2, 3, 8)).sum().backward()
+    assert not gradients_are_kept(module.parameters())
+    kept = module.get_parameter("linear1.weight").grad
+    assert gradients_are_kept(module.parameters())
+    del kept
+    assert not gradients_are_kept(module.parameters())
+    module.zero_grad()
+    assert not gradients_are_kept(module.parameters())
+
+
+FOREIGN: dict[str, Callable[[], torch.Tensor]] = {
+    "array": lambda: torch.from_numpy(np.zeros(3)),
+    "buffer": lambda: torch.frombuffer(bytearray(12), dtype=torch.float32),
+    "dlpack": lambda: from_dlpack(np.zeros(3)),
+    "shared": lambda: torch.zeros(3).share_memory_(),
+}
+OWN: dict[str, Callable[[], torch.Tensor]] = {
+    "zeros": lambda: torch.zeros(3),
+    "copy of an array": lambda: torch.tensor(np.zeros(3)),
+    "copy of what is shared": lambda: copy.deepcopy(torch.zeros(3).share_memory_()),
+    "clone": lambda: torch.from_numpy(np.zeros(3)).clone(),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=list(FOREIGN))
+def test_memory_of_others_counts_as_held(make: Callable[[], torch.Tensor]) -> None:
+    parameter = nn.Parameter(make())
+    assert AliasDetector([parameter]).find() == {id(parameter)}
+    parameter.data = parameter.data.clone()
+    assert not AliasDetector([parameter]).find()
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=list(OWN))
+def test_memory_of_pytorch_itself_does_not(make: Callable[[], torch.Tensor]) -> None:
+    assert not AliasDetector([nn.Parameter(make())]).find()
+
+
+def test_what_was_loaded_is_foreign_only_where_a_file_is_mapped(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "weights.pt")
+    for mapped in (False, True):
+        module = nn.Linear(3, 3)
+        module.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=mapped), assign=True)
+        assert found(module) == (2 if mapped else 0)

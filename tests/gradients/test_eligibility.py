@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_bytescheduler.gradients import eligibility
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.eligibility import model_reasons, optimizer_reasons, unseen_parameters
 
 
@@ -76,7 +77,7 @@ def test_a_frozen_twin_is_no_reason_but_is_never_stale() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
     assert model_reasons(model) == []
-    assert id(model[0].weight) in unseen_parameters(model)
+    assert id(model[0].weight) in AliasDetector(p for p in model.parameters() if p.requires_grad).find()
 
 
 def compiled() -> nn.Module:
@@ -169,7 +170,9 @@ def test_parameters_of_another_class_are_unseen() -> None:
 
 
 @pytest.mark.parametrize("where", ["attribute", "buffer", "list", "other module"])
-def test_parameters_of_which_an_alias_is_kept_are_unseen(where: str) -> None:
+def test_parameters_of_which_an_alias_is_kept_are_unseen(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a look at the modules, where PyTorch does not show who holds a memory."""
+    monkeypatch.setattr(AliasDetector, "works", False)
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     alias = model[0].weight.data[0]
     if where == "buffer":

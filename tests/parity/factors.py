@@ -91,6 +91,8 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "weight-averaging": "`WeightAveraging` (EMA)",
         "SWA": "`StochasticWeightAveraging`",
         "reads-gradients": "a callback that reads gradients before the step (gradient norms in a log)",
+        "new-state": "an optimizer whose state is replaced",
+        "keeps-state": "a callback that keeps the optimizer's state, or a tensor of it",
         "step-hooks": "hooks of the optimizer's step",
         "manual": "manual optimization, several optimizers",
         "two-optimizers": "manual optimization, several optimizers",
@@ -119,6 +121,7 @@ FORBIDDEN = (
     Forbidden("model", ("sparse",), "clipping", _CLIPPED, "torch: sparse gradients are not clipped"),
     Forbidden("model", ("checkpoint-reentrant",), "ddp", ("find-unused",), "DDP: parameters would be ready twice"),
     Forbidden("model", ("conditional",), "ddp", ("static-graph",), "DDP: the graph is not static"),
+    Forbidden("optimizer", ("Adagrad",), "loop", ("new-state",), "Adagrad makes its state when it is made"),
     Forbidden("accumulation", ("2", "3"), "ddp", ("static-graph",), "DDP: torch fails when it does not reduce first"),
 )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.parity import checks, rule
 from tests.parity.combined_models import BATCHES, CLIP, Unfreezes, build
 from tests.parity.factors import FACTORS, Combination, allowed
-from tests.parity.observers import ReadsGradients
+from tests.parity.observers import KeepsState, ReadsGradients, ReplacesOptimizerState
 from tests.parity.pairwise import covering_array
 from tests.support.fit import SIZES, Outcome, Recipe, Run
 from tests.support.rank_pool import RankPool
@@ -183,6 +183,8 @@ _CALLBACKS: dict[str, Any] = {
     "weight-averaging": _weight_averaging,
     "SWA": partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1),
     "reads-gradients": ReadsGradients,
+    "new-state": ReplacesOptimizerState,
+    "keeps-state": KeepsState,
 }
 
 

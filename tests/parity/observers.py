@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "HooksAllSteps",
     "HooksSteps",
     "KeepsOptimizerState",
+    "KeepsState",
     "PicklesModule",
     "ReadsGradients",
     "ReadsOneGradient",
@@ -30,6 +32,7 @@ __all__ = [
     "ReloadsOptimizer",
     "ReloadsWeights",
     "ReplacesGradients",
+    "ReplacesOptimizerState",
     "RunsModule",
     "ScalesGradients",
     "WeightNorm",
@@ -215,3 +218,26 @@ class KeepsOptimizerState(Callback):
         if self.kept is None:
             self.kept = trainer.optimizers[0].state_dict()["state"]
         module.notes.append([values["exp_avg"].sum().item() for values in self.kept.values()])
+
+
+class KeepsState(Callback):
+    """Keeps the state itself from the start, and looks at its tensors without asking the optimizer again."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.state = trainer.optimizers[0].state
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        values = [value for of_one in self.state.values() for value in of_one.values()]
+        module.notes.append(sums(value for value in values if isinstance(value, Tensor)))
+
+
+class ReplacesOptimizerState(Callback):
+    """Starts again without moments now and then, without a look at what was there."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step % 5 == 3 and trainer.global_step != self.last:
+            self.last = trainer.global_step
+            trainer.optimizers[0].state = defaultdict(dict)

@@ -68,6 +68,9 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("loop", "reads-gradients"): Effect(
         Mode.READ, "", "what is read has to be there", "read them every few steps only"
     ),
+    ("loop", "keeps-state"): Effect(
+        Mode.READ, "", "what is kept shows each step at once", "ask for it when it is read; copy what is kept"
+    ),
     ("loop", "step-hooks"): Effect(Mode.SYNCHRONISED, "step hooks", "hooks expect whole steps", "remove them"),
     ("loop", "manual"): _MANUAL,
     ("loop", "two-optimizers"): _MANUAL,

@@ -5,7 +5,6 @@ Each is a factory of context managers over the module that is about to be traine
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bytescheduler.gradients import engine as engine_module
 from lightning_bytescheduler.gradients import loss_scaler as loss_scaler_module
@@ -93,12 +91,7 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
     """Let the optimizer's state be read and replaced while updates are due."""
-    handle = RemovableHandle(OrderedDict())
-    with (
-        patch.object(engine_module, "close_state", lambda *_: None),
-        patch.object(Optimizer, "register_state_dict_pre_hook", lambda *_: handle),
-        patch.object(Optimizer, "register_load_state_dict_pre_hook", lambda *_: handle),
-    ):
+    with patch.object(engine_module, "close_state", lambda *_: None):
         yield
 
 

@@ -131,8 +131,8 @@ def scaled_gradients(module: LightningModule) -> Iterator[None]:
     """Step with gradients that are a hundredth too large, as those of a norm that is not DDP's."""
     step_partially = engine_module.step_partially
 
-    def step_scaled(optimizer: Any, hyperparameters: Any, chosen: Any) -> None:
-        step_partially(optimizer, hyperparameters, [(group, p, g * (1 + 1e-2)) for group, p, g in chosen])
+    def step_scaled(due: Any, chosen: Any) -> None:
+        step_partially(due, [(group, p, g * (1 + 1e-2)) for group, p, g in chosen])
 
     with patch.object(engine_module, "step_partially", step_scaled):
         yield

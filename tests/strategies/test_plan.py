@@ -44,3 +44,16 @@ def test_steps_taken_as_ddps() -> None:
     plan = OverlapPlan(steps="overlapped", as_ddp=True)
     assert plan.summary() == "steps are taken as DDP takes them."
     assert "steps: as DDP takes them, at present" in repr(plan)
+
+
+def test_what_has_come_to_pass_is_told() -> None:
+    plan = OverlapPlan(
+        steps="overlapped",
+        held_elsewhere=("weight",),
+        deferred_share=0.75,
+        whole_steps={"SGD has step hooks": 3},
+    )
+    assert "'weight' updated in the step, as somebody else can read the memory" in plan.summary()
+    assert "p.data = p.data.clone()" in plan.summary()
+    assert "so far 75% of the updates crossed the step boundary" in repr(plan)
+    assert "3 steps were taken whole, because SGD has step hooks" in repr(plan)

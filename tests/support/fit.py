@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
-from lightning_bytescheduler.gradients.gate import GatedParameter, GatedState
+from lightning_bytescheduler.gradients.gate import GatedParameter
+from lightning_bytescheduler.gradients.gated_optimizer import is_closed
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
@@ -157,7 +158,7 @@ def differences(expected: Outcome, actual: Outcome) -> list[str]:
 def _assert_clean(model: Any, trainer: Trainer) -> None:
     """Nothing of the strategy outlives the fit, however it ended."""
     assert not [name for name, p in model.named_parameters() if type(p) is GatedParameter]
-    assert not [optimizer for optimizer in trainer.optimizers if isinstance(optimizer.state, GatedState)]
+    assert not [optimizer for optimizer in trainer.optimizers if is_closed(optimizer)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
     assert not [callback for callback in trainer.callbacks if isinstance(callback, SchedulerHooks)]  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.gradients.gate import arm, can_be_gated, disarm, gate_of
-from lightning_bytescheduler.gradients.partial_step import HyperparameterSnapshot, ParameterGradient
+from lightning_bytescheduler.gradients.partial_step import DueStep, ParameterGradient
 from lightning_bytescheduler.scheduler.task import CommTask
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class BucketUpdate:
     __slots__ = (
         "buffer",
         "chosen",
+        "due",
         "engine",
-        "hyperparameters",
         "index",
         "norm_when_read",
         "parameters",
@@ -85,7 +85,7 @@ class BucketUpdate:
         self.task = task
         self.state = UpdateState.REDUCING
         self.chosen: list[ParameterGradient] = []
-        self.hyperparameters: HyperparameterSnapshot = []
+        self.due: DueStep | None = None
         self.transformed = 0  # how many of the step's transforms have been applied
         self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
         self.touched_by: nn.Parameter | None = None

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.gradients.gate import can_be_gated
+from lightning_bytescheduler.gradients.gated_optimizer import can_have_a_gate
 from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter, steps_as_its_class
 
 __all__ = ["model_reasons", "optimizer_reasons", "unseen_parameters"]
@@ -30,6 +32,10 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     if not is_per_parameter(optimizer):
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
+        )
+    elif not can_have_a_gate(optimizer):
+        reasons.append(
+            f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)"
         )
     if not steps_as_its_class(optimizer):
         reasons.append(
@@ -81,12 +87,15 @@ def _end(parameter: nn.Parameter) -> int:
 def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted modules, whose code holds the memory itself, those of which a module keeps an alias (a tensor
-    attribute, buffer or frozen parameter over the same memory), and those of a class of their own. Compiled modules,
+    Those of scripted modules, whose code holds the memory itself, and those of a class of their own. Compiled modules,
     and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
-    when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
+    when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`, and who keeps an
+    alias by :class:`~lightning_bytescheduler.gradients.aliases.AliasDetector`; where PyTorch does not show aliases,
+    parameters of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count as
+    unseen.
     """
     compiled_too = not compiled_calls_are_seen()
+    aliases_show = AliasDetector(()).works
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}
     for parameter in model.parameters():
@@ -99,7 +108,7 @@ def unseen_parameters(model: nn.Module) -> set[int]:
             unseen.update(id(p) for p in module.parameters())
         for owner_of_method in _compiled_methods_owners(module) if compiled_too else ():
             unseen.update(id(p) for p in owner_of_method.parameters())
-        for alias in _plain_tensors(module):
+        for alias in () if aliases_show else _plain_tensors(module):
             owner = by_storage.get(alias.untyped_storage().data_ptr())
             if owner is not None:
                 unseen.add(owner)

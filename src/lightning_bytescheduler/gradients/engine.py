@@ -33,23 +33,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.gradients.aliases import AliasDetector
+from lightning_bytescheduler.gradients.aliases import AliasDetector, gradients_are_kept
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.function_touches import FunctionTouches
-from lightning_bytescheduler.gradients.gate import close_state, open_state
+from lightning_bytescheduler.gradients.gated_optimizer import close_state, open_state
 from lightning_bytescheduler.gradients.gradient_transforms import Unscale
 from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
-from lightning_bytescheduler.gradients.partial_step import (
-    plain_mode,
-    snapshot_hyperparameters,
-    step_partially,
-    wants_whole_steps,
-)
+from lightning_bytescheduler.gradients.partial_step import DueStep, plain_mode, step_partially, wants_whole_steps
 from lightning_bytescheduler.gradients.pending_updates import PendingUpdates
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.reduction import AllReduction, Reduction, ShardedReduction
@@ -109,9 +104,10 @@ class GradientEngine(PendingUpdates):
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
         self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
-        self.on_unseen_read: Callable[[list[nn.Parameter], int, bool], None] | None = (
-            None  # told also whether it was late
-        )
+        # Told which parameters, the step, and whether they surely had the weights of the step before.
+        self.on_unseen_read: Callable[[list[nn.Parameter], int, bool], None] | None = None
+        self.on_whole_step: Callable[[str], None] | None = None  # told why a step that could overlap does not
+        self.held_elsewhere: set[int] = set()  # ids of parameters whose memory somebody else held at the last step
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
         self.steps_offered = 0  # backward passes whose last bucket was handed over, ended or not
@@ -284,7 +280,9 @@ class GradientEngine(PendingUpdates):
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
         with self._lock:
             for update in self._updates:
-                if update.state is UpdateState.REDUCING and not update.gateable():
+                if update.state is UpdateState.REDUCING and (
+                    not update.gateable() or gradients_are_kept(update.parameters)
+                ):
                     self._await_gradient(update, "step")  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
 
@@ -332,22 +330,22 @@ class GradientEngine(PendingUpdates):
         """
         with self._lock:
             self._stream.note()
-            aliased = self._aliases.find()
-            for unseen in (
-                u for u in self._updates if self._unseen(u) or not aliased.isdisjoint(map(id, u.parameters))
-            ):
+            held = self.find_held() if self._gates_closed else set()
+            for unseen in (u for u in self._updates if self._unseen(u) or not held.isdisjoint(map(id, u.parameters))):
                 if unseen.state is UpdateState.REDUCING:
                     self._await_gradient(unseen, "step")  # whoever reads its weights later would not be noticed
             deferrable = [u for u in self._updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            whole = not self._gates_closed or wants_whole_steps(optimizer, step) or state_is_kept(optimizer)
+            whole = self._why_whole(optimizer, step) if self._gates_closed else "it is not overlapped"
             if whole or not deferrable:
+                if whole and self._gates_closed and self.on_whole_step is not None:
+                    self.on_whole_step(whole)
                 self._land()
                 self.count_synchronised_step(optimizer)
                 return None if self._transforms.leaves_step_out() else step()
             self.statistics.steps += 1
             bucket_of = {id(p): update for update in deferrable for p in update.parameters}
-            hyperparameters = snapshot_hyperparameters(optimizer)
+            due = self._due = DueStep(optimizer)
             now = []
             with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
                 for index, group in enumerate(optimizer.param_groups):
@@ -361,7 +359,7 @@ class GradientEngine(PendingUpdates):
                         else:
                             now.append((index, parameter, gradient))
             for update in deferrable:
-                update.hyperparameters = hyperparameters
+                update.due = due
                 update.state = UpdateState.DUE
                 self.statistics.deferred_updates += len(update.chosen)
                 self.statistics.updates += len(update.chosen)
@@ -373,8 +371,20 @@ class GradientEngine(PendingUpdates):
                 self.statistics.updates += len(now)
                 with self._or_torn(len(now)):
                     if not self._transforms.leaves_step_out():
-                        step_partially(optimizer, hyperparameters, now)
+                        step_partially(due, now)
             return None
+
+    def find_held(self) -> set[int]:
+        """Ids of parameters whose memory somebody else can read."""
+        self.held_elsewhere = self._aliases.find()
+        return self.held_elsewhere
+
+    def _why_whole(self, optimizer: Optimizer, step: Callable[[], Any]) -> str | None:
+        if why := wants_whole_steps(optimizer, step):
+            return why
+        if state_is_kept(optimizer):
+            return "somebody keeps the optimizer's state, or a tensor of it, and may read it at any time"
+        return None
 
     def count_synchronised_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took on its own."""
@@ -419,13 +429,14 @@ class GradientEngine(PendingUpdates):
                 update.state = UpdateState.DONE
             self._updates = []
             self._transforms.discard()
+            self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
     # ------------------------------------------------------------------ one bucket
 
     def _step_bucket(self, update: BucketUpdate) -> None:
-        if not update.chosen or self._optimizer is None:
+        if not update.chosen or update.due is None:
             return
         start = self._clock()
         with (
@@ -434,6 +445,6 @@ class GradientEngine(PendingUpdates):
         ):
             self._transforms.apply(update)
             if not self._transforms.leaves_step_out():
-                step_partially(self._optimizer, update.hyperparameters, update.chosen)
+                step_partially(update.due, update.chosen)
         self.statistics.deferred_step_s += self._clock() - start
         self._record(f"step bucket {update.index}", STEP, start, step=self._step_number)

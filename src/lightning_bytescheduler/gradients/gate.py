@@ -16,7 +16,6 @@ are told to open gates first (``doors.py``, ``compiled_calls.py``).
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,17 +30,14 @@ from torch.optim import Optimizer
 __all__ = [
     "Gate",
     "GatedParameter",
-    "GatedState",
     "any_closed",
     "arm",
     "can_be_gated",
-    "close_state",
     "closed_gates",
     "disarm",
     "gate_of",
     "is_armed",
     "open_gates",
-    "open_state",
 ]
 
 
@@ -222,62 +218,3 @@ def is_armed(parameter: nn.Parameter) -> bool:
 def gate_of(parameter: nn.Parameter) -> Gate | None:
     """The gate that is closed on ``parameter``, if any."""
     return _gates.get(id(parameter))
-
-
-class GatedState:
-    """Stands in for an optimizer's state while updates are due: ``optimizer.state[parameter]`` touches no parameter.
-
-    Args:
-        state: The optimizer's own.
-        flush: Called before the state is used; opens the gate.
-    """
-
-    def __init__(self, state: Any, flush: Callable[[], None]) -> None:
-        self.state = state
-        self._flush = flush
-
-    def _opened(self) -> Any:
-        self._flush()
-        return self.state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._opened(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._opened()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._opened()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._opened()[key]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._opened()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._opened())
-
-    def __len__(self) -> int:
-        return len(self._opened())
-
-    def __repr__(self) -> str:
-        return repr(self._opened())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._opened(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._opened().__reduce_ex__(protocol)
-
-
-def close_state(optimizer: Optimizer, flush: Callable[[], None]) -> None:
-    """Call ``flush`` before anybody uses ``optimizer``'s state; ``flush`` has to call :func:`open_state`."""
-    if not isinstance(optimizer.state, GatedState):
-        optimizer.state = GatedState(optimizer.state, flush)  # type: ignore[assignment]
-
-
-def open_state(optimizer: Optimizer) -> None:
-    """Give ``optimizer`` its own state back."""
-    if isinstance(optimizer.state, GatedState):
-        optimizer.state = optimizer.state.state

@@ -112,8 +112,9 @@ class ClipNorm:
         if self._coefficient is None:
             factor = 1.0 if self._after is None else self._after.factor
             with torch._C.DisableTorchFunctionSubclass():
-                kinds = {p.dtype for p in self._parameters}
-                norms = [_rounded(self._norm_of(p) * factor, p.dtype) for p in self._parameters]
+                # The norm of complex numbers is a real one.
+                kinds = {p.dtype.to_real() for p in self._parameters}
+                norms = [_rounded(self._norm_of(p) * factor, p.dtype.to_real()) for p in self._parameters]
             kind = torch.float32 if not kinds else kinds.pop()
             for other in kinds:
                 kind = torch.promote_types(kind, other)

@@ -2,14 +2,17 @@
 
 For optimizers whose update of a parameter depends on that parameter, its gradient, its state and its group's
 hyperparameters alone, stepping bucket by bucket gives the same bits as stepping all at once. The optimizer's own
-``step`` runs, over temporary parameter groups that hold the chosen parameters and the hyperparameters of the moment the
-step was due: learning-rate schedules move on before a deferred step happens (DESIGN 3, trap 4).
+``step`` runs on a stand-in for it: an object of its class with its attributes, the state as of the moment the step was
+due, and groups that hold the chosen parameters and the hyperparameters of that moment. Learning-rate schedules move on
+before a deferred step happens (DESIGN 3, trap 4), users replace state and groups, and nobody ever meets a temporary
+group: the optimizer itself stays as it is.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import os.path
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_bytescheduler.gradients.gate import GatedState
+from lightning_bytescheduler.gradients.gated_optimizer import attributes_of, can_have_a_gate, kind_of
 
 try:  # private, and only needed where a transform of torch.func is under way
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
@@ -37,6 +40,7 @@ except ImportError:
 _inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 __all__ = [
+    "DueStep",
     "HyperparameterSnapshot",
     "ParameterGradient",
     "has_step_hooks",
@@ -71,6 +75,7 @@ _PER_PARAMETER_NAMES = (
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
 )
+_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
@@ -79,8 +84,18 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
     """
     # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
-    step = inspect.unwrap(type(optimizer).step)
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__") and _is_torchs(step):
+        step = step.__wrapped__
+    if not _is_torchs(step):
+        return False  # somebody has put something around the class's step, or in its place
     return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
+
+
+def _is_torchs(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    file = "" if code is None else code.co_filename
+    return os.path.dirname(file) == _TORCH_OPTIM or os.path.basename(file) == "_contextlib.py"  # torch.no_grad()
 
 
 def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
@@ -90,21 +105,30 @@ def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
         optimizer: Any.
         step: The instance's step, where something else stands in for it at present.
     """
-    own = vars(optimizer).get("step") if step is None else step
+    own = attributes_of(optimizer).get("step") if step is None else step
     if getattr(own, "_wrapped_by_lr_sched", False):
         own = getattr(own, "__wrapped__", own)
     own = getattr(own, "__func__", own)  # of the method that an instance without a step of its own has
     return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
 
 
-def wants_whole_steps(optimizer: Optimizer, step: object) -> bool:
-    """Whether an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
+def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
+    """Why an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
 
     Args:
         optimizer: Any.
-        step: The instance's own step.
+        step: The instance's own step, where something else stands in for it at present.
     """
-    return has_step_hooks(optimizer) or not steps_as_its_class(optimizer, step) or not is_per_parameter(optimizer)
+    name = kind_of(optimizer).__name__
+    if has_step_hooks(optimizer):
+        return f"{name} has step hooks"
+    if not steps_as_its_class(optimizer, step):
+        return f"the step of this {name} was replaced"
+    if not is_per_parameter(optimizer):
+        return f"{name} is not known to update each parameter on its own"
+    if not can_have_a_gate(optimizer):
+        return f"{name} hides its state or its groups"
+    return None
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -134,14 +158,36 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def step_partially(
-    optimizer: Optimizer, hyperparameters: HyperparameterSnapshot, chosen: Sequence[ParameterGradient]
-) -> None:
-    """Run ``optimizer``'s own step for ``chosen``; everything else of it stays as it is.
+class DueStep:
+    """A step that is due: all that it depends on besides parameters and gradients, as of this moment.
 
     Args:
-        optimizer: See :func:`is_per_parameter`.
-        hyperparameters: One entry per group, from :func:`snapshot_hyperparameters`.
+        optimizer: Whose step it is, see :func:`wants_whole_steps`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.kind = kind_of(optimizer)
+        self.state = attributes_of(optimizer)["state"]  # not opening the gate
+        self.hyperparameters = snapshot_hyperparameters(optimizer)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._known = len(self.state)
+
+    def complete(self) -> None:
+        """Say that all parts have been taken: what they have added to the state gets the order of a whole step."""
+        if len(self.state) > self._known + 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                position = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+                added = list(self.state)[self._known :]
+                for key in sorted(added, key=lambda key: position.get(id(key), len(position))):
+                    self.state[key] = self.state.pop(key)
+
+
+def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
+    """Take ``due`` for ``chosen``; everything else of the optimizer stays as it is.
+
+    Args:
+        due: The step.
         chosen: Parameters with the gradients to step with; ``parameter.grad`` is put back afterwards.
     """
     by_group: dict[int, list[nn.Parameter]] = {}
@@ -151,15 +197,24 @@ def step_partially(
         if parameter.grad is not gradient:
             replaced.append((parameter, parameter.grad))
             parameter.grad = gradient
-    groups, state = optimizer.param_groups, optimizer.state
-    if isinstance(state, GatedState):
-        optimizer.state = state.state
-    optimizer.param_groups = [{**hyperparameters[group], "params": params} for group, params in by_group.items()]
+    own = attributes_of(due.optimizer)
+    groups = [{**due.hyperparameters[group], "params": params} for group, params in by_group.items()]
+    before = {**own, "state": due.state, "param_groups": groups}
+    # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps. Without the layer
+    # that calls hooks: there were none when the step was due.
+    step: Any = due.kind.step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    stand_in = object.__new__(due.kind)
+    after = attributes_of(stand_in)
+    after.update(before)
     try:
-        # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps.
-        type(optimizer).step(optimizer)
+        step(stand_in)
     finally:
-        optimizer.param_groups, optimizer.state = groups, state
+        # What the step notes on its optimizer, for example that it has checked the devices.
+        noted = {name: value for name, value in after.items() if name not in before or value is not before[name]}
+        noted.pop("param_groups", None)
+        own.update(noted)
         for parameter, gradient_before in replaced:
             parameter.grad = gradient_before
 

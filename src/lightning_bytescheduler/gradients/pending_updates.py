@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
-from lightning_bytescheduler.gradients.gate import open_state
+from lightning_bytescheduler.gradients.gated_optimizer import open_state
 from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
 from lightning_bytescheduler.gradients.other_processes import before_forks
-from lightning_bytescheduler.gradients.partial_step import plain_mode
+from lightning_bytescheduler.gradients.partial_step import DueStep, plain_mode
 from lightning_bytescheduler.gradients.profiling import profiled
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.gradients.step_transforms import StepTransforms
@@ -81,6 +81,7 @@ class PendingUpdates:
         self._updates: list[BucketUpdate] = []
         self._transforms = StepTransforms(None, (), self._wait)
         self._optimizer: Optimizer | None = None
+        self._due: DueStep | None = None
         self._gates_closed = False
         self._torn = 0  # parameters whose step broke off
         self._reads = UnseenReads()
@@ -172,6 +173,9 @@ class PendingUpdates:
             for update in self._updates:
                 if update.state in (UpdateState.DUE, UpdateState.STEPPED):
                     self._apply(update, why)
+            if self._due is not None:
+                self._due.complete()
+                self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
                 self._transforms.settle()

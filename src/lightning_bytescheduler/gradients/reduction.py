@@ -162,7 +162,9 @@ class ShardedReduction:
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
         with torch._C.DisableTorchFunctionSubclass():
-            sizes = [p.numel() for p in parameters]
+            sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
+        if buffer.is_complex():  # whose norm is that of all its real and imaginary parts
+            buffer = torch.view_as_real(buffer).view(-1)
         share = (tasks.world_size - 1) / tasks.world_size
         ready = ReadyMark(tasks.device)
         with self._lock:

@@ -58,7 +58,7 @@ class StepTransforms:
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """Take over dividing by the loss scale, or return ``None``."""
         parameters = self._take(optimizer, needs_norms=True)
-        if parameters is None or any(p.dtype is torch.float16 for p in parameters):
+        if parameters is None or any(p.dtype is torch.float16 or p.dtype.is_complex for p in parameters):
             return None
         self._unscale = Unscale(inverse_scale, parameters, self._norm_of)
         self._add(self._unscale)
@@ -74,8 +74,9 @@ class StepTransforms:
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Take over clipping by value; returns whether it was."""
-        if self._take(optimizer, needs_norms=False) is None:
-            return False
+        parameters = self._take(optimizer, needs_norms=False)
+        if parameters is None or any(p.dtype.is_complex for p in parameters):
+            return False  # torch has an error for complex numbers
         self._add(ClipValue(limit))
         return True
 

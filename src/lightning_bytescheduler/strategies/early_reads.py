@@ -1,5 +1,7 @@
 """Finds out who reads weights or gradients between steps, and so waits for what could have travelled on.
 
+Also counts steps that are taken whole for a reason that was not there when the fit began.
+
 Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads nothing
 costs nothing, one that reads every hundred steps costs every hundredth step.
 """
@@ -30,6 +32,7 @@ class EarlyReads:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._steps: Counter[str] = Counter()
+        self._whole: Counter[str] = Counter()
         self._first_step: dict[str, int] = {}
         self._told: set[str] = set()
 
@@ -37,6 +40,17 @@ class EarlyReads:
     def steps(self) -> dict[str, int]:
         """How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``."""
         return dict(self._steps)
+
+    @property
+    def whole_steps(self) -> dict[str, int]:
+        """How many steps were taken whole, by why."""
+        return dict(self._whole)
+
+    def note_whole_step(self, why: str) -> None:
+        """A step that could overlap is taken whole."""
+        self._whole[why] += 1
+        if self._whole[why] == _ENOUGH:
+            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
 
     def note(self) -> None:
         """Somebody further up this thread's stack waits; called at most once per step."""

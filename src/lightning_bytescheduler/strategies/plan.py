@@ -9,6 +9,10 @@ from typing import Literal
 __all__ = ["OverlapPlan"]
 
 _NAMES_SHOWN = 3
+_HELD = (
+    "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
+    "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,13 @@ class OverlapPlan:
             step before; from the next one on they are waited for.
         opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
             gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, and how often.
+        whole_steps: Why steps that were to overlap were not deferred, and how many, so far on this rank: what was not
+            there when the fit began, such as another optimizer, or somebody who keeps its state.
+        held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
+            is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
+            (``p.data = p.data.clone()`` before the fit) keeps the overlap.
+        deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
+            before the first.
     """
 
     steps: Literal["overlapped", "synchronised"]
@@ -46,6 +57,9 @@ class OverlapPlan:
     early_readers: Mapping[str, int] = field(default_factory=dict)
     read_unseen: Mapping[str, int] = field(default_factory=dict)
     opened_for: Mapping[str, int] = field(default_factory=dict)
+    whole_steps: Mapping[str, int] = field(default_factory=dict)
+    held_elsewhere: tuple[str, ...] = ()
+    deferred_share: float | None = None
 
     @property
     def overlapped(self) -> bool:
@@ -62,13 +76,10 @@ class OverlapPlan:
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
-            line += f"; {self._gated()} updated early, as reads of them cannot be seen (scripted or aliased)"
+            line += f"; {_some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
+        if self.held_elsewhere:
+            line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
         return f"{line}."
-
-    def _gated(self) -> str:
-        shown = ", ".join(map(repr, self.gated_at_start[:_NAMES_SHOWN]))
-        more = len(self.gated_at_start) - _NAMES_SHOWN
-        return f"{shown} and {more} more" if more > 0 else shown
 
     def __repr__(self) -> str:
         how = ", except the first" if self.overlapped else ""
@@ -81,9 +92,20 @@ class OverlapPlan:
                 else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
             )
         if self.gated_at_start:
-            lines.append(f"updated early: {self._gated()}")
+            lines.append(f"updated early: {_some_of(self.gated_at_start)}")
+        if self.held_elsewhere:
+            lines.append(f"{_some_of(self.held_elsewhere)} {_HELD}")
+        if self.overlapped and self.deferred_share is not None:
+            lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
+        lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
         lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
         lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"
+
+
+def _some_of(names: tuple[str, ...]) -> str:
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

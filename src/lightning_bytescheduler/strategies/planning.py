@@ -18,7 +18,7 @@ from lightning_bytescheduler.gradients.eligibility import model_reasons, optimiz
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.step_deferral import scales_losses, steps_plainly
 
-__all__ = ["make_plan", "norm_needed_by", "precision_reasons"]
+__all__ = ["make_plan", "names_of", "norm_needed_by", "precision_reasons"]
 
 
 def make_plan(
@@ -31,6 +31,7 @@ def make_plan(
     group: dist.ProcessGroup,
     device: torch.device,
     unseen: Iterable[int] = (),
+    held: Iterable[int] = (),
 ) -> OverlapPlan:
     """Decide for this rank.
 
@@ -43,6 +44,7 @@ def make_plan(
         group: The scheduler's data group.
         device: Where gradients live.
         unseen: Ids of parameters that may be read without a touch.
+        held: Ids of parameters whose memory somebody else can read.
     """
     reasons = []
     if not cross_barrier:
@@ -70,11 +72,12 @@ def make_plan(
         steps="overlapped",
         gradients="reduce-scatter" if needed_by else "all-reduce",
         norm_needed_by=needed_by,
-        gated_at_start=_names_of(module, unseen),
+        gated_at_start=names_of(module, unseen),
+        held_elsewhere=names_of(module, held),
     )
 
 
-def _names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
+def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
     """Names of the parameters with these ids."""
     ids = set(parameters)
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)

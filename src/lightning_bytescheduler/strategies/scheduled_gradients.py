@@ -25,6 +25,7 @@ from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
+from lightning_bytescheduler.gradients.partial_step import wants_whole_steps
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -32,7 +33,7 @@ from lightning_bytescheduler.strategies.announcement import announce, announce_m
 from lightning_bytescheduler.strategies.ddp_options import check_module
 from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.plan import OverlapPlan
-from lightning_bytescheduler.strategies.planning import make_plan, norm_needed_by
+from lightning_bytescheduler.strategies.planning import make_plan, names_of, norm_needed_by
 from lightning_bytescheduler.strategies.step_deferral import deferring, then
 from lightning_bytescheduler.strategies.tuned_fit import FitTuning
 from lightning_bytescheduler.tuning.point import TuningPoint
@@ -71,17 +72,29 @@ class ScheduledGradients:
         self._early_reads: EarlyReads | None = None
         self._read_unseen: dict[str, int] = {}
         self._opened_for: Mapping[str, int] = {}
-        self._optimizer_handles: list[Any] = []
         self._lost_weights: SchedulerClosedError | None = None
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        if self._plan is None or self._early_reads is None:
+        module, runtime, reads, share = self._strategy.lightning_module, self.runtime, self._early_reads, None
+        if self._plan is None or reads is None:
             return self._plan
+        if self.statistics is not None and self.statistics.updates:
+            share = self.statistics.deferred_share
+        if runtime is not None and module is not None:
+            # Not only what was known at the start: reads that nobody sees are found in the first step, and who keeps an
+            # alias may have come later.
+            self._plan = replace(
+                self._plan,
+                gated_at_start=names_of(module, runtime.engine.gated_at_forward_start),
+                held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
+            )
         return replace(
             self._plan,
-            early_readers=self._early_reads.steps,
+            early_readers=reads.steps,
+            whole_steps=reads.whole_steps,
+            deferred_share=share,
             read_unseen=dict(self._read_unseen),
             opened_for=dict(self._opened_for),
         )
@@ -143,6 +156,7 @@ class ScheduledGradients:
             group=runtime.group,
             device=self._strategy.root_device,
             unseen=engine.gated_at_forward_start,
+            held=engine.find_held(),
         )
         agree = self._strategy.reduce_boolean_decision
         # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
@@ -157,6 +171,7 @@ class ScheduledGradients:
             self._read_unseen = {}
             engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
             self._opened_for = engine.opened_for
+            engine.on_whole_step = self._early_reads.note_whole_step
             tuned = self._tuning is not None and self._tuning.begin(
                 module, runtime, self._strategy.root_device, self._note_point
             )
@@ -164,12 +179,6 @@ class ScheduledGradients:
                 engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
                 engine.on_mode = self._note_mode
                 self._plan = replace(plan, as_ddp=engine.mode is True)
-            optimizer = self._strategy.optimizers[0]
-            # The optimizer's state is read without touching a parameter.
-            self._optimizer_handles = [
-                optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
-            ]
         else:
             engine.mode = self._options.mode == "ddp"
             self._plan = replace(plan, as_ddp=engine.mode is True)
@@ -179,9 +188,7 @@ class ScheduledGradients:
 
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
-        for handle in self._optimizer_handles:
-            handle.remove()
-        self._optimizer_handles = []
+        self._plan = self.plan  # with the names that the engine knows
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)
@@ -236,8 +243,11 @@ class ScheduledGradients:
         if runtime is None:
             return take(closure)
         engine = runtime.engine
-        if not engine.cross_barrier or not deferrable:
-            output = take(closure if deferrable else then(closure, engine.flush))
+        why_whole = wants_whole_steps(optimizer) if engine.cross_barrier else None  # as of now: it may be another one
+        if not engine.cross_barrier or not deferrable or why_whole:
+            if why_whole and self._early_reads is not None:
+                self._early_reads.note_whole_step(why_whole)
+            output = take(closure if deferrable and not why_whole else then(closure, engine.flush))
             engine.count_synchronised_step(optimizer)
             return output
         with deferring(optimizer, engine, self._strategy.precision_plugin):

@@ -83,7 +83,7 @@ def _or_else(
 
 @contextmanager
 def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = vars(owner)
+    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
     absent = object()
     before = attributes.get(name, absent)
     setattr(owner, name, value)
