@@ -97,7 +97,7 @@ class GradientEngine:
     ) -> None:
         self.statistics = statistics
         self.cross_barrier = cross_barrier
-        self.merges = True  # buckets of a step as DDP's, up to DDP's own sizes; not where the user has chosen them
+        self.merged_bytes = 0  # messages of a step as DDP's, see merged_buckets.py; the same on all ranks
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
@@ -153,7 +153,7 @@ class GradientEngine:
         if self._merged is not None:
             self._last_hook = self._clock()
             self.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
-            return self._merged.reduce(buffer, last=bucket.is_last())
+            return self._merged.reduce(buffer, index=index, last=bucket.is_last())
         reduction = self._reduction
         if reduction is None:
             raise RuntimeError("DDP reduced a bucket outside a backward pass.")
@@ -188,7 +188,9 @@ class GradientEngine:
             self._core.drain(self._timeout)  # NCCL goes by the order of launches; this thread launches next
         self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
-        self._merged = MergedBuckets(self._transport.group, self._device, merges=self.merges) if as_ddp else None
+        self._merged = None
+        if as_ddp:
+            self._merged = MergedBuckets(self._transport.group, self._device, self._futures, limit=self.merged_bytes)
         kind = ShardedReduction if self.sharded and self._deferring else AllReduction
         self._reduction = kind(self._core, self._transport, self._step_number, self._device)
         self._transforms = StepTransforms(self._reduction, self._updates, self._wait)

@@ -22,6 +22,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
+from lightning_bytescheduler.gradients.merged_buckets import merged_bytes
 from lightning_bytescheduler.gradients.mode_trial import ModeTrial
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
@@ -107,7 +108,8 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
         )
-        self.runtime.engine.merges = not self._own_buckets
+        if not self._own_buckets:
+            self.runtime.engine.merged_bytes = merged_bytes(device, agreed.link)
         self.statistics = self.runtime.statistics
         announce(self._options, agreed, groups.world_size)
 
