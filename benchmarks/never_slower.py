@@ -2,8 +2,8 @@
 
 Two ranks on loopback, each on a processor of its own, train a model with real compute under ``ddp`` and under
 ``bytescheduler`` as it is by default, in turns and in both orders (ddp, ours, ours, ddp, ...), in the same processes.
-Each pair of neighbours gives one ratio for each window of steps; medians of the ratios are printed, with the smallest and
-the largest. A first pair, with what a process loads once, does not count.
+Each pair of neighbours gives one ratio for each window of steps; medians of the ratios are printed, with the smallest
+and the largest. A first pair, with what a process loads once, does not count.
 
 ``--steps 60`` measures a short fit, ``--steps 500`` gives the first 100 steps, the first 500, and steps 200 to 450. A
 machine that cannot be had for long is measured in slices: ``--add FILE`` adds each call's pairs to those in the file.
@@ -79,7 +79,9 @@ def rows_of(fits: Sequence[Fit], steps: int) -> Iterator[tuple[str, str]]:
     for window in windows_of(steps):
         first, last = window
         found = ratios(fits, window)
-        step_ms = [1e3 * statistics.median(seconds_in(f, window) for f in some) / (last - first) for some in (ddp, ours)]
+        step_ms = [
+            1e3 * statistics.median(seconds_in(f, window) for f in some) / (last - first) for some in (ddp, ours)
+        ]
         yield (
             f"steps {first} to {last}",
             f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f}), "

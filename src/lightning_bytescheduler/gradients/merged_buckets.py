@@ -15,6 +15,8 @@ every rank has launched it.
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -58,13 +60,21 @@ class MergedBuckets:
         device: Where gradients live.
         futures: Where completed ones are kept from step to step.
         limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets as they are.
+        processors: That this rank has for itself.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, futures: BucketFutures, *, limit: int = _BYTES
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        futures: BucketFutures,
+        *,
+        limit: int = _BYTES,
+        processors: int = 1,
     ) -> None:
         self._group = group
         self._scale = 1.0 / group.size()
+        self._processors = processors
         self._futures = futures
         self._waits_here = device.type == "cpu"
         # Gloo sends several tensors as one on a CPU only.
@@ -76,6 +86,8 @@ class MergedBuckets:
         self._error: BaseException | None = None
         self._limit = min(limit, _FIRST_BYTES)
         self._next_limit = limit
+        self.hideable_s = math.inf
+        """How long this rank has waited at the end with nothing to do; infinite where that is not known."""
 
     def reduce(self, buffer: torch.Tensor, *, index: int, last: bool) -> torch.futures.Future[torch.Tensor]:
         """Average ``buffer`` over all ranks, in place, together with its neighbours.
@@ -141,8 +153,16 @@ class MergedBuckets:
                 work.get_future().add_done_callback(partial(_arrived, together))
 
     def _await(self) -> None:
+        if not self._waits_here:
+            return
+        start, busy = time.perf_counter(), time.process_time()
         for work in self._works:
             wait_unless(work, lambda: self._error, look_every=_LOOK_EVERY)
+        waited = time.perf_counter() - start
+        # Where communication needs the processors on which the model computes, it cannot be hidden behind that.
+        if torch.get_num_threads() >= self._processors:
+            waited -= (time.process_time() - busy) / self._processors
+        self.hideable_s = max(waited, 0.0)
 
 
 def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
