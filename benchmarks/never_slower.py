@@ -3,7 +3,7 @@
 Two ranks on loopback, each on a processor of its own, train a model with real compute under ``ddp`` and under
 ``bytescheduler`` as it is by default, in turns and in both orders (ddp, ours, ours, ddp, ...), in the same processes.
 Each pair of neighbours gives one ratio for each window of steps; medians of the ratios are printed, with the smallest
-and the largest. A first pair, with what a process loads once, does not count.
+and the largest. A first pair of a few steps, with what a process loads once, does not count.
 
 ``--steps 60`` measures a short fit, ``--steps 500`` gives the first 100 steps, the first 500, and steps 200 to 450. A
 machine that cannot be had for long is measured in slices: ``--add FILE`` adds each call's pairs to those in the file.
@@ -26,6 +26,7 @@ from benchmarks.measure import MeasurementFailed, ranks_of
 from benchmarks.models import REAL_MODELS
 
 _WINDOWS = ((0, 60), (0, 100), (0, 500), (200, 450))
+_WARM_UP_STEPS = 20
 
 Fit = dict[str, Any]
 
@@ -101,13 +102,14 @@ def measure(contender: str, options: argparse.Namespace) -> list[Fit]:
     Raises:
         MeasurementFailed: If a rank fails.
     """
-    contenders = order(contender, options.pairs)
-    asked = {"model": options.model, "steps": options.steps, "contenders": ["ddp", contender, *contenders]}
+    fits_asked = [(name, _WARM_UP_STEPS) for name in ("ddp", contender)]
+    fits_asked += [(name, options.steps) for name in order(contender, options.pairs)]
+    asked = {"model": options.model, "fits": fits_asked}
     command = [sys.executable, "-m", "benchmarks.never_slower_rank", json.dumps(asked)]
     with ranks_of(command, options.workers, None) as (ranks, _):
         fits = [json.loads(line) for line in ranks[0].stdout or () if line.startswith(b"{")]
         codes = [rank.wait() for rank in ranks]
-    if any(codes) or len(fits) < len(contenders) + 2:
+    if any(codes) or len(fits) < len(fits_asked):
         raise MeasurementFailed(f"Ranks ended with codes {codes} after {len(fits)} fits. Run one by hand: {command}")
     return fits[2:]
 

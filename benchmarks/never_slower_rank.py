@@ -88,10 +88,10 @@ def main(specification: str) -> None:
     warnings.simplefilter("ignore")
     asked = json.loads(specification)
     first_port = int(os.environ["MASTER_PORT"])
-    for number, contender in enumerate(asked["contenders"]):
+    for number, (contender, steps) in enumerate(asked["fits"]):
         os.environ["MASTER_PORT"] = str(first_port + number)  # a store of its own, see rank.py
         torch.manual_seed(0)
-        result = run(contender, REAL_MODELS[asked["model"]](), asked["steps"])
+        result = run(contender, REAL_MODELS[asked["model"]](), steps)
         if rank == 0:
             print(json.dumps(result), flush=True)
 
