@@ -44,3 +44,14 @@ def test_steps_taken_as_ddps() -> None:
     plan = OverlapPlan(steps="overlapped", as_ddp=True)
     assert plan.summary() == "steps are taken as DDP takes them."
     assert "steps: as DDP takes them, at present" in repr(plan)
+
+
+def test_a_plan_says_what_was_measured() -> None:
+    plan = OverlapPlan(steps="overlapped", as_ddp=True, pace="communication exposed 0.8 of 23.0 ms")
+    assert plan.summary() == "steps as ddp's: communication exposed 0.8 of 23.0 ms."
+    assert repr(plan).splitlines()[1:3] == [
+        "  steps: as DDP takes them, at present",
+        "  because communication exposed 0.8 of 23.0 ms",
+    ]
+    plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
+    assert plan.summary() == "steps are synchronised, and taken as DDP takes them, because it is manual (do not)."

@@ -28,7 +28,7 @@ _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to
 _ASK_AGAIN = 50  # steps of waiting until more may be lost
 _CONTENDERS = 3
 _CONTENDS = 0.02  # of the best step time, beside errors
-_REACHES = 3.0  # standard errors
+_PLAIN_CONTENDS = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,13 @@ class Exploration:
         if best is None:
             return []
         reach = best.step_seconds * (1 + _CONTENDS)
+        plain_reach = best.step_seconds * (1 + _PLAIN_CONTENDS)  # the fastest of many trials is fast by luck, too
         may_be_as_fast = sorted(
-            (trial for trial in self.trials if trial.step_seconds - _REACHES * trial.error_seconds <= reach),
+            (
+                trial
+                for trial in self.trials
+                if trial.step_seconds - 2 * trial.error_seconds <= (plain_reach if trial.point.is_plain_ddp else reach)
+            ),
             key=lambda trial: trial.step_seconds,
         )
         plain = [trial for trial in may_be_as_fast if trial.point.is_plain_ddp][:1]
