@@ -1,8 +1,8 @@
 """The fastest few, measured again in turns before one is chosen.
 
 The fastest of many noisy measurements is fast in part by luck, and the machine may have drifted between the first
-trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both. Plain DDP, which has fewer moving parts, is
-left for what is faster beyond chance only: where nothing is to be gained, one of many points always looks a bit faster.
+trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both. Plain DDP, which has fewer moving parts,
+is left for what is faster beyond chance only: where nothing is to be gained, one of many points always looks faster.
 """
 
 from __future__ import annotations
