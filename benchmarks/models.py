@@ -38,13 +38,14 @@ class ManyLayers(L.LightningModule):
         depth: Number of layers.
         width: Of each.
         batch_size: Rows per step.
+        activation: Of each layer.
     """
 
-    def __init__(self, depth: int, width: int, batch_size: int) -> None:
+    def __init__(self, depth: int, width: int, batch_size: int, activation: type[nn.Module] = nn.ReLU) -> None:
         super().__init__()
         self.width = width
         self.batch_size = batch_size
-        layers = [part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())]
+        layers = [part for _ in range(depth) for part in (nn.Linear(width, width), activation())]
         self.layers = nn.Sequential(*layers)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -63,5 +64,6 @@ REAL_MODELS = {
     "text transformer": lambda: TextTransformer(GPTSize(layers=6, width=256, heads=4, context=64), batch_size=8),
     "perceptron": lambda: ManyLayers(depth=16, width=512, batch_size=64),
     "100 small layers": lambda: ManyLayers(depth=100, width=64, batch_size=256),
+    "100 layers": lambda: ManyLayers(depth=100, width=256, batch_size=64, activation=nn.Tanh),
 }
 """What can be trained for real, by name."""

@@ -210,7 +210,7 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
             credit=400,
             bucket_cap_mb=options.get("bucket_cap_mb", 0.001),
             cross_barrier=options.get("cross_barrier", True),
-            mode=options.get("mode", "auto"),
+            mode=options.get("mode", "auto" if "tuner" in options else "overlapped"),
             credit_tuning="tuner" in options,
             partition_tuning="tuner" in options,
             **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),

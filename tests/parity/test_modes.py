@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +12,7 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
-from lightning_bytescheduler.gradients.mode_trial import ModeTrial
+from lightning_bytescheduler.gradients.mode_trial import ModeChoice, ModeFound, ModeTrial
 from lightning_bytescheduler.strategies import scheduled_gradients
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.test_training import MixedTypes
@@ -21,14 +23,40 @@ from tests.support.rank_pool import RankPool
 adamw = partial(AdamW, lr=0.01)
 
 
-def run_with_trial(rank: int, recipe: Recipe, prefers_ddp: bool, **trial: int) -> Outcome:
-    """A fit whose trial is short, and ends as it is told to on rank 0 and otherwise on the others."""
-    make = partial(ModeTrial, **trial)
-    with (
-        patch.object(scheduled_gradients, "ModeTrial", make),
-        patch.object(ModeTrial, "prefers_ddp", lambda _: prefers_ddp == (rank == 0)),
-    ):
-        return train(rank, recipe, Run(options={**SIZES, "mode": "auto"}))
+class Restless(ModeTrial):
+    """Wants another mode at each look, in another order on each rank, and looks often."""
+
+    def __init__(self, rank: int, wanted: list[tuple[bool, bool]], **given: Any) -> None:
+        super().__init__(**given)
+        self._rank = rank
+        self._wanted = itertools.cycle(wanted)
+        self.modes: list[bool] = []
+
+    def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
+        as_ddp, trying = next(self._wanted)
+        return ModeChoice(as_ddp=as_ddp != (self._rank > 0), trying=trying)
+
+    def settle(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
+        found = super().settle(step, choice, exposed)
+        self.next_look = step + 1 + step % 3
+        return found
+
+    def as_ddp(self, step: int) -> bool:
+        self.modes.append(super().as_ddp(step))
+        return self.modes[-1]
+
+
+def run_restlessly(rank: int, recipe: Recipe, wanted: list[tuple[bool, bool]]) -> tuple[Outcome, list[bool]]:
+    """A fit whose mode changes as rank 0 wants, and the mode of each step."""
+    made: list[Restless] = []
+
+    def make(**given: Any) -> Restless:
+        made.append(Restless(rank, wanted, **given))
+        return made[-1]
+
+    with patch.object(scheduled_gradients, "ModeTrial", make):
+        outcome = train(rank, recipe, Run(options={**SIZES, "mode": "auto", "credit_tuning": False}))
+    return outcome, made[0].modes
 
 
 @pytest.mark.parametrize(
@@ -86,17 +114,46 @@ def test_buckets_of_a_size_that_was_chosen_are_not_merged(two_ranks: RankPool) -
     assert set(counts) == {1}
 
 
-@pytest.mark.parametrize("prefers_ddp", [False, True])
-def test_ranks_agree_on_what_rank_zero_found(two_ranks: RankPool, prefers_ddp: bool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=40)
-    short: dict[str, Any] = {"warm_up": 4, "turn": 2, "turns": 4, "again_after": 12}
-    ours = two_ranks.run(run_with_trial, recipe=recipe, prefers_ddp=prefers_ddp, **short)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(model=partial(Tower, optimizer=adamw), steps=30),
+        Recipe(model=partial(MixedTypes, optimizer=adamw), steps=20),
+        Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=20),
+        Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=20),
+    ],
+)
+def test_ranks_change_together_as_rank_zero_wants(two_ranks: RankPool, recipe: Recipe) -> None:
+    wanted = [(False, True), (True, False), (False, False), (True, True), (True, True)]
+    results = two_ranks.run(run_restlessly, recipe=recipe, wanted=wanted)
+    ours = [outcome for outcome, _ in results]
     (ddp,) = train_on(two_ranks, recipe, DDP)
     assert_same(ddp, ours)
-    # Steps 1 to 12 and 25 to 32 are the same in both cases: of these, 2 to 6, 9, 10, 25, 26, 29 and 30 overlap.
-    expected = 11 + (0 if prefers_ddp else 20)
+    (_, zero), (_, one) = results
+    assert zero == one, "the same on both ranks in every step"
+    assert sum(a != b for a, b in itertools.pairwise(zero)) >= len(zero) // 5
+    assert ours[0].statistics is not None
+    assert ours[0].statistics.overlapped_steps == zero.count(False)
+
+
+def test_a_fit_begins_as_ddp_and_says_why(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12)
+    run = Run(options={**SIZES, "mode": "auto", "credit_tuning": False}, network="plain")
+    ddp, ours = train_on(two_ranks, recipe, DDP, run)
+    assert_same(ddp, ours)
     for outcome in ours:
-        assert outcome.statistics is not None
-        assert outcome.statistics.overlapped_steps == expected
         assert outcome.plan is not None
-        assert outcome.plan.as_ddp == prefers_ddp
+        assert outcome.plan.pace
+        assert f"because {outcome.plan.pace}" in repr(outcome.plan)
+        if outcome.plan.as_ddp:  # as long as nobody else holds up one of the ranks
+            assert outcome.plan.summary() == f"steps as ddp's: {outcome.plan.pace}."
+
+
+def test_steps_that_cannot_overlap_are_ddps_unless_parts_were_asked_for(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}, steps=8)
+    ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SIZES, "mode": "auto"}))
+    assert_same(ddp, ours)
+    assert ours[0].plan is not None
+    assert not ours[0].plan.overlapped
+    assert ours[0].plan.as_ddp
+    assert ours[0].plan.summary().startswith("steps are synchronised, and taken as DDP takes them, because grad")

@@ -57,3 +57,14 @@ def test_what_has_come_to_pass_is_told() -> None:
     assert "p.data = p.data.clone()" in plan.summary()
     assert "so far 75% of the updates crossed the step boundary" in repr(plan)
     assert "3 steps were taken whole, because SGD has step hooks" in repr(plan)
+
+
+def test_a_plan_says_what_was_measured() -> None:
+    plan = OverlapPlan(steps="overlapped", as_ddp=True, pace="communication exposed 0.8 of 23.0 ms")
+    assert plan.summary() == "steps as ddp's: communication exposed 0.8 of 23.0 ms."
+    assert repr(plan).splitlines()[1:3] == [
+        "  steps: as DDP takes them, at present",
+        "  because communication exposed 0.8 of 23.0 ms",
+    ]
+    plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
+    assert plan.summary() == "steps are synchronised, and taken as DDP takes them, because it is manual (do not)."

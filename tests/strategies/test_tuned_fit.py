@@ -6,11 +6,13 @@ import csv
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.gradients.mode_trial import ModeChoice, ModeTrial
 from lightning_bytescheduler.gradients.runtime import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.strategies.announcement import announce
@@ -25,7 +27,7 @@ HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
 
 
 def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    zero, one = two_ranks.run(tuned_fit, steps=240, logs=str(tmp_path))
+    zero, one = two_ranks.run(tuned_fit, steps=240, logs=str(tmp_path), slow=True)
     assert zero.points == one.points
     assert all(zero.is_tuned)
     assert zero.tuners == one.tuners == 1
@@ -46,12 +48,32 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     assert "plain DDP" in capsys.readouterr().out
 
 
+def overlapping_from(rank: int, step: int) -> Seen:
+    """A fit on a fast link in which rank 0 finds before ``step`` that overlapped steps pay."""
+
+    def choose(trial: ModeTrial, at: int, exposed: Any) -> ModeChoice:
+        return ModeChoice(as_ddp=at < step or rank > 0, trying=False)
+
+    with patch.object(ModeTrial, "choose", choose):
+        return tuned_fit(rank, steps=160)
+
+
+def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
+    zero, one = two_ranks.run(overlapping_from, step=8)
+    assert zero.points == one.points
+    assert zero.is_tuned == one.is_tuned == [False] * 7 + [True] * 153
+    assert zero.entries[0].kind == "start"
+    assert one.entries == ()
+    assert zero.left == one.left == []
+
+
 @pytest.mark.parametrize(
     ("given", "tuned"),
     [
-        ({"steps": SHORTEST_FIT - 1}, False),
+        ({"steps": 8, "environment": {}}, False),
+        ({"steps": SHORTEST_FIT - 1, "slow": True}, False),
         ({"steps": 8, "tuner": {}}, True),
-        ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}}, False),
+        ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
         ({"steps": 8, "environment": {"CREDIT_TUNING": "0"}, "tuner": {}, "options": {"credit_tuning": True}}, True),
         ({"steps": 8, "environment": {"PARTITION_TUNING": "1"}, "tuner": {}}, True),
         ({"steps": 8, "tuner": {}, "options": {"credit": 500}}, False),

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
+from lightning_bytescheduler.strategies import scheduled_gradients
 from tests.strategies.fits import trainer_with
 from tests.support.models import Tower
 
@@ -71,6 +72,7 @@ def tuned_fit(
     logs: str | None = None,
     save: dict[int, str] | None = None,
     resume: str | None = None,
+    slow: bool = False,
 ) -> Seen:
     """Fit once.
 
@@ -83,13 +85,17 @@ def tuned_fit(
         logs: Where a logger writes.
         save: Checkpoints by step.
         resume: A checkpoint.
+        slow: Whether the link is taken for a slow one, on which steps overlap and are tuned from the start.
     """
     seen = Seen()
     callbacks: list[Callback] = [_Looks(seen, save or {})]
     if tuner is not None:
         callbacks.append(CreditTuner(**tuner))
     given = {f"BYTESCHEDULER_{name}": value for name, value in (environment or {}).items()}
-    with patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}):
+    with (
+        patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}),
+        patch.object(scheduled_gradients, "is_slow", lambda *_, **__: slow and rank == 0),
+    ):
         strategy = ByteSchedulerStrategy(**{"bucket_cap_mb": 0.002, **(options or {})})
         trainer = trainer_with(
             rank,

@@ -176,6 +176,11 @@ class CreditTuner(pl.Callback):
         return self._tuning.current
 
     @property
+    def knows_something(self) -> bool:
+        """Whether there is a state to go on from: a checkpoint's, or the last fit's."""
+        return self._state is not None
+
+    @property
     def current(self) -> TuningPoint:
         """What was decided last.
 

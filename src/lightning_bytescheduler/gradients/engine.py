@@ -43,7 +43,7 @@ from lightning_bytescheduler.gradients.gradient_transforms import Unscale
 from lightning_bytescheduler.gradients.kept_state import state_is_kept
 from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_agreement import agree_on_mode
-from lightning_bytescheduler.gradients.mode_trial import ModeTrial
+from lightning_bytescheduler.gradients.mode_trial import ModeFound, ModeTrial
 from lightning_bytescheduler.gradients.partial_step import DueStep, plain_mode, step_partially, wants_whole_steps
 from lightning_bytescheduler.gradients.pending_updates import PendingUpdates
 from lightning_bytescheduler.gradients.profiling import profiled
@@ -99,10 +99,11 @@ class GradientEngine(PendingUpdates):
             clock=clock,
         )
         self.cross_barrier = cross_barrier
-        self.merges = True  # buckets of a step as DDP's, up to DDP's own sizes; not where the user has chosen them
+        self.processors = 1  # that this rank has for itself
+        self.merged_bytes = 0  # messages of a step as DDP's, see merged_buckets.py; the same on all ranks
         self.sharded = False  # reduce in shards, which makes norms known early; must be the same on all ranks
         self.mode: ModeTrial | bool = False  # whether steps are taken as DDP does, or how to find out; as on all ranks
-        self.on_mode: Callable[[bool, float, float], None] | None = None  # told what was found, and both medians
+        self.on_mode: Callable[[ModeFound], None] | None = None  # told what was found
         self.on_forward: Callable[[int], None] | None = None  # told the step; may change mode and sizes, on all ranks
         # Told which parameters, the step, and whether they surely had the weights of the step before.
         self.on_unseen_read: Callable[[list[nn.Parameter], int, bool], None] | None = None
@@ -152,7 +153,10 @@ class GradientEngine(PendingUpdates):
         if self._merged is not None:
             self._last_hook = self._clock()
             self.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
-            return self._merged.reduce(buffer, last=bucket.is_last())
+            future = self._merged.reduce(buffer, index=index, last=bucket.is_last())
+            if bucket.is_last() and not isinstance(self.mode, bool):
+                self.mode.note_exposed(self._merged.hideable_s)
+            return future
         reduction = self._reduction
         if reduction is None:
             raise RuntimeError("DDP reduced a bucket outside a backward pass.")
@@ -187,7 +191,11 @@ class GradientEngine(PendingUpdates):
             self._core.drain(self._timeout)  # NCCL goes by the order of launches; this thread launches next
         self._deferring = self.cross_barrier and self._step_number > 1 and not as_ddp
         self._gates_closed = False
-        self._merged = MergedBuckets(self._transport.group, self._device, merges=self.merges) if as_ddp else None
+        self._merged = None
+        if as_ddp:
+            self._merged = MergedBuckets(
+                self._transport.group, self._device, self._futures, limit=self.merged_bytes, processors=self.processors
+            )
         kind = ShardedReduction if self.sharded and self._deferring else AllReduction
         self._reduction = kind(self._core, self._transport, self._step_number, self._device)
         self._transforms = StepTransforms(self._reduction, self._updates, self._wait)
@@ -226,7 +234,7 @@ class GradientEngine(PendingUpdates):
                 self._waiting = False
         if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
             self._step_times.settle(self.mode.note)
-            agree_on_mode(self.mode, self._device, self.on_mode)
+            agree_on_mode(self.mode, self._step_number + 1, self._device, self.on_mode)
         self._in_forward = True
         self._read_early = False
         self.phase = f"in training_step, step {self._step_number + 1}"

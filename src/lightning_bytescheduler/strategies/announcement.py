@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_bytescheduler.gradients.mode_trial import ModeFound
 from lightning_bytescheduler.gradients.runtime import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["announce", "announce_mode", "say_unseen"]
+__all__ = ["announce", "announce_mode", "reason_for", "say_unseen"]
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +52,27 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) ->
             logger.addHandler(logging.StreamHandler())
 
 
-def announce_mode(as_ddp: bool, overlapped_s: float, as_ddp_s: float) -> None:
-    """Say which way of stepping was faster.
+def reason_for(found: ModeFound) -> str:
+    """Say in a few words why steps are taken as they are.
 
     Args:
-        as_ddp: Whether steps are taken as DDP does from here on.
-        overlapped_s: Typical step with updates that cross the step boundary, in seconds.
-        as_ddp_s: Typical step as DDP's, in seconds.
+        found: What ranks have agreed on, and from what.
     """
-    measured = f"overlapped steps took {1e3 * overlapped_s:.1f} ms, steps as DDP's {1e3 * as_ddp_s:.1f} ms"
-    if as_ddp:
-        rank_zero_info(
-            f"bytescheduler: steps are taken as DDP does from here on, as {measured}: there is nothing to hide. "
-            "mode='overlapped' leaves this out."
-        )
-    else:
-        rank_zero_info(f"bytescheduler: steps stay overlapped, as {measured}.")
+    if not math.isnan(found.overlapped_s):
+        return f"overlapped steps took {1e3 * found.overlapped_s:.1f} ms, steps as ddp's {1e3 * found.as_ddp_s:.1f} ms"
+    if math.isfinite(found.exposed_s):
+        return f"communication exposed {1e3 * found.exposed_s:.1f} of {1e3 * found.as_ddp_s:.1f} ms"
+    return "it is not known what could be hidden"
+
+
+def announce_mode(found: ModeFound) -> None:
+    """Say which way steps are taken from here on, and why.
+
+    Args:
+        found: What ranks have agreed on, and from what.
+    """
+    way = "steps as ddp's" if found.as_ddp else "steps overlap"
+    rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
 
 
 def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:

@@ -30,8 +30,9 @@ class OverlapPlan:
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
-        as_ddp: Whether steps are taken as DDP takes them at present, because of ``mode="ddp"`` or, where they could
-            overlap, because a trial found that faster.
+        as_ddp: Whether steps are taken as DDP takes them at present: because of ``mode="ddp"``, because they cannot
+            overlap, or because little could be hidden or a trial found that faster.
+        pace: Why they are taken as DDP's, or overlap, as far as that was measured; in a few words.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
         read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
@@ -54,6 +55,7 @@ class OverlapPlan:
     norm_needed_by: tuple[str, ...] = ()
     gated_at_start: tuple[str, ...] = ()
     as_ddp: bool = False
+    pace: str = ""
     early_readers: Mapping[str, int] = field(default_factory=dict)
     read_unseen: Mapping[str, int] = field(default_factory=dict)
     opened_for: Mapping[str, int] = field(default_factory=dict)
@@ -68,10 +70,11 @@ class OverlapPlan:
 
     def summary(self) -> str:
         """One line for the log."""
-        if not self.overlapped and not self.as_ddp:
-            return f"steps are synchronised, because {'; '.join(self.reasons)}."
+        if not self.overlapped:
+            how = ", and taken as DDP takes them" if self.as_ddp else ""
+            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}."
         if self.as_ddp:
-            return "steps are taken as DDP takes them."
+            return f"steps as ddp's: {self.pace}." if self.pace else "steps are taken as DDP takes them."
         line = "updates cross the step boundary"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
@@ -85,6 +88,8 @@ class OverlapPlan:
         how = ", except the first" if self.overlapped else ""
         lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
         lines += [f"because {reason}" for reason in self.reasons]
+        if self.pace:
+            lines.append(f"because {self.pace}")
         if self.overlapped:
             lines.append(
                 "gradients: all-reduce"

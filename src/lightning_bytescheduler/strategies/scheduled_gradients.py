@@ -5,6 +5,7 @@ The strategy calls it at the places of a step that Lightning hands to strategies
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,18 +27,20 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
 from lightning_bytescheduler.gradients.eligibility import unseen_parameters
-from lightning_bytescheduler.gradients.mode_trial import ModeTrial
+from lightning_bytescheduler.gradients.merged_buckets import merged_bytes
+from lightning_bytescheduler.gradients.mode_trial import ModeFound, ModeTrial
 from lightning_bytescheduler.gradients.partial_step import wants_whole_steps
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
-from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.strategies.announcement import announce, announce_mode, say_unseen
+from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.strategies.announcement import announce, announce_mode, reason_for, say_unseen
 from lightning_bytescheduler.strategies.ddp_options import check_module
 from lightning_bytescheduler.strategies.early_reads import EarlyReads
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.planning import make_plan, names_of, norm_needed_by
 from lightning_bytescheduler.strategies.step_deferral import deferring, then
 from lightning_bytescheduler.strategies.tuned_fit import FitTuning
+from lightning_bytescheduler.tuning.link import is_slow
 from lightning_bytescheduler.tuning.point import TuningPoint
 
 __all__ = ["ScheduledGradients"]
@@ -129,7 +134,8 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
         )
-        self.runtime.engine.merges = not self._own_buckets
+        if not self._own_buckets:
+            self.runtime.engine.merged_bytes = merged_bytes(device, agreed.link)
         self.statistics = self.runtime.statistics
         announce(self._options, agreed, groups.world_size)
 
@@ -172,19 +178,34 @@ class ScheduledGradients:
             engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
             self._opened_for = engine.opened_for
             engine.on_whole_step = self._early_reads.note_whole_step
-            tuned = self._tuning is not None and self._tuning.begin(
-                module, runtime, self._strategy.root_device, self._note_point
-            )
-            if not tuned:
-                engine.mode = ModeTrial() if self._options.mode == "auto" else self._options.mode == "ddp"
-                engine.on_mode = self._note_mode
-                self._plan = replace(plan, as_ddp=engine.mode is True)
+            self._choose_mode(module, runtime)
         else:
-            engine.mode = self._options.mode == "ddp"
+            # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
+            engine.mode = agree(
+                self._options.mode == "ddp" or (self._options.mode == "auto" and self._options.cross_barrier), all=True
+            )
             self._plan = replace(plan, as_ddp=engine.mode is True)
             if self._tuning is not None:
                 self._tuning.say_untuned("steps cannot overlap")
         rank_zero_info(f"bytescheduler: {self._plan.summary()}")
+
+    def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime) -> None:
+        """Whether steps that can overlap do; what counts is what rank 0 says."""
+        engine, tuning, device = runtime.engine, self._tuning, self._strategy.root_device
+        mode, link = self._options.mode, runtime.agreed.link
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
+        at_once = tuning is not None and (mode != "auto" or slow or tuning.begins_at_once)
+        message = torch.tensor([MODES.index(mode), slow, at_once], dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
+        if at_once and tuning is not None and tuning.begin(module, runtime, device, self._note_point):
+            return
+        engine.mode = ModeTrial(overlapped=slow) if mode == "auto" else mode == "ddp"
+        engine.on_mode = self._note_mode
+        engine.processors = _own_processors(self._strategy.num_processes)
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=engine.mode is True or (mode == "auto" and not slow))
 
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
@@ -269,7 +290,17 @@ class ScheduledGradients:
         if self._plan is not None:
             self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
 
-    def _note_mode(self, as_ddp: bool, overlapped_s: float, as_ddp_s: float) -> None:
+    def _note_mode(self, found: ModeFound) -> None:
+        """Every rank comes here before the same step."""
         if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=as_ddp)
-        announce_mode(as_ddp, overlapped_s, as_ddp_s)
+            self._plan = replace(self._plan, as_ddp=found.as_ddp, pace=reason_for(found))
+        announce_mode(found)
+        module, runtime = self._strategy.lightning_module, self.runtime
+        if not found.as_ddp and self._tuning is not None and module is not None and runtime is not None:
+            self._tuning.begin(module, runtime, self._strategy.root_device, self._note_point)
+
+
+def _own_processors(ranks_on_host: int) -> int:
+    """How many processors a rank has for itself: its share of what it may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(allowed // max(ranks_on_host, 1), 1)

@@ -56,6 +56,15 @@ class FitTuning:
             self._tuner = self._own = self._own or CreditTuner()
             callbacks.insert(1, self._own)  # behind the strategy's hooks
 
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether this rank's user has asked for tuning, or it is known already what is best.
+
+        Otherwise a fit is tuned from when on it is known that overlapped steps pay.
+        """
+        tuner = self._tuner
+        return tuner is not None and (tuner is not self._own or self._options.tunes_partition or tuner.knows_something)
+
     def begin(
         self,
         module: pl.LightningModule,
@@ -63,7 +72,7 @@ class FitTuning:
         device: torch.device,
         on_change: Callable[[TuningPoint], None],
     ) -> bool:
-        """Have this fit tuned, if rank 0's options say so. Every rank calls this at the same point.
+        """Have this fit tuned from here on, if rank 0's options say so. Every rank calls this at the same point.
 
         Args:
             module: What is trained.
@@ -78,7 +87,8 @@ class FitTuning:
             self.say_untuned(
                 "there is no size to find (mode='auto' without credit=, credit_tuning=True or partition_tuning=True)"
             )
-        short = self._tuner is self._own and 0 <= module.trainer.max_steps < SHORTEST_FIT
+        left = module.trainer.max_steps - module.trainer.global_step
+        short = self._tuner is self._own and module.trainer.max_steps >= 0 and left < SHORTEST_FIT
         tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None
         folder = _record_folder(module.trainer)
         first = None if tuner is None else self._first_point(tuner, module, runtime, folder)

@@ -1,24 +1,28 @@
 """The fastest few, measured again in turns before one is chosen.
 
 The fastest of many noisy measurements is fast in part by luck, and the machine may have drifted between the first
-trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both.
+trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both. Plain DDP, which has fewer moving parts,
+is left for what is faster beyond chance only: where nothing is to be gained, one of many points always looks faster.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_bytescheduler.tuning.measurement import StepTime
-from lightning_bytescheduler.tuning.point import TuningPoint
+from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
 
-__all__ = ["TURN_STEPS", "Confirmation", "as_compared"]
+__all__ = ["TURN_STEPS", "Confirmation", "is_worth_it"]
 
 TURN_STEPS = 6
 """Measured steps of a turn."""
 
 _ROUNDS = 4
-_WORTH_IT = 0.99  # of plain DDP's time; a tie goes to DDP, which has fewer moving parts
+_MOST_ROUNDS = 8  # while a point may be worth leaving plain DDP for, and may not
+_WORTH_IT = 0.99  # of plain DDP's time
+_CERTAIN = 2.0  # standard errors
 
 
 class Confirmation:
@@ -36,7 +40,17 @@ class Confirmation:
     @property
     def is_done(self) -> bool:
         """Whether all turns were taken; a lone point needs none."""
-        return len(self._points) < 2 or self._turns_taken >= _ROUNDS * len(self._points)
+        rounds, turns = divmod(self._turns_taken, max(len(self._points), 1))
+        if len(self._points) < 2 or rounds >= _MOST_ROUNDS:
+            return True
+        return rounds >= _ROUNDS and not turns and not self._is_undecided()
+
+    def _is_undecided(self) -> bool:
+        times = self.times()
+        plain = times.get(PLAIN_DDP)
+        if plain is None:
+            return False
+        return self.winner().is_plain_ddp and min(time.seconds for time in times.values()) < _WORTH_IT * plain.seconds
 
     @property
     def point(self) -> TuningPoint:
@@ -64,7 +78,10 @@ class Confirmation:
         times = self.times()
         if len(times) < len(self._points):
             return self._points[0]
-        return min(times, key=lambda point: as_compared(point, times[point].seconds))
+        plain = times.get(PLAIN_DDP)
+        if plain is not None:
+            times = {point: time for point, time in times.items() if is_worth_it(time, plain)} or {PLAIN_DDP: plain}
+        return min(times, key=lambda point: times[point].seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""
@@ -83,6 +100,6 @@ class Confirmation:
         return made
 
 
-def as_compared(point: TuningPoint, seconds: float) -> float:
-    """Seconds of a step to compare a point by: plain DDP wins if nothing is worth leaving it for."""
-    return seconds * _WORTH_IT if point.is_plain_ddp else seconds
+def is_worth_it(time: StepTime, plain: StepTime) -> bool:
+    """Whether it is worth leaving plain DDP for this: it is faster by enough, and not by chance."""
+    return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds

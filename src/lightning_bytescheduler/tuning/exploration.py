@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_bytescheduler.tuning.budget import TimeBudget
-from lightning_bytescheduler.tuning.confirmation import as_compared
+from lightning_bytescheduler.tuning.confirmation import is_worth_it
 from lightning_bytescheduler.tuning.options import TuningOptions
 from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
 from lightning_bytescheduler.tuning.record import TrialEntry
@@ -28,6 +28,7 @@ _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to
 _ASK_AGAIN = 50  # steps of waiting until more may be lost
 _CONTENDERS = 3
 _CONTENDS = 0.02  # of the best step time, beside errors
+_PLAIN_CONTENDS = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +182,20 @@ class Exploration:
         if best is None:
             return []
         reach = best.step_seconds * (1 + _CONTENDS)
+        plain_reach = best.step_seconds * (1 + _PLAIN_CONTENDS)  # the fastest of many trials is fast by luck, too
         may_be_as_fast = sorted(
-            (trial for trial in self.trials if trial.step_seconds - 2 * trial.error_seconds <= reach),
+            (
+                trial
+                for trial in self.trials
+                if trial.step_seconds - 2 * trial.error_seconds <= (plain_reach if trial.point.is_plain_ddp else reach)
+            ),
             key=lambda trial: trial.step_seconds,
         )
         plain = [trial for trial in may_be_as_fast if trial.point.is_plain_ddp][:1]
         others = [trial for trial in may_be_as_fast if not trial.point.is_plain_ddp and trial.outcome == "measured"]
-        close = [*others[: _CONTENDERS - len(plain)], *plain]
-        return sorted(close, key=lambda trial: as_compared(trial.point, trial.step_seconds))
+        others = others[: _CONTENDERS - len(plain)]
+        leaves_it = any(is_worth_it(trial.step_time, ddp.step_time) for trial in others for ddp in plain)
+        return [*others, *plain] if leaves_it else [*plain, *others]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types. A proposal that is being computed is asked for again."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes"]
+__all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes", "is_slow"]
 
 _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
@@ -21,6 +21,8 @@ _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition befor
 # is what computes, a link measured at rest does not show that: so much is sent at once, and so much kept under way.
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
+_COPIED_PER_SECOND = 250e6  # bytes that travel on loopback, where others compute besides, in a bad moment
+_MUCH_SECONDS = 0.02  # for all gradients; less is soon over, whatever a step takes
 _PARTITIONS_PER_MODEL = 16
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
@@ -86,6 +88,19 @@ class SchedulerSizes:
     partition_size: int
     credit: int
     bucket_bytes: int
+
+
+def is_slow(link: LinkEstimate, *, nbytes: int, busy_processor: bool) -> bool:
+    """Whether it is known before the first step that there is much to hide.
+
+    Args:
+        link: The measured link.
+        nbytes: Of all gradients.
+        busy_processor: Whether the model computes on the processor. Bytes that come nearly as fast as a processor
+            copies them are work for it, and what they take cannot be told from the link; slower ones it waits for.
+    """
+    waits = link.beta > 1 / _COPIED_PER_SECOND or not busy_processor
+    return waits and link.seconds(nbytes) > _MUCH_SECONDS
 
 
 def default_sizes(
