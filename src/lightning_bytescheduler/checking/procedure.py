@@ -1,0 +1,267 @@
+"""Which runs to make, and what follows from them. Pure: how a run is made is handed in.
+
+``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible? and is one run slower than the other?), and
+``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all. Runs are
+deterministic, so what differs can be made again:
+
+- ``ddp`` differs from itself: again with deterministic algorithms and one thread; if it still does, there is nothing to
+  compare with.
+- Bits differ where sums may be formed in another order: against the same partitions without overlap, whose bits must be
+  the same, and against ``ddp`` with gradients changed by a rounding error.
+- Anything else: both are traced, which shows the first step that differs. Then that much is run again with some
+  parameters not deferred. If the difference is gone, one of these was read unseen; halving tells which.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_bytescheduler.checking.comparison import (
+    Difference,
+    FirstDifference,
+    Rounding,
+    compare,
+    first_difference,
+    rounding,
+)
+from lightning_bytescheduler.checking.run_spec import RunResult, RunSpec
+
+__all__ = ["Cause", "Findings", "Launch", "investigate"]
+
+Launch = Callable[[RunSpec, str], RunResult]
+"""Makes a run; the text says in a few words what it is for."""
+
+_EXPERIMENTS = 9
+"""At most so many runs to find which parameter was read unseen: enough to halve 256 parameters."""
+
+
+@dataclass(kw_only=True)
+class Cause:
+    """Why two runs part, as far as runs with some parameters not deferred can tell.
+
+    Attributes:
+        parameters: Parameters without which everything is the same: one of them is read before its update has landed,
+            by code whose reads cannot be seen. Empty where that is not the reason.
+        openings: What touched each of them first in the step, if anything did; by name.
+        narrowed: Whether each of them was found to be needed.
+    """
+
+    parameters: tuple[str, ...]
+    openings: dict[str, str]
+    narrowed: bool
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What a check has found; :mod:`report` puts it into words.
+
+    Attributes:
+        verdict: ``"identical"``, ``"rounding"``, ``"different"``, ``"fails"`` (only under ``bytescheduler``),
+            ``"not reproducible"`` (``ddp`` itself) or ``"unchecked"``.
+        reason: Why it was not checked, or what failed, in words.
+        runs: All that were made.
+        difference: What differs.
+        first: Where the runs part.
+        variant: Which way of ``bytescheduler`` differs.
+        again: Whether the difference was there when both were run again; ``None`` if that was not tried.
+        cause: Why.
+        rounding: How far they are apart, where sums may be formed in another order.
+        changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
+        deterministic: Whether deterministic algorithms and one thread were needed.
+    """
+
+    verdict: str
+    reason: str = ""
+    runs: list[RunResult] = field(default_factory=list)
+    difference: Difference | None = None
+    first: FirstDifference | None = None
+    variant: str = ""
+    again: bool | None = None
+    cause: Cause | None = None
+    rounding: Rounding | None = None
+    changing_metrics: tuple[str, ...] = ()
+    deterministic: bool = False
+
+
+class _Ended(Exception):
+    """The check is over; carries the findings."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings.verdict)
+        self.findings = findings
+
+
+def investigate(
+    launch: Launch,
+    *,
+    steps: int,
+    seed: int = 20240,
+    devices: int | None = None,
+    search_seconds: float = 90.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Findings:
+    """Make the runs that are needed, and say what they show.
+
+    Args:
+        launch: Makes one.
+        steps: Optimizer steps of each.
+        seed: Of all random numbers.
+        devices: What replaces the Trainer's ``devices``, if anything.
+        search_seconds: After so long in search of the parameter that is read unseen, no further run is begun.
+        clock: Seconds.
+    """
+    return _Investigation(launch, RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices), search_seconds, clock).run()
+
+
+class _Investigation:
+    def __init__(self, launch: Launch, ddp: RunSpec, search_seconds: float, clock: Callable[[], float]) -> None:
+        self._launch = launch
+        self._ddp = ddp
+        self._search_seconds = search_seconds
+        self._clock = clock
+        self._runs: list[RunResult] = []
+        self._changing: tuple[str, ...] = ()
+
+    def run(self) -> Findings:
+        try:
+            findings = self._compare_all()
+        except _Ended as ended:
+            findings = ended.findings
+        findings.runs = self._runs
+        findings.deterministic = self._ddp.deterministic
+        findings.changing_metrics = self._changing
+        return findings
+
+    def _make(self, spec: RunSpec, why: str) -> RunResult:
+        result = self._launch(spec, why)
+        self._runs.append(result)
+        if result.whole:
+            return result
+        if result.refused:
+            raise _Ended(Findings(verdict="unchecked", reason=result.refused))
+        if spec.scheduled:
+            raise _Ended(Findings(verdict="fails", reason=result.error, variant=spec.strategy))
+        how = "" if len(self._runs) == 1 else ", though not the first time"
+        raise _Ended(Findings(verdict="unchecked", reason=f"The script itself fails under 'ddp'{how}: {result.error}"))
+
+    def _compare_all(self) -> Findings:
+        first = self._make(self._ddp, "ddp")
+        if not first.first.steps:
+            return Findings(verdict="unchecked", reason="The script's fit ended before its first optimizer step.")
+        configured = self._make(replace(self._ddp, strategy="configured"), "bytescheduler")
+        second = self._make(self._ddp, "ddp again")
+        if not compare(first, second).trained_alike:
+            first, second = self._made_reproducible()
+            configured = self._make(replace(self._ddp, strategy="configured"), "bytescheduler, deterministic")
+        self._changing = compare(first, second).metrics
+        strict = self._make(replace(self._ddp, strategy="strict"), "bytescheduler, at its strictest")
+        for actual in (configured, strict):
+            difference = compare(first, actual)
+            metrics = tuple(name for name in difference.metrics if name not in self._changing)
+            difference = replace(difference, metrics=metrics)
+            if not difference.trained_alike or metrics:
+                return self._explain(first, actual, strict, difference)
+        return Findings(verdict="identical")
+
+    def _made_reproducible(self) -> tuple[RunResult, RunResult]:
+        self._ddp = replace(self._ddp, deterministic=True)
+        spec = replace(self._ddp, traced=True)
+        first = self._make(spec, "ddp, deterministic")
+        second = self._make(spec, "ddp again, deterministic")
+        difference = compare(first, second)
+        if difference.trained_alike:
+            return first, second
+        raise _Ended(
+            Findings(verdict="not reproducible", difference=difference, first=first_difference(first, second))
+        )
+
+    # ------------------------------------------------------------------ what differs
+
+    def _explain(
+        self, expected: RunResult, actual: RunResult, strict: RunResult, difference: Difference
+    ) -> Findings:
+        variant = actual.spec.strategy
+        findings = Findings(verdict="different", difference=difference, variant=variant)
+        order_may_differ = actual.first.world_size > 2 or actual.first.needs_norm
+        if order_may_differ and not difference.initial and not difference.other:
+            exact = True
+            if not actual.first.needs_norm:
+                plain = self._make(replace(self._ddp, strategy="synchronised"), "the same partitions without overlap")
+                exact = compare(plain, strict).trained_alike
+            nudged = self._make(replace(self._ddp, nudged=True), "ddp, gradients changed by a rounding error")
+            findings.rounding = rounding(expected, actual, nudged)
+            if exact and findings.rounding.equal:
+                findings.verdict = "rounding"
+                return findings
+            if exact:
+                step = findings.rounding.step
+                findings.first = None if step is None else FirstDifference(step=step, rank=0)
+                return findings
+            return self._search(findings, variant="strict", reference="synchronised")
+        return self._search(findings, variant=variant, reference="ddp")
+
+    def _search(self, findings: Findings, *, variant: str, reference: str) -> Findings:
+        """Run both again, traced; and then with some parameters not deferred."""
+        traced = replace(self._ddp, traced=True)
+        expected = self._make(replace(traced, strategy=reference), f"{_named(reference)}, traced")  # type: ignore[arg-type]
+        actual = self._make(replace(traced, strategy=variant), f"{_named(variant)}, traced")  # type: ignore[arg-type]
+        first = first_difference(expected, actual)
+        findings.first = first
+        findings.again = first is not None or not compare(expected, actual).trained_alike
+        if first is None:
+            return findings
+        short = replace(traced, strategy=variant, steps=first.step)  # type: ignore[arg-type]
+        found = self._parameters_read_unseen(short, expected, actual, first)
+        if found is not None:
+            names, narrowed = found
+            openings = actual.first.openings.get(first.step, {})
+            findings.cause = Cause(
+                parameters=names,
+                openings={name: openings[name] for name in names if name in openings},
+                narrowed=narrowed,
+            )
+        return findings
+
+    def _parameters_read_unseen(
+        self, spec: RunSpec, expected: RunResult, actual: RunResult, first: FirstDifference
+    ) -> tuple[tuple[str, ...], bool] | None:
+        began = self._clock()
+        made = 0
+
+        def may_go_on() -> bool:
+            return made < _EXPERIMENTS and self._clock() - began < self._search_seconds
+
+        def gone_without(names: Sequence[str]) -> bool:
+            nonlocal made
+            made += 1
+            what = f"without deferring {names[0]!r}" if len(names) == 1 else f"without deferring {len(names)} parameters"
+            try:
+                result = self._make(replace(spec, early=tuple(names)), what)
+            except _Ended:
+                return False
+            return first_difference(expected, result, up_to=first.step) is None
+
+        everything = actual.first.trained
+        # What nobody touched before backward is the first suspect: it has been read, as it has a gradient.
+        suspects = actual.first.untouched.get(first.step, ())
+        if suspects and len(suspects) < len(everything) and gone_without(suspects):
+            names: Sequence[str] = suspects
+        elif gone_without(everything):
+            names = everything
+        else:
+            return None
+        while len(names) > 1 and may_go_on():
+            one, two = names[: len(names) // 2], names[len(names) // 2 :]
+            if gone_without(one):
+                names = one
+            elif may_go_on() and gone_without(two):
+                names = two
+            else:
+                return tuple(names), False  # several are needed, or there is no time left
+        return tuple(names), len(names) == 1
+
+
+def _named(strategy: str) -> str:
+    return "bytescheduler" if strategy in ("configured", "strict") else strategy
