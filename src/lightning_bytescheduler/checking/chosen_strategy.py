@@ -14,8 +14,10 @@ __all__ = ["strategy_for"]
 
 _HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
-# Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that follow
-# the measured link would be others in each run.
+_FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
+# Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
+# follow the measured link would be others in each run.
 _STRICT: dict[str, Any] = {
     "mode": "overlapped",
     "bucket_cap_mb": 1e-5,
@@ -26,20 +28,22 @@ _STRICT: dict[str, Any] = {
 }
 
 
-def strategy_for(spec: RunSpec, given: str | Strategy | None, *, start_method: str | None = None) -> Strategy:
+def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
     """The strategy under check, with the options of DDP that ``given`` has.
 
     Args:
         spec: The run.
         given: What the Trainer got as ``strategy``.
-        start_method: How ranks are started, if not as with ``given``.
+        forked: Whether ranks are forked from this process, whatever ``given`` does, and the Trainer's connector gives
+            the strategy its devices and plugins.
 
     Raises:
         UnsupportedError: If ``given`` is neither DDP nor ByteScheduler, or cannot be replaced by them.
     """
     options, own = _options_of(given)
-    if start_method is not None:
-        options["start_method"] = start_method
+    if forked:
+        options = {name: value for name, value in options.items() if name not in _FROM_THE_CONNECTOR}
+        options["start_method"] = "fork"
     if not spec.scheduled:
         if options.get("bucket_cap_mb") is None:
             options.pop("bucket_cap_mb", None)
@@ -61,7 +65,7 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
         if entry["strategy"] not in (DDPStrategy, ByteSchedulerStrategy):
             raise UnsupportedError(_not_comparable(f"strategy={given!r}"))
         return dict(entry["init_params"]), {}
-    if type(given) not in (DDPStrategy, ByteSchedulerStrategy):
+    if not isinstance(given, DDPStrategy) or type(given) not in (DDPStrategy, ByteSchedulerStrategy):
         raise UnsupportedError(_not_comparable(type(given).__name__))
     options = dict(given._ddp_kwargs)
     places = {
@@ -90,6 +94,6 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
 
 def _not_comparable(name: str) -> str:
     return (
-        f"The script's Trainer has {name}, which is not trained with DDP: there is nothing to compare with. The check is "
-        "for 'ddp', 'bytescheduler', their variants and 'auto'."
+        f"The script's Trainer has {name}, which is not trained with DDP: there is nothing to compare with. The check "
+        "is for 'ddp', 'bytescheduler', their variants and 'auto'."
     )

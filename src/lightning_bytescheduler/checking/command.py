@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=20240, metavar="N", help="of all random numbers (default: 20240)")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what trains, such as: -- python train.py --lr 1"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="what trains, such as: -- python train.py --lr 1",
     )
 
 

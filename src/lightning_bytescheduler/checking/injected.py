@@ -29,12 +29,10 @@ REFUSED = "refused.txt"
 """Where a run says why the training cannot be checked."""
 
 _FOREIGN = (
-    "The script trains with the separate 'pytorch_lightning' package, which lightning-bytescheduler does not extend. Use "
-    "`import lightning as L` (or `from lightning import pytorch as pl`)."
+    "The script trains with the separate 'pytorch_lightning' package, which lightning-bytescheduler does not extend. "
+    "Use `import lightning as L` (or `from lightning import pytorch as pl`)."
 )
-_FABRIC = (
-    "The script trains with Fabric, which has no strategy 'bytescheduler'. The check is for Lightning's Trainer."
-)
+_FABRIC = "The script trains with Fabric, which has no strategy 'bytescheduler'. The check is for Lightning's Trainer."
 
 
 def install() -> None:
@@ -84,7 +82,7 @@ def choose_strategies(spec: RunSpec, folder: Path) -> None:
                 arguments["devices"] = spec.devices
             super().__init__(**arguments)
 
-    trainer_module._AcceleratorConnector = Connector  # type: ignore[misc]
+    trainer_module._AcceleratorConnector = Connector  # type: ignore[assignment,misc]
 
 
 def watch_fits(spec: RunSpec, folder: Path) -> None:
@@ -95,8 +93,8 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
             if trainer.num_nodes > 1:
                 refuse(
                     folder,
-                    f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check drives one machine. Let the "
-                    "script take num_nodes=1 for it.",
+                    f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check drives one machine. Let "
+                    "the script take num_nodes=1 for it.",
                 )
             if trainer.world_size < 2:
                 refuse(

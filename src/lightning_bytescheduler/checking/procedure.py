@@ -64,7 +64,7 @@ class Findings:
         runs: All that were made.
         difference: What differs.
         first: Where the runs part.
-        variant: Which way of ``bytescheduler`` differs.
+        variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
         again: Whether the difference was there when both were run again; ``None`` if that was not tried.
         cause: Why.
         rounding: How far they are apart, where sums may be formed in another order.
@@ -112,7 +112,9 @@ def investigate(
         search_seconds: After so long in search of the parameter that is read unseen, no further run is begun.
         clock: Seconds.
     """
-    return _Investigation(launch, RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices), search_seconds, clock).run()
+    return _Investigation(
+        launch, RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices), search_seconds, clock
+    ).run()
 
 
 class _Investigation:
@@ -157,13 +159,15 @@ class _Investigation:
             configured = self._make(replace(self._ddp, strategy="configured"), "bytescheduler, deterministic")
         self._changing = compare(first, second).metrics
         strict = self._make(replace(self._ddp, strategy="strict"), "bytescheduler, at its strictest")
-        for actual in (configured, strict):
-            difference = compare(first, actual)
-            metrics = tuple(name for name in difference.metrics if name not in self._changing)
-            difference = replace(difference, metrics=metrics)
-            if not difference.trained_alike or metrics:
-                return self._explain(first, actual, strict, difference)
-        return Findings(verdict="identical")
+        compared = [(actual, self._difference(first, actual)) for actual in (configured, strict)]
+        different = [(actual, found) for actual, found in compared if not found.trained_alike or found.metrics]
+        if not different:
+            return Findings(verdict="identical")
+        return self._explain(first, different, strict)
+
+    def _difference(self, expected: RunResult, actual: RunResult) -> Difference:
+        found = compare(expected, actual)
+        return replace(found, metrics=tuple(name for name in found.metrics if name not in self._changing))
 
     def _made_reproducible(self) -> tuple[RunResult, RunResult]:
         self._ddp = replace(self._ddp, deterministic=True)
@@ -173,17 +177,15 @@ class _Investigation:
         difference = compare(first, second)
         if difference.trained_alike:
             return first, second
-        raise _Ended(
-            Findings(verdict="not reproducible", difference=difference, first=first_difference(first, second))
-        )
+        raise _Ended(Findings(verdict="not reproducible", difference=difference, first=first_difference(first, second)))
 
     # ------------------------------------------------------------------ what differs
 
     def _explain(
-        self, expected: RunResult, actual: RunResult, strict: RunResult, difference: Difference
+        self, expected: RunResult, different: Sequence[tuple[RunResult, Difference]], strict: RunResult
     ) -> Findings:
-        variant = actual.spec.strategy
-        findings = Findings(verdict="different", difference=difference, variant=variant)
+        actual, difference = different[0]
+        findings = Findings(verdict="different", difference=difference, variant=actual.spec.strategy)
         order_may_differ = actual.first.world_size > 2 or actual.first.needs_norm
         if order_may_differ and not difference.initial and not difference.other:
             exact = True
@@ -200,7 +202,8 @@ class _Investigation:
                 findings.first = None if step is None else FirstDifference(step=step, rank=0)
                 return findings
             return self._search(findings, variant="strict", reference="synchronised")
-        return self._search(findings, variant=variant, reference="ddp")
+        # At its strictest, parameters are told apart.
+        return self._search(findings, variant=different[-1][0].spec.strategy, reference="ddp")
 
     def _search(self, findings: Findings, *, variant: str, reference: str) -> Findings:
         """Run both again, traced; and then with some parameters not deferred."""
@@ -236,7 +239,9 @@ class _Investigation:
         def gone_without(names: Sequence[str]) -> bool:
             nonlocal made
             made += 1
-            what = f"without deferring {names[0]!r}" if len(names) == 1 else f"without deferring {len(names)} parameters"
+            what = (
+                f"without deferring {names[0]!r}" if len(names) == 1 else f"without deferring {len(names)} parameters"
+            )
             try:
                 result = self._make(replace(spec, early=tuple(names)), what)
             except _Ended:
@@ -252,6 +257,8 @@ class _Investigation:
             names = everything
         else:
             return None
+        if spec.strategy != "strict":
+            return tuple(names), False  # a bucket's touch opens all of it, so that halves say little
         while len(names) > 1 and may_go_on():
             one, two = names[: len(names) // 2], names[len(names) // 2 :]
             if gone_without(one):

@@ -57,7 +57,7 @@ class _Loggers(DummyLogger):
         """Where callbacks put what belongs to a logger."""
         return str(self._folder)
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write ``metrics`` down."""
         self.logged.update(_as_texts(metrics, f" at step {step}"))
 
@@ -148,7 +148,9 @@ class Recorder(pl.Callback):
         runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
         if runtime is not None and self._spec.early:
             early = set(self._spec.early)
-            runtime.engine.gated_at_forward_start |= {id(p) for name, p in pl_module.named_parameters() if name in early}
+            runtime.engine.gated_at_forward_start |= {
+                id(p) for name, p in pl_module.named_parameters() if name in early
+            }
         if runtime is not None and self._spec.traced:
             self._gates = GateWatch(runtime.engine, pl_module)
         self._step_ended = time.perf_counter()
@@ -213,7 +215,7 @@ class Recorder(pl.Callback):
             world_size=trainer.world_size,
             strategy=type(strategy).__name__,
             steps=self._steps,
-            losses=tuple(loss.item().hex() for loss in self._losses),
+            losses=tuple(float(loss.item()).hex() for loss in self._losses),
             loss_steps=tuple(self._loss_steps),
             initial=self._initial,
             weights=self._digests(module),
@@ -268,6 +270,7 @@ def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
 def _options_of(trainer: pl.Trainer) -> dict[str, str]:
     """What the training was made with, for the report."""
     strategy = trainer.strategy
+    ddp_options = getattr(strategy, "_ddp_kwargs", {}).items()
     shown = {
         "accelerator": type(trainer.accelerator).__name__,
         "precision": str(trainer.precision),
@@ -276,7 +279,7 @@ def _options_of(trainer: pl.Trainer) -> dict[str, str]:
         "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
         "optimizers": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
         "threads": str(torch.get_num_threads()),
-        "ddp": repr({name: v for name, v in getattr(strategy, "_ddp_kwargs", {}).items() if isinstance(v, (bool, float))}),
+        "ddp": repr({name: v for name, v in ddp_options if isinstance(v, (bool, int, float))}),
     }
     if isinstance(strategy, ByteSchedulerStrategy):
         shown["bytescheduler"] = repr(strategy._options)

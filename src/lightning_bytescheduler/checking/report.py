@@ -19,6 +19,7 @@ __all__ = ["CheckReport", "hide_secrets"]
 
 _WARM_UP = 5
 _NAMES_SHOWN = 3
+_TOO_NOISY = 0.2
 _EXIT_CODES = {"identical": 0, "rounding": 0, "different": 1, "fails": 1, "not reproducible": 2, "unchecked": 2}
 _SECRET_WORDS = ("key", "token", "secret", "passw", "credential", "auth")
 
@@ -105,6 +106,8 @@ class CheckReport:
             return ""
         ddp = self.step_ms["ddp"]
         noise = max(ddp) / min(ddp) - 1.0
+        if noise > _TOO_NOISY:
+            return f"; which is faster is not to be told here, as two runs of ddp differ by {noise:.0%}"
         if abs(speedup - 1.0) <= max(noise, 0.01):
             return f", as fast ({speedup:.2f}x, where two runs of ddp differ by {noise:.0%})"
         return f", {speedup:.2f}x faster" if speedup > 1.0 else f", {1.0 / speedup:.2f}x slower"
@@ -138,9 +141,10 @@ class CheckReport:
         if configured:
             if configured[-1].as_ddp:
                 lines.append("bytescheduler took steps as DDP takes them at the end, as little could be hidden here")
-            lines += configured[-1].plan.splitlines()
+            lines += [f"bytescheduler's plan: {line.strip()}" for line in configured[-1].plan.splitlines()[1:-1]]
         if found.deterministic:
-            lines.append("with deterministic algorithms and one thread: without, two runs of ddp differ")
+            besides = "also" if self.verdict == "not reproducible" else "without, two runs of ddp differ:"
+            lines.append(f"{besides} with deterministic algorithms and one thread")
         if found.changing_metrics:
             lines.append(f"not compared, as they differ between two runs of ddp: {_some(found.changing_metrics)}")
         if whole:
@@ -185,7 +189,9 @@ class CheckReport:
                 "reads weights"
             )
         elif found.verdict == "different" and first is not None and found.rounding is None:
-            lines.append("the difference stays where no update is deferred, so that no unseen read of a weight explains it")
+            lines.append(
+                "the difference stays where no update is deferred, so that no unseen read of a weight explains it"
+            )
         if difference is not None:
             lines += difference.other
             at_end = {
@@ -242,9 +248,8 @@ def _cause_lines(found: Findings) -> list[str]:
     one = len(cause.parameters) == 1
     names = _some(cause.parameters)
     lines = [
-        f"{names} {'is' if one else 'or one of these is' if not cause.narrowed else 'are'} read before the update of the "
-        f"last step has landed, by code whose reads cannot be seen: with {'it' if one else 'them'} not deferred, the "
-        "training is ddp's"
+        f"{names} {'is' if one else 'or some of these are'} read before the update of the last step has landed, by "
+        f"code whose reads cannot be seen: with {'it' if one else 'them'} not deferred, the training is ddp's"
     ]
     for name in cause.parameters[:_NAMES_SHOWN]:
         opened = cause.openings.get(name)
@@ -266,7 +271,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _run(run: RunResult) -> dict[str, Any]:
-    result: dict[str, Any] = {"how": asdict(run.spec), "seconds": run.seconds, "error": run.error, "refused": run.refused}
+    result: dict[str, Any] = {
+        "how": asdict(run.spec),
+        "seconds": run.seconds,
+        "error": run.error,
+        "refused": run.refused,
+    }
     if run.whole:
         result.update(
             strategy=run.first.strategy,
@@ -282,7 +292,11 @@ def _run(run: RunResult) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"lightning_bytescheduler": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    found = {
+        "lightning_bytescheduler": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for name in ("torch", "lightning", "torchmetrics", "numpy", "transformers", "peft", "timm"):
         try:
             found[name] = version(name)

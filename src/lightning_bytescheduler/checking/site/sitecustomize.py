@@ -4,6 +4,8 @@ It seeds random numbers as their modules are imported, and has ``lightning_bytes
 Lightning once that is imported. A ``sitecustomize`` that was there before runs as well.
 """
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -11,11 +13,14 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _run_the_other():
+def _run_the_other() -> None:
     """What would have been imported without this file."""
     paths = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
@@ -26,10 +31,10 @@ def _run_the_other():
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function when a module has been imported."""
 
-    def __init__(self, actions):
+    def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
         self._actions = actions
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         action = self._actions.pop(fullname, None)
         if action is None:
             return None
@@ -38,15 +43,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def then(module):
+        def then(module: ModuleType) -> None:
             execute(module)
             action(module)
 
-        spec.loader.exec_module = then
+        spec.loader.exec_module = then  # type: ignore[method-assign]
         return spec
 
 
-def _watch(path):
+def _watch(path: str) -> None:
     with open(path) as file:
         spec = json.load(file)
     seed = spec["seed"]
@@ -55,17 +60,17 @@ def _watch(path):
     with open(os.path.join(spec["folder"], f"process{os.getpid()}.txt"), "w"):
         pass
 
-    def lightning(_):
+    def lightning(_: object) -> None:
         from lightning_bytescheduler.checking import injected
 
         injected.install()
 
-    def refuse(_):
+    def refuse(_: object) -> None:
         from lightning_bytescheduler.checking import injected
 
         injected.refuse_foreign()
 
-    actions = {
+    actions: dict[str, Callable[[Any], object]] = {
         "numpy.random": lambda module: module.seed(seed % 2**32),
         "torch": lambda module: module.manual_seed(seed),
         "lightning.pytorch": lightning,
