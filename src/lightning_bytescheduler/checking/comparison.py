@@ -17,7 +17,16 @@ import torch
 
 from lightning_bytescheduler.checking.run_spec import RunResult
 
-__all__ = ["Difference", "FirstDifference", "Rounding", "compare", "first_difference", "rounding", "tensor_distances"]
+__all__ = [
+    "Difference",
+    "FirstDifference",
+    "Rounding",
+    "compare",
+    "first_difference",
+    "first_loss_beyond",
+    "rounding",
+    "tensor_distances",
+]
 
 _ROUNDING = 1e-6
 """Relative difference that is rounding in any case; a step from an identical state stays below it."""
@@ -200,7 +209,7 @@ def rounding(expected: RunResult, actual: RunResult, nudged: RunResult) -> Round
     def excess(name: str) -> float:
         return math.inf if math.isnan(seen[name]) else seen[name] / allowed(name)
 
-    step = _first_loss_beyond(expected, actual, nudged)
+    step = first_loss_beyond(expected, actual, nudged)
     if not seen:
         return Rounding(equal=step is None, largest=0.0, tensor="", allowed=_ROUNDING, step=step)
     beyond = max(seen, key=excess)
@@ -209,7 +218,7 @@ def rounding(expected: RunResult, actual: RunResult, nudged: RunResult) -> Round
     return Rounding(equal=equal, largest=seen[worst], tensor=worst, allowed=allowed(worst), step=step)
 
 
-def _first_loss_beyond(expected: RunResult, actual: RunResult, nudged: RunResult) -> int | None:
+def first_loss_beyond(expected: RunResult, actual: RunResult, nudged: RunResult) -> int | None:
     """The first step, counted from 1, whose loss is further off than rounding explains."""
     steps = []
     for one, two, three in zip(expected.ranks, actual.ranks, nudged.ranks, strict=False):

@@ -24,6 +24,7 @@ from lightning_bytescheduler.checking.comparison import (
     Rounding,
     compare,
     first_difference,
+    first_loss_beyond,
     rounding,
 )
 from lightning_bytescheduler.checking.run_spec import RunResult, RunSpec
@@ -33,8 +34,8 @@ __all__ = ["Cause", "Findings", "Launch", "investigate"]
 Launch = Callable[[RunSpec, str], RunResult]
 """Makes a run; the text says in a few words what it is for."""
 
-_EXPERIMENTS = 9
-"""At most so many runs to find which parameter was read unseen: enough to halve 256 parameters."""
+_EXPERIMENTS = 12
+"""At most so many runs to find which parameter was read unseen: enough for a thousand parameters."""
 
 
 @dataclass(kw_only=True)
@@ -198,9 +199,7 @@ class _Investigation:
                 findings.verdict = "rounding"
                 return findings
             if exact:
-                step = findings.rounding.step
-                findings.first = None if step is None else FirstDifference(step=step, rank=0)
-                return findings
+                return self._search_beyond_rounding(findings, expected, nudged)
             return self._search(findings, variant="strict", reference="synchronised")
         # At its strictest, parameters are told apart.
         return self._search(findings, variant=different[-1][0].spec.strategy, reference="ddp")
@@ -216,19 +215,45 @@ class _Investigation:
         if first is None:
             return findings
         short = replace(traced, strategy=variant, steps=first.step)  # type: ignore[arg-type]
-        found = self._parameters_read_unseen(short, expected, actual, first)
+        step = first.step
+        self._find_cause(findings, short, actual, lambda result: first_difference(expected, result, up_to=step) is None)
+        return findings
+
+    def _search_beyond_rounding(self, findings: Findings, expected: RunResult, nudged: RunResult) -> Findings:
+        """As :meth:`_search`, where losses that are further off than rounding explains are all there is to go by."""
+        traced = self._make(replace(self._ddp, strategy="strict", traced=True), "bytescheduler, traced")
+        step = first_loss_beyond(expected, traced, nudged)
+        findings.again = step is not None
+        if step is None:
+            return findings
+        findings.first = FirstDifference(step=step, rank=0)
+        short = replace(traced.spec, steps=step)
+        self._find_cause(findings, short, traced, lambda result: first_loss_beyond(expected, result, nudged) is None)
+        return findings
+
+    def _find_cause(
+        self, findings: Findings, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
+    ) -> None:
+        """Which parameters must not be deferred for a run to agree.
+
+        Args:
+            findings: Takes the answer.
+            spec: Of the runs that are made for it.
+            actual: The traced run that differs.
+            agrees: Whether one of these runs is as it should be.
+        """
+        found = self._parameters_read_unseen(spec, actual, agrees)
         if found is not None:
             names, narrowed = found
-            openings = actual.first.openings.get(first.step, {})
+            openings = actual.first.openings.get(spec.steps, {})
             findings.cause = Cause(
                 parameters=names,
                 openings={name: openings[name] for name in names if name in openings},
                 narrowed=narrowed,
             )
-        return findings
 
     def _parameters_read_unseen(
-        self, spec: RunSpec, expected: RunResult, actual: RunResult, first: FirstDifference
+        self, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
     ) -> tuple[tuple[str, ...], bool] | None:
         began = self._clock()
         made = 0
@@ -239,35 +264,34 @@ class _Investigation:
         def gone_without(names: Sequence[str]) -> bool:
             nonlocal made
             made += 1
-            what = (
-                f"without deferring {names[0]!r}" if len(names) == 1 else f"without deferring {len(names)} parameters"
-            )
+            what = repr(names[0]) if len(names) == 1 else f"{len(names)} parameters"
             try:
-                result = self._make(replace(spec, early=tuple(names)), what)
+                result = self._make(replace(spec, early=tuple(names)), f"without deferring {what}")
             except _Ended:
                 return False
-            return first_difference(expected, result, up_to=first.step) is None
+            return agrees(result)
 
         everything = actual.first.trained
-        # What nobody touched before backward is the first suspect: it has been read, as it has a gradient.
-        suspects = actual.first.untouched.get(first.step, ())
+        # What nobody touched before backward is the first suspect: it may have been read all the same.
+        suspects = actual.first.untouched.get(spec.steps, ())
         if suspects and len(suspects) < len(everything) and gone_without(suspects):
-            names: Sequence[str] = suspects
+            enough = suspects
         elif gone_without(everything):
-            names = everything
+            enough = everything
         else:
             return None
         if spec.strategy != "strict":
-            return tuple(names), False  # a bucket's touch opens all of it, so that halves say little
+            return enough, False  # a touch opens all of a bucket, so that halves say little
+        names = enough
         while len(names) > 1 and may_go_on():
             one, two = names[: len(names) // 2], names[len(names) // 2 :]
             if gone_without(one):
-                names = one
-            elif may_go_on() and gone_without(two):
-                names = two
+                names = enough = one
             else:
-                return tuple(names), False  # several are needed, or there is no time left
-        return tuple(names), len(names) == 1
+                names = two  # if it is a single one; that is seen in the end
+        if names != enough and may_go_on() and gone_without(names):
+            enough = names
+        return enough, len(enough) == 1
 
 
 def _named(strategy: str) -> str:
