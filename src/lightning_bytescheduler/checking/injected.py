@@ -69,9 +69,9 @@ def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callabl
 def choose_strategies(spec: RunSpec, folder: Path) -> None:
     """Have each Trainer made from here on use the strategy under check."""
 
-    # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
-    class Connector(trainer_module._AcceleratorConnector):
-        def __init__(self, **arguments: Any) -> None:
+    def connect(original: Callable[..., Any]) -> Callable[..., Any]:
+        # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
+        def connected(connector: Any, **arguments: Any) -> None:
             try:
                 arguments["strategy"] = strategy_for(spec, arguments.get("strategy"))
             except UnsupportedError as error:
@@ -80,9 +80,11 @@ def choose_strategies(spec: RunSpec, folder: Path) -> None:
                 pass  # no strategy has this name, and Lightning says so
             if spec.devices is not None:
                 arguments["devices"] = spec.devices
-            super().__init__(**arguments)
+            original(connector, **arguments)
 
-    trainer_module._AcceleratorConnector = Connector  # type: ignore[assignment,misc]
+        return connected
+
+    _patch(trainer_module._AcceleratorConnector, "__init__", connect)
 
 
 def watch_fits(spec: RunSpec, folder: Path) -> None:

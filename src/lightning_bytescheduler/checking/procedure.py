@@ -188,7 +188,9 @@ class _Investigation:
         actual, difference = different[0]
         findings = Findings(verdict="different", difference=difference, variant=actual.spec.strategy)
         order_may_differ = actual.first.world_size > 2 or actual.first.needs_norm
-        if order_may_differ and not difference.initial and not difference.other:
+        if difference.initial:
+            return findings
+        if order_may_differ and not difference.other:
             exact = True
             if not actual.first.needs_norm:
                 plain = self._make(replace(self._ddp, strategy="synchronised"), "the same partitions without overlap")
@@ -214,9 +216,12 @@ class _Investigation:
         findings.again = first is not None or not compare(expected, actual).trained_alike
         if first is None:
             return findings
-        short = replace(traced, strategy=variant, steps=first.step)  # type: ignore[arg-type]
         step = first.step
-        self._find_cause(findings, short, actual, lambda result: first_difference(expected, result, up_to=step) is None)
+        # Weights after a step are seen when the next one's backward begins.
+        short = replace(traced, strategy=variant, steps=min(step + 1, traced.steps))  # type: ignore[arg-type]
+        self._find_cause(
+            findings, step, short, actual, lambda result: first_difference(expected, result, up_to=step) is None
+        )
         return findings
 
     def _search_beyond_rounding(self, findings: Findings, expected: RunResult, nudged: RunResult) -> Findings:
@@ -228,24 +233,27 @@ class _Investigation:
             return findings
         findings.first = FirstDifference(step=step, rank=0)
         short = replace(traced.spec, steps=step)
-        self._find_cause(findings, short, traced, lambda result: first_loss_beyond(expected, result, nudged) is None)
+        self._find_cause(
+            findings, step, short, traced, lambda result: first_loss_beyond(expected, result, nudged) is None
+        )
         return findings
 
     def _find_cause(
-        self, findings: Findings, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
+        self, findings: Findings, step: int, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
     ) -> None:
         """Which parameters must not be deferred for a run to agree.
 
         Args:
             findings: Takes the answer.
+            step: Where the runs part.
             spec: Of the runs that are made for it.
             actual: The traced run that differs.
             agrees: Whether one of these runs is as it should be.
         """
-        found = self._parameters_read_unseen(spec, actual, agrees)
+        found = self._parameters_read_unseen(step, spec, actual, agrees)
         if found is not None:
             names, narrowed = found
-            openings = actual.first.openings.get(spec.steps, {})
+            openings = actual.first.openings.get(step, {})
             findings.cause = Cause(
                 parameters=names,
                 openings={name: openings[name] for name in names if name in openings},
@@ -253,7 +261,7 @@ class _Investigation:
             )
 
     def _parameters_read_unseen(
-        self, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
+        self, step: int, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
     ) -> tuple[tuple[str, ...], bool] | None:
         began = self._clock()
         made = 0
@@ -273,7 +281,7 @@ class _Investigation:
 
         everything = actual.first.trained
         # What nobody touched before backward is the first suspect: it may have been read all the same.
-        suspects = actual.first.untouched.get(spec.steps, ())
+        suspects = actual.first.untouched.get(step, ())
         if suspects and len(suspects) < len(everything) and gone_without(suspects):
             enough = suspects
         elif gone_without(everything):

@@ -205,9 +205,12 @@ class Recorder(pl.Callback):
         """Write down what the fit ended with."""
         state = _optimizer_state(trainer, module)
         weights = _tensors_of(module)
-        if trainer.is_global_zero:
+        # Runs that only look for a cause are compared by digests: many of them would fill the disk.
+        if trainer.is_global_zero and not (self._spec.traced and self._spec.scheduled):
             held = {"weights": {name: value.detach().cpu() for name, value in weights.items()}}
             torch.save(held, self._folder / "state.pt")
+        if self._spec.traced:
+            self._trace.setdefault(self._steps, self._digests(module))
         strategy = trainer.strategy
         plan = strategy.plan if isinstance(strategy, ByteSchedulerStrategy) else None
         RankRecord(

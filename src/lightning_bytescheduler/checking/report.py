@@ -114,11 +114,11 @@ class CheckReport:
 
     def _where(self) -> str:
         found = self.findings
+        if found.difference is not None and found.difference.initial:
+            return f": weights differ before the first step, first tensor {found.difference.initial[0]!r}"
         if found.first is not None:
             tensor = f", first tensor {found.first.tensors[0]!r}" if found.first.tensors else ""
             return f" from step {found.first.step} on{tensor}"
-        if found.difference is not None and found.difference.initial:
-            return f": weights differ before the first step, first tensor {found.difference.initial[0]!r}"
         if found.difference is not None and found.difference.trained_alike and found.difference.metrics:
             return f" in what is logged: {_some(found.difference.metrics)}; weights are identical"
         return ""
