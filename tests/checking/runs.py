@@ -76,7 +76,9 @@ class Trainings:
             weights=dict.fromkeys(NAMES, value.hex()),
             metrics={"loss": value.hex()},
             seconds=(0.2 if spec.scheduled else 0.3,) * spec.steps,
-            trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)} if spec.traced else {},
+            trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)}
+            if spec.traced
+            else {},
             openings={4: {NAMES[5]: "linear (train.py:7)"}} if spec.traced else {},
             trained=NAMES,
             needs_norm=self.needs_norm and spec.scheduled,

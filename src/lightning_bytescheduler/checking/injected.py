@@ -113,7 +113,8 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
     def fit_on_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(trainer: pl.Trainer, model: pl.LightningModule, *arguments: Any, **options: Any) -> None:
             recorder = Recorder(spec, folder)
-            seed_everything(spec, trainer.global_rank)
+            # A forked rank learns its number only later; on one machine it is the local one.
+            seed_everything(spec, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
             recorder.attach(trainer)
             try:
                 original(trainer, model, *arguments, **options)

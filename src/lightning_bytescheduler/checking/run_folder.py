@@ -131,7 +131,7 @@ def end_processes(group: int, poll: Callable[[], int | None], folder: Path) -> N
     while time.monotonic() < deadline and (poll() is None or _alive(group)):
         time.sleep(_POLL_SECONDS)
     _signal_all(group, folder, signal.SIGKILL)
-    while poll() is None:
+    while poll() is None and time.monotonic() < deadline + _TERMINATION_SECONDS:
         time.sleep(_POLL_SECONDS)
 
 
