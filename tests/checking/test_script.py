@@ -22,7 +22,7 @@ from tests.support.models import Tower
 
 assert sys.argv[1:] == ["--depth", "2"]
 torch.manual_seed(time.time_ns())  # what the script does itself is arranged for as well, from the fit on
-shift = random.random() + np.random.rand()
+shift = random.random() + np.random.rand() + np.random.default_rng().random()
 
 
 class Own(Tower):

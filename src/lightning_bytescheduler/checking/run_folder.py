@@ -42,12 +42,14 @@ def wait_for(
         What it exited with, if it has, and whether time ran out.
     """
     began = time.monotonic()
-    ended = complete = None
+    ended = complete = world_size = None
     while True:
         now = time.monotonic()
         code = poll()
-        records = _records(folder)
-        if records and len(records) == records[0].world_size:
+        records = list(folder.glob("rank*.json"))
+        if records and world_size is None:
+            world_size = RankRecord.load(records[0]).world_size
+        if len(records) == world_size:
             complete = complete or now
             if code is not None or now - complete > _WHOLE_SECONDS:
                 return code, False

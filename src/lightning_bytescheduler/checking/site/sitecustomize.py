@@ -6,9 +6,11 @@ Lightning once that is imported. A ``sitecustomize`` that was there before runs 
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -70,8 +72,21 @@ def _watch(path: str) -> None:
 
         injected.refuse_foreign()
 
+    def numpy_random(module: Any) -> None:
+        module.seed(seed % 2**32)
+        make = module.default_rng
+        number = itertools.count()
+
+        @functools.wraps(make)
+        def default_rng(*arguments: Any, **options: Any) -> Any:
+            if arguments[:1] in ((), (None,)) and options.get("seed") is None:
+                return make([seed, next(number)])  # would ask the system for a seed
+            return make(*arguments, **options)
+
+        module.default_rng = default_rng
+
     actions: dict[str, Callable[[Any], object]] = {
-        "numpy.random": lambda module: module.seed(seed % 2**32),
+        "numpy.random": numpy_random,
         "torch": lambda module: module.manual_seed(seed),
         "lightning.pytorch": lightning,
         "pytorch_lightning": refuse,
