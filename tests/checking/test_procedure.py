@@ -111,8 +111,10 @@ def test_a_metric_that_differs_counts(tmp_path: Path) -> None:
     def other(spec, record):
         return record if not spec.scheduled else replace(record, metrics={"loss": "0x1p+7"})
 
-    report = CheckReport(findings=investigate(Trainings(tmp_path, change=other), steps=10), command="c", steps=10)
+    trainings = Trainings(tmp_path, change=other)
+    report = CheckReport(findings=investigate(trainings, steps=10), command="c", steps=10)
     assert report.exit_code == 1
+    assert len(trainings.made) == 4  # no step differs, so there is none to look for
     assert report.headline() == "different in what is logged: 'loss'; weights are identical"
 
 
