@@ -7,6 +7,8 @@ from lightning_bytescheduler.advice.advice import Advice
 from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
 from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.checking.notebook import check
+from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.data.slice_dataset import SliceDataset
 from lightning_bytescheduler.data_modules.slices import SliceDataModule
 from lightning_bytescheduler.exceptions import (
@@ -37,6 +39,7 @@ __all__ = [
     "Advice",
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
+    "CheckReport",
     "CreditTuner",
     "DiLoCoStrategy",
     "LaunchOrderError",
@@ -61,6 +64,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "advise",
+    "check",
 ]
 
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise

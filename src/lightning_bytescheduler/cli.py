@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.checking import command as check_command
 from lightning_bytescheduler.data.command import add_arguments as add_slices_arguments
 from lightning_bytescheduler.diloco.command import add_arguments as add_rounds_arguments
 from lightning_bytescheduler.diloco.command import rounds_table
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0, or 2 after an error that stderr explains in one line.
+        The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference.
     """
     parser = _Parser(prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
@@ -188,6 +189,24 @@ def _advise(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_check(commands: _SubParsers) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="train your script with ddp and with bytescheduler, and compare",
+        description="Run a training script for some steps with ddp and with bytescheduler, from the same seeds and "
+        "whatever its strategy is, and say whether weights, optimizer state and metrics are the same, and which is "
+        "faster; or where they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
+    )
+    check_command.add_arguments(parser)
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    report = check_command.report_for(options)
+    print(report.text())
+    return report.exit_code
+
+
 def _add_tuning(commands: _SubParsers) -> None:
     parser = commands.add_parser(
         "tuning",
@@ -231,6 +250,7 @@ _COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (
     _add_timeline,
     _add_predict,
     _add_advise,
+    _add_check,
     _add_tuning,
     _add_rounds,
     _add_slices,

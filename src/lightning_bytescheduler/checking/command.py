@@ -1,0 +1,88 @@
+"""The body of ``lightning-bytescheduler check``: its arguments, and the report they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from lightning_bytescheduler.checking.procedure import investigate
+from lightning_bytescheduler.checking.progress import Progress
+from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
+from lightning_bytescheduler.checking.script_run import RunFolders, ScriptRuns
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+__all__ = ["STEPS", "TIMEOUT", "add_arguments", "check_numbers", "report_for"]
+
+STEPS = 50
+TIMEOUT = 600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps of each run (default: {STEPS})"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="train on so many devices, whatever the Trainer says")
+    parser.add_argument("--report", metavar="OUT", help="write all of it to this file, as JSON, for a report of a bug")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help=f"end a run after so long; it counts as hanging (default: {TIMEOUT:g})",
+    )
+    parser.add_argument("--seed", type=int, default=20240, metavar="N", help="of all random numbers (default: 20240)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="what trains, such as: -- python train.py --lr 1",
+    )
+
+
+def check_numbers(steps: object, devices: object, timeout: object, seed: object) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        OptionError: Names the option.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError("steps", steps, "a whole number, 1 or more")
+    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 2):
+        raise OptionError("devices", devices, "a whole number, 2 or more")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise OptionError("timeout", timeout, "a number of seconds above 0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise OptionError("seed", seed, "a whole number from 0 to 2147483647")
+
+
+def report_for(options: argparse.Namespace) -> CheckReport:
+    """Do what the command was asked for.
+
+    Args:
+        options: The parsed arguments.
+
+    Raises:
+        OptionError: If an argument is not allowed.
+        UnsupportedError: If this process is one of several ranks.
+        OSError: If the command cannot be started, or the report not be written.
+    """
+    check_numbers(options.steps, options.devices, options.timeout, options.seed)
+    command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
+    if not command:
+        raise OptionError("command", "", "the command that trains, such as `-- python train.py`")
+    if command[0].endswith(".py"):
+        command.insert(0, sys.executable)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise UnsupportedError(
+            "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
+            "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
+        )
+    with RunFolders() as folders:
+        launch = ScriptRuns(command, folders, timeout=options.timeout, progress=Progress())
+        findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)
+        report = CheckReport(findings=findings, command=hide_secrets(command), steps=options.steps)
+        if options.report is not None:
+            report.save(options.report)
+    return report

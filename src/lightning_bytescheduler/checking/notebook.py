@@ -1,0 +1,154 @@
+"""``check()``: the same as the command for a trainer and a model that are there already, as in a notebook.
+
+Each run is made in a process that is forked from this one: it has the objects as they are now, and nothing that it does
+to them is seen here. Its ranks are forked from it, as ``ddp_notebook`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer import trainer as trainer_module
+
+from lightning_bytescheduler.checking.chosen_strategy import strategy_for
+from lightning_bytescheduler.checking.command import STEPS, TIMEOUT, check_numbers
+from lightning_bytescheduler.checking.injected import refuse, watch_fits
+from lightning_bytescheduler.checking.procedure import investigate
+from lightning_bytescheduler.checking.progress import Progress
+from lightning_bytescheduler.checking.report import CheckReport
+from lightning_bytescheduler.checking.run_folder import end_processes, result_of, wait_for
+from lightning_bytescheduler.checking.run_spec import RunResult, RunSpec
+from lightning_bytescheduler.checking.script_run import RunFolders
+from lightning_bytescheduler.exceptions import UnsupportedError
+
+__all__ = ["check"]
+
+
+def check(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    steps: int = STEPS,
+    devices: int | None = None,
+    timeout: float = TIMEOUT,
+    seed: int = 20240,
+    progress: bool = True,
+) -> CheckReport:
+    """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare; nothing here is changed by it.
+
+    The strategy that ``trainer`` has is replaced, its DDP options are kept. Ranks compute with one thread each.
+
+    Args:
+        trainer: With the options of the training; it must not be in a fit.
+        model: What is trained.
+        train_dataloaders: As for ``Trainer.fit``.
+        val_dataloaders: As for ``Trainer.fit``.
+        datamodule: As for ``Trainer.fit``.
+        steps: Optimizer steps of each run.
+        devices: How many devices to train on, whatever ``trainer`` says.
+        timeout: End a run after so many seconds; it counts as hanging.
+        seed: Of all random numbers.
+        progress: Say what is going on, on stderr.
+
+    Returns:
+        What was found. Print it; ``equal`` is the answer, ``save`` writes it for a report of a bug.
+
+    Raises:
+        OptionError: If an option's value is not allowed.
+        UnsupportedError: If this process is one of several ranks, or cannot be forked.
+    """
+    check_numbers(steps, devices, timeout, seed)
+    if (dist.is_available() and dist.is_initialized()) or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        raise UnsupportedError("check() starts the ranks itself: call it in one process, before any training with ddp.")
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise UnsupportedError("check() forks this process, which this platform cannot do. Use the command.")
+    fit = partial(
+        trainer.fit,
+        model,
+        train_dataloaders=train_dataloaders,
+        val_dataloaders=val_dataloaders,
+        datamodule=datamodule,
+    )
+    told = Progress(quiet=not progress)
+    with RunFolders() as folders:
+
+        def launch(spec: RunSpec, why: str) -> RunResult:
+            _, folder = folders.next(spec)
+            with told.run(why, spec.steps) as tell:
+                result = _forked(partial(_train, spec, folder, trainer, fit), spec, folder, timeout, tell)
+            folders.tidy(folder)
+            return result
+
+        findings = investigate(launch, steps=steps, seed=seed, devices=devices)
+        return CheckReport(findings=findings, command=f"fit of {type(model).__name__}", steps=steps)
+
+
+def _forked(
+    target: Callable[[], None], spec: RunSpec, folder: Path, timeout: float, tell: Callable[[int], None]
+) -> RunResult:
+    began = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=target, name="bytescheduler-check")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that a fork leaves behind; none is needed
+        process.start()
+    code, timed_out = None, False
+    try:
+        code, timed_out = wait_for(folder, lambda: process.exitcode, timeout=timeout, tell=tell)
+    finally:
+        if process.pid is not None:
+            end_processes(process.pid, lambda: process.exitcode, folder)
+    result = result_of(spec, folder, code=code, timed_out=timed_out, timeout=timeout)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _train(spec: RunSpec, folder: Path, trainer: pl.Trainer, fit: Callable[[], None]) -> None:
+    """In the forked process: fit with the strategy under check."""
+    os.setsid()  # a group to be ended as a whole
+    # What threads of this process were doing when it was forked is lost; one thread needs none of it.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    os.environ.pop("BYTESCHEDULER_TIMELINE", None)
+    (folder / "started.txt").touch()
+    with open(folder / "output.txt", "w", buffering=1) as output, contextlib.redirect_stdout(output):
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stderr = output
+        warnings.simplefilter("default")  # where the caller has made errors of them, forks end here
+        _choose_strategy(spec, folder, trainer)
+        watch_fits(spec, folder)
+        # As found on the class now.
+        pl.Trainer.fit(trainer, *fit.args, **fit.keywords)  # type: ignore[attr-defined]
+
+
+def _choose_strategy(spec: RunSpec, folder: Path, trainer: pl.Trainer) -> None:
+    connector = trainer._accelerator_connector
+    try:
+        strategy = strategy_for(spec, trainer.strategy, forked=True)
+    except UnsupportedError as error:
+        refuse(folder, str(error))
+    devices: Any = trainer.num_devices if trainer.strategy.root_device.type == "cpu" else trainer.device_ids
+    trainer._accelerator_connector = trainer_module._AcceleratorConnector(
+        devices=spec.devices or devices,
+        num_nodes=trainer.num_nodes,
+        accelerator=trainer.accelerator,
+        strategy=strategy,
+        plugins=[trainer.precision_plugin, *filter(None, [connector.checkpoint_io])],
+        sync_batchnorm=connector._layer_sync is not None,
+        use_distributed_sampler=connector.use_distributed_sampler,
+    )

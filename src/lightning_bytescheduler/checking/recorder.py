@@ -1,0 +1,290 @@
+"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import xxhash
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+
+from lightning_bytescheduler.checking.gate_watch import GateWatch
+from lightning_bytescheduler.checking.run_spec import RankRecord, RunSpec
+from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.strategies.rank_strategy import callbacks_of
+
+__all__ = ["PROGRESS", "Recorder", "digest"]
+
+PROGRESS = "progress.txt"
+"""Where rank 0 says how many steps it has taken."""
+
+_PROGRESS_SECONDS = 0.5
+_VALIDATION_BATCHES = 2
+_OWN_METRICS = "bytescheduler/"
+
+
+def digest(value: Any) -> str:
+    """A text that is the same for the same bits."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    value = value.detach()
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    flat = value.cpu().contiguous().reshape(-1)
+    bits = xxhash.xxh3_64_hexdigest(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    return f"{value.dtype} {tuple(value.shape)} {bits}"
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class _Loggers(DummyLogger):
+    """Takes the place of the user's loggers: nothing is published, and what is logged is written down."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.logged: dict[str, str] = {}
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """Where callbacks put what belongs to a logger."""
+        return str(self._folder)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Write ``metrics`` down."""
+        self.logged.update(_as_texts(metrics, f" at step {step}"))
+
+
+def _as_texts(metrics: Any, suffix: str = "") -> dict[str, str]:
+    """Exact texts of numbers, without those that only one strategy has."""
+    return {
+        f"{name}{suffix}": float(value).hex()
+        for name, value in metrics.items()
+        if not name.startswith(_OWN_METRICS) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
+    }
+
+
+class _Seclusion(pl.Callback):
+    """First among the callbacks: what they are about to write goes to the run's own folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """See Callback."""
+        for index, callback in enumerate(callbacks_of(trainer)):
+            if isinstance(callback, Checkpoint) and hasattr(callback, "dirpath"):
+                callback.dirpath = str(self._folder / f"checkpoints{index}")
+        # Also what a callback or a module saves by itself, and what it wants to have removed.
+        strategy = trainer.strategy
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_checkpoint(checkpoint: Any, filepath: Any, *arguments: Any, **options: Any) -> None:
+            save(checkpoint, self._inside(filepath), *arguments, **options)
+
+        def remove_checkpoint(filepath: Any) -> None:
+            remove(self._inside(filepath))
+
+        strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+        strategy.remove_checkpoint = remove_checkpoint  # type: ignore[method-assign]
+
+    def _inside(self, path: Any) -> str:
+        given = Path(path)
+        if self._folder in given.absolute().parents:
+            return str(path)
+        return str(self._folder / "saved" / given.absolute().relative_to(given.absolute().anchor))
+
+
+class Recorder(pl.Callback):
+    """Last among the callbacks of a fit.
+
+    Args:
+        spec: The run.
+        folder: Takes the record, and what the training would have written elsewhere.
+    """
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        self._spec = spec
+        self._folder = folder
+        self._losses: list[torch.Tensor] = []
+        self._loss_steps: list[int] = []
+        self._initial: dict[str, str] = {}
+        self._trace: dict[int, dict[str, str]] = {}
+        self._seconds: list[float] = []
+        self._loggers = _Loggers(folder)
+        self._gates: GateWatch | None = None
+        self._start = 0  # steps that a checkpoint brought along
+        self._steps = 0
+        self._batches = 0
+        self._step_ended = 0.0
+        self._told = 0.0
+        self._generator = torch.Generator().manual_seed(spec.seed)
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Join the callbacks of ``trainer``, and take the place of its loggers."""
+        trainer._default_root_dir = str(self._folder)  # type: ignore[attr-defined]
+        trainer.loggers = [self._loggers] if trainer.loggers else []
+        trainer.fit_loop.min_epochs = 0
+        trainer.fit_loop.epoch_loop.min_steps = None
+        if trainer.limit_val_batches:
+            few = isinstance(trainer.limit_val_batches, int) and trainer.limit_val_batches < _VALIDATION_BATCHES
+            trainer.limit_val_batches = trainer.limit_val_batches if few else _VALIDATION_BATCHES
+        callbacks_of(trainer).insert(0, _Seclusion(self._folder))
+        callbacks_of(trainer).append(self)
+
+    # ------------------------------------------------------------------ while it trains
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See Callback."""
+        self._start = trainer.global_step
+        self._initial = self._digests(pl_module)
+        runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
+        if runtime is not None and self._spec.early:
+            early = set(self._spec.early)
+            runtime.engine.gated_at_forward_start |= {
+                id(p) for name, p in pl_module.named_parameters() if name in early
+            }
+        if runtime is not None and self._spec.traced:
+            self._gates = GateWatch(runtime.engine, pl_module)
+        self._step_ended = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """See Callback."""
+        self._loss_steps.append(self._steps)
+        if self._gates is not None:
+            self._gates.begin(self._steps + 1)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """See Callback. Every update has landed here: looking at weights opens no gate."""
+        if self._gates is not None:
+            self._gates.end()
+        if self._spec.traced and self._steps not in self._trace:
+            self._trace[self._steps] = self._digests(pl_module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """See Callback."""
+        if self._spec.nudged:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                    signs = torch.randint(0, 2, parameter.grad.shape, generator=self._generator) * 2 - 1
+                    epsilon = torch.finfo(parameter.grad.dtype).eps
+                    parameter.grad.mul_((1.0 + epsilon * signs).to(parameter.grad))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        """See Callback."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().clone())
+        else:
+            self._loss_steps.pop()
+        self._batches += 1
+        taken = trainer.global_step - self._start if trainer.optimizers else self._batches
+        if taken > self._steps:
+            now = time.perf_counter()
+            self._seconds.append((now - self._step_ended) / (taken - self._steps))
+            self._step_ended = now
+            self._steps = taken
+            if trainer.is_global_zero and now - self._told > _PROGRESS_SECONDS:
+                self._told = now
+                (self._folder / PROGRESS).write_text(str(taken))
+        if self._spec.traced and not pl_module.automatic_optimization:
+            self._trace[self._steps] = self._digests(pl_module)  # such steps are synchronised: nothing is deferred
+        if taken >= self._spec.steps:
+            trainer.should_stop = True
+
+    # ------------------------------------------------------------------ afterwards
+
+    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Write down what the fit ended with."""
+        state = _optimizer_state(trainer, module)
+        weights = _tensors_of(module)
+        # Runs that only look for a cause are compared by digests: many of them would fill the disk.
+        if trainer.is_global_zero and not (self._spec.traced and self._spec.scheduled):
+            held = {"weights": {name: value.detach().cpu() for name, value in weights.items()}}
+            torch.save(held, self._folder / "state.pt")
+        if self._spec.traced:
+            self._trace.setdefault(self._steps, self._digests(module))
+        strategy = trainer.strategy
+        plan = strategy.plan if isinstance(strategy, ByteSchedulerStrategy) else None
+        RankRecord(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            strategy=type(strategy).__name__,
+            steps=self._steps,
+            losses=tuple(float(loss.item()).hex() for loss in self._losses),
+            loss_steps=tuple(self._loss_steps),
+            initial=self._initial,
+            weights=self._digests(module),
+            optimizer={name: digest(value) for name, value in state.items()},
+            metrics={**_as_texts(trainer.callback_metrics), **self._loggers.logged},
+            seconds=tuple(self._seconds),
+            trace=self._trace,
+            openings={} if self._gates is None else self._gates.openings,
+            untouched={} if self._gates is None else self._gates.untouched,
+            trained=tuple(name for name, p in module.named_parameters() if p.requires_grad),
+            plan="" if plan is None else repr(plan),
+            needs_norm=plan is not None and bool(plan.norm_needed_by),
+            as_ddp=plan is not None and plan.as_ddp,
+            options=_options_of(trainer),
+        ).save(self._folder)
+
+    def failed(self, trainer: pl.Trainer, error: BaseException) -> None:
+        """Write down that the fit ended with an error."""
+        text = f"rank {trainer.global_rank}, after {self._steps} steps: {type(error).__name__}: {error}"
+        (self._folder / f"error{trainer.global_rank}.txt").write_text(text)
+
+    def _digests(self, module: nn.Module) -> dict[str, str]:
+        return {name: digest(value) for name, value in _tensors_of(module).items()}
+
+
+def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
+    """Tensors and numbers of the optimizers' state and parameter groups, by name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    state: dict[str, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, (parameter, entries) in enumerate(optimizer.state.items()):
+            owner = names.get(id(parameter), f"#{index}")
+            items = entries.items() if isinstance(entries, dict) else [("state", entries)]
+            state.update(
+                {
+                    f"optimizer {number}: {key} of {owner}": value
+                    for key, value in items
+                    if isinstance(value, (torch.Tensor, bool, int, float))
+                }
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            state.update(
+                {
+                    f"optimizer {number}: {key} of group {index}": value
+                    for key, value in group.items()
+                    if key != "params" and isinstance(value, (torch.Tensor, bool, int, float, str))
+                }
+            )
+    return state
+
+
+def _options_of(trainer: pl.Trainer) -> dict[str, str]:
+    """What the training was made with, for the report."""
+    strategy = trainer.strategy
+    ddp_options = getattr(strategy, "_ddp_kwargs", {}).items()
+    shown = {
+        "accelerator": type(trainer.accelerator).__name__,
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "gradient_clip_val": str(trainer.gradient_clip_val),
+        "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
+        "optimizers": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
+        "threads": str(torch.get_num_threads()),
+        "ddp": repr({name: v for name, v in ddp_options if isinstance(v, (bool, int, float))}),
+    }
+    if isinstance(strategy, ByteSchedulerStrategy):
+        shown["bytescheduler"] = repr(strategy._options)
+        shown["statistics"] = repr(strategy.statistics)
+    return shown

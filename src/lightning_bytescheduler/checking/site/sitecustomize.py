@@ -1,0 +1,99 @@
+"""Put on the path of the processes that ``lightning-bytescheduler check`` starts; Python imports it when it starts.
+
+It seeds random numbers as their modules are imported, and has ``lightning_bytescheduler.checking.injected`` look after
+Lightning once that is imported. A ``sitecustomize`` that was there before runs as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_other() -> None:
+    """What would have been imported without this file."""
+    paths = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function when a module has been imported."""
+
+    def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
+        self._actions = actions
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        action = self._actions.pop(fullname, None)
+        if action is None:
+            return None
+        spec = importlib.util.find_spec(fullname)  # found by the others: the action is no longer listed here
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        execute = spec.loader.exec_module
+
+        def then(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        spec.loader.exec_module = then  # type: ignore[method-assign]
+        return spec
+
+
+def _watch(path: str) -> None:
+    with open(path) as file:
+        spec = json.load(file)
+    seed = spec["seed"]
+    random.seed(seed)
+    # Should this process have to be ended: it may be in another process group than its parent.
+    with open(os.path.join(spec["folder"], f"process{os.getpid()}.txt"), "w"):
+        pass
+
+    def lightning(_: object) -> None:
+        from lightning_bytescheduler.checking import injected
+
+        injected.install()
+
+    def refuse(_: object) -> None:
+        from lightning_bytescheduler.checking import injected
+
+        injected.refuse_foreign()
+
+    def numpy_random(module: Any) -> None:
+        module.seed(seed % 2**32)
+        make = module.default_rng
+        number = itertools.count()
+
+        @functools.wraps(make)
+        def default_rng(*arguments: Any, **options: Any) -> Any:
+            if arguments[:1] in ((), (None,)) and options.get("seed") is None:
+                return make([seed, next(number)])  # would ask the system for a seed
+            return make(*arguments, **options)
+
+        module.default_rng = default_rng
+
+    actions: dict[str, Callable[[Any], object]] = {
+        "numpy.random": numpy_random,
+        "torch": lambda module: module.manual_seed(seed),
+        "lightning.pytorch": lightning,
+        "pytorch_lightning": refuse,
+    }
+    sys.meta_path.insert(0, _AfterImport(actions))
+
+
+_run_the_other()
+if os.path.exists(os.environ.get("LIGHTNING_BYTESCHEDULER_CHECK", "")):
+    _watch(os.environ["LIGHTNING_BYTESCHEDULER_CHECK"])

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_bytescheduler import CheckReport, OptionError, UnsupportedError, check
+from tests.checking.hidden_reads import ByAddress, FailsWhenGated, Unrepeatable
+from tests.support.models import Tower
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 5,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+BARE: dict[str, Any] = {**QUIET, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
+
+
+def run(model: Any, steps: int = 6, **options: Any) -> CheckReport:
+    return check(Trainer(**{**BARE, **options}), model, steps=steps, progress=False)
+
+
+def test_what_is_the_same_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither in the user's folders nor in this process."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "last.ckpt").write_text("kept")
+    checkpoints = ModelCheckpoint(tmp_path / "mine", every_n_train_steps=2, save_last=True)
+    trainer = Trainer(
+        **QUIET,
+        callbacks=checkpoints,
+        logger=CSVLogger(tmp_path / "logs"),
+        default_root_dir=tmp_path / "root",
+        log_every_n_steps=2,
+        strategy=DDPStrategy(find_unused_parameters=True),
+    )
+    model = Tower(depth=2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    environment, threads, strategy = dict(os.environ), threading.active_count(), trainer.strategy
+    report = check(trainer, model, steps=6, progress=False)
+    assert report.verdict == "identical", report.text()
+    assert report.equal
+    assert report.speedup is not None
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "last.ckpt"]
+    assert (tmp_path / "mine" / "last.ckpt").read_text() == "kept"
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert trainer.strategy is strategy
+    assert trainer.global_step == 0
+    assert dict(os.environ) == environment
+    assert threading.active_count() == threads
+    first = report.findings.runs[0].first
+    assert first.steps == 6
+    assert "validation_loss" in first.metrics
+    assert first.options["ddp"] == "{'find_unused_parameters': True}"
+
+
+def test_a_read_through_an_address_is_found_and_named(tmp_path: Path) -> None:
+    report = run(ByAddress())
+    assert report.exit_code == 1
+    assert report.findings.first is not None
+    assert report.findings.first.step == 4
+    assert report.findings.cause is not None
+    assert report.findings.cause.parameters == ("layers.1.weight",), report.text()
+    assert "'layers.1.weight' was first touched by" in report.text()
+    report.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["cause"]["parameters"] == ["layers.1.weight"]
+    assert saved["first_difference"]["step"] == 4
+    assert saved["versions"]["torch"] == torch.__version__
+    assert "OverlapPlan" in saved["runs"][1]["plan"]
+
+
+def test_a_training_that_no_seed_repeats_is_not_blamed_on_the_strategy() -> None:
+    report = run(Unrepeatable(depth=1), steps=3)
+    assert report.verdict == "not reproducible"
+    assert report.exit_code == 2
+
+
+def test_what_fails_under_bytescheduler_alone_is_a_difference() -> None:
+    report = run(FailsWhenGated(depth=1), steps=3)
+    assert report.exit_code == 1
+    assert report.headline().startswith("trains under ddp, but fails under bytescheduler: rank ")
+    assert "that is no parameter" in report.headline()
+
+
+class Sleeps(Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        threading.Event().wait(60.0)
+
+
+def test_what_hangs_is_ended() -> None:
+    report = check(Trainer(**BARE, callbacks=Sleeps()), Tower(depth=1), steps=3, timeout=4, progress=False)
+    assert report.verdict == "unchecked"
+    assert "did not end within 4 s, and stood before its first step" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"devices": 1}, "`--devices 2`"), ({"num_nodes": 2, "strategy": "ddp"}, "num_nodes=2")],
+)
+def test_what_cannot_be_checked_says_so(options: dict[str, Any], said: str) -> None:
+    report = run(Tower(depth=1), steps=3, **options)
+    assert report.exit_code == 2
+    assert said in report.headline()
+
+
+def test_a_fit_with_fewer_steps_is_checked_as_far_as_it_goes() -> None:
+    report = run(Tower(depth=1), steps=40, max_steps=3)
+    assert report.verdict == "identical", report.text()
+    assert "40 steps were asked for; the fit ended before" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"steps": 0}, "steps"), ({"devices": 1}, "devices"), ({"timeout": -1}, "timeout"), ({"seed": "x"}, "seed")],
+)
+def test_options_are_checked(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        check(Trainer(**BARE), Tower(), **options)
+
+
+def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(**BARE)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="in one process"):
+        check(trainer, Tower())

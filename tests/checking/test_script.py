@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.cli import main
+
+SCRIPT = """
+import random, sys, time
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.models import Tower
+
+assert sys.argv[1:] == ["--depth", "2"]
+torch.manual_seed(time.time_ns())  # what the script does itself is arranged for as well, from the fit on
+shift = random.random() + np.random.rand() + np.random.default_rng().random()
+
+
+class Own(Tower):
+    def predict(self, inputs):
+        return super().predict(inputs + shift + random.random() + np.random.rand())
+
+    def on_train_end(self):
+        print("epoch", self.current_epoch)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(10 * random.random()))
+    trainer = L.Trainer(accelerator="cpu", max_epochs=3, log_every_n_steps=2, strategy="auto")
+    trainer.fit(Own(depth=2))
+    Path("after.txt").touch()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "src"), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_script_is_run_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two devices although it has one; unseeded; what comes after the fit is not run, and no file is left."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "sitecustomize.py").write_text("open('was_here.txt', 'w').close()")
+    command = ["check", "--steps", "4", "--devices", "2", "--report", "report.json", "--", "train.py", "--depth", "2"]
+    code = main(command)
+    said = capsys.readouterr()
+    assert code == 0, said.out
+    assert said.out.startswith("identical")
+    assert "4 steps of" in said.out
+    assert "run 4, bytescheduler, at its strictest" in said.err
+    assert sorted(path.name for path in folder.iterdir() if path.suffix != "") == [
+        "report.json",
+        "sitecustomize.py",
+        "train.py",
+        "was_here.txt",
+    ]
+    report = json.loads((folder / "report.json").read_text())
+    assert [run["strategy"] for run in report["runs"]] == ["DDPStrategy", "ByteSchedulerStrategy"] * 2
+    assert "environ" not in json.dumps(report)
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_by_itself_is_told_from_one_that_fails_here(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(SCRIPT.replace("print(", "raise ValueError('boom', "))
+    assert main(["check", "--steps", "3", "--devices", "2", "--", sys.executable, "train.py", "--depth", "2"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("could not check: The script itself fails under 'ddp': rank ")
+    assert "boom" in said
+
+
+FOREIGN = """
+class Trainer:
+    def fit(self):
+        print("trains for good")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("print(1)", "without importing lightning"),
+        ("import lightning.pytorch", "without a call of Trainer.fit"),
+        ("import pytorch_lightning; pytorch_lightning.Trainer().fit()", "'pytorch_lightning' package"),
+        ("from lightning.fabric import Fabric; Fabric(devices=1, accelerator='cpu').backward(None)", "Fabric"),
+        ("import lightning as L; L.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
+    ],
+)
+def test_what_is_no_training_with_ddp_says_so(
+    script: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(script)
+    (folder / "pytorch_lightning.py").write_text(FOREIGN)
+    assert main(["check", "--", "train.py"]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("could not check: ")
+    assert said in out
+
+
+def test_arguments_are_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["check", "--steps", "5"]) == 2
+    assert "the command that trains" in capsys.readouterr().err
+    assert main(["check", "--steps", "0", "--", "train.py"]) == 2
+    assert "steps" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["check", "--", "train.py"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--", "no-such-program"]) == 2
+    assert "no-such-program" in capsys.readouterr().err
