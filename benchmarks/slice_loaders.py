@@ -67,24 +67,24 @@ class _Slices:
         return data.train_dataloader()
 
 
-def _as_is(sample: Any) -> Any:
-    return sample
-
-
 class _Litdata:
     def __init__(self, shape: str, folder: Path, samples: int) -> None:
         import torch
-        from litdata import TokensLoader, optimize
+        from litdata import TokensLoader
+        from litdata.streaming import Cache
 
         self.shape, self.folder = shape, f"{folder}/litdata"
-        options: dict[str, Any] = {"chunk_bytes": "64MB", "num_workers": 1, "verbose": False}
         if shape == "tokens":
-            inputs: list[Any] = [torch.from_numpy(block) for block in _tokens(samples)]
-            options.update(item_loader=TokensLoader(block_size=_BLOCK), chunk_bytes=None)
-            options["chunk_size"] = _BLOCK * 8192  # in tokens: 16 MB
+            loader = TokensLoader(block_size=_BLOCK)
+            cache = Cache(self.folder, chunk_size=_BLOCK * 8192, item_loader=loader)  # in tokens: 16 MB
+            made: Iterator[Any] = map(torch.from_numpy, _tokens(samples))
         else:
-            inputs = list(_records(samples))
-        optimize(fn=_as_is, inputs=inputs, output_dir=self.folder, **options)
+            cache = Cache(self.folder, chunk_bytes="64MB")
+            made = _records(samples)
+        for number, item in enumerate(made):
+            cache[number] = item
+        cache.done()
+        cache.merge()
 
     def loader(self, batch_size: int, workers: int) -> Any:
         from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
