@@ -7,6 +7,7 @@ and workers that persist. What is not installed is left out.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -70,16 +71,17 @@ class _Slices:
 class _Litdata:
     def __init__(self, shape: str, folder: Path, samples: int) -> None:
         import torch
-        from litdata import TokensLoader
-        from litdata.streaming import Cache
+
+        litdata: Any = importlib.import_module("litdata")
+        cached: Any = importlib.import_module("litdata.streaming").Cache
 
         self.shape, self.folder = shape, f"{folder}/litdata"
         if shape == "tokens":
-            loader = TokensLoader(block_size=_BLOCK)
-            cache = Cache(self.folder, chunk_size=_BLOCK * 8192, item_loader=loader)  # in tokens: 16 MB
+            loader = litdata.TokensLoader(block_size=_BLOCK)
+            cache = cached(self.folder, chunk_size=_BLOCK * 8192, item_loader=loader)  # in tokens: 16 MB
             made: Iterator[Any] = map(torch.from_numpy, _tokens(samples))
         else:
-            cache = Cache(self.folder, chunk_bytes="64MB")
+            cache = cached(self.folder, chunk_bytes="64MB")
             made = _records(samples)
         for number, item in enumerate(made):
             cache[number] = item
@@ -87,19 +89,17 @@ class _Litdata:
         cache.merge()
 
     def loader(self, batch_size: int, workers: int) -> Any:
-        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
-
-        item_loader = TokensLoader(block_size=_BLOCK) if self.shape == "tokens" else None
-        data = StreamingDataset(self.folder, item_loader=item_loader, shuffle=True)
-        return StreamingDataLoader(
+        litdata: Any = importlib.import_module("litdata")
+        item_loader = litdata.TokensLoader(block_size=_BLOCK) if self.shape == "tokens" else None
+        data = litdata.StreamingDataset(self.folder, item_loader=item_loader, shuffle=True)
+        return litdata.StreamingDataLoader(
             data, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0, drop_last=False
         )
 
 
 class _Streaming:
     def __init__(self, shape: str, folder: Path, samples: int) -> None:
-        from streaming import MDSWriter
-
+        streaming: Any = importlib.import_module("streaming")
         self.folder = f"{folder}/streaming"
         if shape == "tokens":
             columns = {"tokens": f"ndarray:int32:{_BLOCK}"}
@@ -107,14 +107,13 @@ class _Streaming:
         else:
             columns = {"text": "str", "label": "int", "weight": "float64"}
             made = _records(samples)
-        with MDSWriter(out=self.folder, columns=columns) as writer:
+        with streaming.MDSWriter(out=self.folder, columns=columns) as writer:
             for record in made:
                 writer.write(record)
 
     def loader(self, batch_size: int, workers: int) -> Any:
-        from streaming import StreamingDataset
-
-        data = StreamingDataset(local=self.folder, shuffle=True, batch_size=batch_size)
+        streaming: Any = importlib.import_module("streaming")
+        data = streaming.StreamingDataset(local=self.folder, shuffle=True, batch_size=batch_size)
         return DataLoader(data, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0)
 
 
