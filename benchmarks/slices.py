@@ -5,6 +5,8 @@
 - Waiting with an emulated source: each request takes a round trip, all requests together the bandwidth, which is twice
   what is consumed. The cache is smaller than the data, which is read twice.
 - Both through ``SliceDataModule``: its loader against the ``DataLoader``, and a fit whose steps take a fixed time.
+- With ``--only loaders``: slices, litdata and MosaicML streaming on the same local data, with 0, 2 and 4 processes that
+  read, see ``slice_loaders``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from benchmarks.slice_loaders import SHAPES, compare_loaders
 from lightning_bytescheduler import SliceDataModule
 from lightning_bytescheduler.data.make import make_slices
 from lightning_bytescheduler.data.open_source import open_source
@@ -236,7 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slice-mb", type=float, default=4.0)
     parser.add_argument("--seconds-per-slice", type=float, default=0.4)
     parser.add_argument("--workers", type=int, default=0, help="that read for the fit")
-    parser.add_argument("--only", choices=("throughput", "stall", "fit"))
+    parser.add_argument("--only", choices=("throughput", "stall", "fit", "loaders"))
+    parser.add_argument(
+        "--shape", choices=SHAPES, action="append", help="of the data, for the loaders; both if left out"
+    )
+    parser.add_argument("--samples", type=int, default=40_000, help="of an epoch, for the loaders")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs that are timed, for the loaders")
     options = parser.parse_args(arguments)
     distant: dict[str, Any] = {
         "slices": options.slices,
@@ -249,6 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stall", stall(**distant))
     if options.only in (None, "fit"):
         print("fit", fit_stall(**distant, workers=options.workers))
+    for shape in (options.shape or SHAPES) if options.only == "loaders" else ():
+        compared = compare_loaders(shape, samples=options.samples, rounds=options.rounds)
+        for name, figures in compared.items():
+            print(shape, name, {what: float(f"{figure:.4g}") for what, figure in figures.items()}, flush=True)
     return 0
 
 

@@ -81,6 +81,7 @@ class BatchReader:
         self._fill = fill
         self._open: OpenSlice | None = None
         self._opened: tuple[int, int] | None = None  # epoch and slice of what is open
+        self._stop = 0  # one after the last sample that was read there: what is before may have been written to
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of its samples, if they are shuffled
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
@@ -124,7 +125,7 @@ class BatchReader:
     def _read(self, epoch: int, run: SampleRun) -> Iterator[Sequence[Any]]:
         slice_ = self.store.source.slices[run.slice_index]
         opened = self._open
-        if opened is None or self._opened != (epoch, run.slice_index) or opened.samples.begin > run.start:
+        if opened is None or self._opened != (epoch, run.slice_index) or run.start < self._stop:
             self._close(consumed=self._opened is not None and self._opened != (epoch, run.slice_index))
             opened = self._open = self.store.open(slice_, whole=self._shuffle_samples, epoch=epoch)
             if self._shuffle_samples:
@@ -134,7 +135,7 @@ class BatchReader:
             yield from opened.samples.pick(self._order[run.start : run.stop])
         else:
             yield from opened.samples.take(run.start, run.stop)
-        self._opened = (epoch, run.slice_index)
+        self._opened, self._stop = (epoch, run.slice_index), run.stop
         if run.stop == slice_.samples:
             self._close(consumed=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_bytescheduler.data.batch_reader import BatchReader
@@ -65,6 +67,9 @@ class SliceDataset(IterableDataset[list[Any]]):
             shuffle=shuffle,
             shortage=shortage,
         )
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        with contextlib.suppress(RuntimeError, OSError):  # workers that persist see which epoch is wanted
+            self._epoch.share_memory_()
         self._reader = BatchReader(
             SliceStore(found, options), transform=transform, shuffle_samples=shuffle_samples, seed=seed
         )
@@ -75,6 +80,8 @@ class SliceDataset(IterableDataset[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if self._plan.epoch != (epoch := int(self._epoch)):
+            self._plan.start_epoch(epoch)
         for batch in itertools.islice(self._plan, first, None, step):
             samples, note = self._reader.read(batch)
             for key, reason in note.corrupt:
@@ -88,3 +95,4 @@ class SliceDataset(IterableDataset[list[Any]]):
             OptionError: If it is no number of an epoch.
         """
         self._plan.start_epoch(epoch)
+        self._epoch.fill_(epoch)

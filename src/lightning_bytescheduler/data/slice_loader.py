@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from lightning_bytescheduler.data.batch_plan import BatchPlan
 from lightning_bytescheduler.data.batch_reader import BatchReader, ReadNote, SliceBatch
+from lightning_bytescheduler.data.batch_slots import BatchSlots
 
 __all__ = ["SliceLoader", "collate_samples"]
 
@@ -37,12 +38,9 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
 
 def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor of its own, as rows may be of a file that is mapped; in a worker in shared memory, copied only once."""
+    """A tensor that may be written to: rows may be of a file that is mapped."""
     rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
-    if get_worker_info() is None or rows.dtype.name in ("uint16", "uint32", "uint64") or not rows.flags.writeable:
-        return torch.from_numpy(rows.copy() if rows.base is not None else rows)
-    together: torch.Tensor = torch_collate([torch.from_numpy(rows)])  # which knows how to allocate there
-    return together[0]
+    return torch.from_numpy(rows.copy() if rows.base is not None else rows)
 
 
 class SliceLoader:
@@ -80,7 +78,7 @@ class SliceLoader:
         self.plan = plan
         self.worker_init_fn: Callable[[int], None] | None = None  # Lightning sets it, for seeds
         self._dataset = _Batches(reader)
-        self._collate = _Collate(collate)
+        self._collate = collate
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory
@@ -103,12 +101,17 @@ class SliceLoader:
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
         # it uses.
-        workers: dict[str, Any] = {"prefetch_factor": self._prefetch_factor} if self._num_workers else {}
+        workers: dict[str, Any] = {}
+        slots = None
+        if self._num_workers:
+            workers["prefetch_factor"] = self._prefetch_factor
+            if not self._pin_memory:  # which is done by a thread of the DataLoader, to tensors
+                slots = BatchSlots(self._num_workers, self._prefetch_factor)
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_size=None,
             sampler=self.plan,
-            collate_fn=self._collate,  # type: ignore[arg-type]  # of what the dataset returns, which is no list
+            collate_fn=_Collate(self._collate, slots),  # type: ignore[arg-type]  # of what is no list
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=self.worker_init_fn,
@@ -121,7 +124,7 @@ class SliceLoader:
             self.waited += time.perf_counter() - started
             if read is None:
                 return
-            batch, note = read
+            batch, note = read if slots is None else (slots.unpack(read[0]), read[1])
             if self._on_note is not None:
                 self._on_note(ReadNote(*note))
             if batch is not None:
@@ -137,13 +140,14 @@ class _Batches(Dataset[Any]):
 
 
 class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], slots: BatchSlots | None) -> None:
         self._collate = collate
+        self._slots = slots
 
     def __call__(self, read: tuple[Sequence[Any], ReadNote]) -> tuple[Any, ReadNote]:
         samples, note = read
         if not len(samples):
             return None, note
-        if self._collate is collate_samples:
-            return collate_samples(samples), note
-        return self._collate(list(samples)), note  # a user's function gets a list, as documented
+        # A user's function gets a list, as documented; the default one can do more with an array.
+        batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
+        return batch if self._slots is None else self._slots.pack(batch), note

@@ -22,18 +22,10 @@ _WEIGHT = 0.3  # of the newest measurement
 
 
 class SliceSamples(Protocol):
-    """What a reader of batches asks of a slice.
-
-    Attributes:
-        begin: The first sample that can still be taken without beginning anew.
-    """
-
-    @property
-    def begin(self) -> int:
-        """See the class."""
+    """What a reader of batches asks of a slice."""
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
-        """Samples ``start`` to ``stop``, in parts; asking on from here may let go of what is before ``start``.
+        """Samples ``start`` to ``stop``, in parts; what is before ``start`` can no longer be asked for.
 
         Raises:
             SliceCorruptError: If the slice is not what it should be. What was yielded before is right.
@@ -62,11 +54,6 @@ class BlockSamples:
         self._begin = 0  # its first sample
         self._all: list[SampleBlock[Any]] = []
         self._begins: list[int] = []
-
-    @property
-    def begin(self) -> int:
-        """See ``SliceSamples``."""
-        return self._begin
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
         """See ``SliceSamples``."""
@@ -202,11 +189,6 @@ class ReaderSamples:
         self._samples: Iterator[Any] | None = None
         self._place = 0
         self._all: ListedSamples | None = None
-
-    @property
-    def begin(self) -> int:
-        """See ``SliceSamples``."""
-        return self._place
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
         """See ``SliceSamples``."""

@@ -71,12 +71,12 @@ class SliceDataModule(pl.LightningDataModule):
         predict: Of the prediction.
         batch_size: Samples of a batch; a list has one number for each rank.
         eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
-        num_workers: Processes that read, of each rank. Each reads all of its rank's bytes and transforms its own
-            batches.
+        num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
+            should come to its ``first`` sample quickly for that.
         prefetch_factor: Batches that each of them reads ahead.
         pin_memory: Copy batches to pinned memory.
         shuffle: Take the training slices in another order in each epoch.
-        shuffle_samples: And the samples of each; holds one whole slice in memory, for each process that reads.
+        shuffle_samples: And the samples of each; maps one whole slice into memory, for each process that reads.
         seed: Of these orders.
         shortage: ``"pad"`` repeats or ``"drop"`` leaves out training samples where a step has fewer than there are
             ranks. Other data is always padded.
