@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from lightning_bytescheduler.diloco.robust_mean import RobustMean
 from lightning_bytescheduler.diloco.step_time import StepTime
 
@@ -32,6 +34,20 @@ def test_a_worker_of_one_step_a_round_is_known_by_its_first_steps() -> None:
         times.observe(seconds, 8, first=True)
     assert times.seconds == 2.0
     assert times.settled
+
+
+def test_only_the_last_four_first_steps_are_kept() -> None:
+    times = StepTime()
+    for seconds in (1.0, 5.0, 5.0, 5.0):
+        times.observe(seconds, 8, first=True)
+    assert times.seconds == 1.0
+    times.observe(5.0, 8, first=True)
+    assert times.seconds == 5.0
+
+
+def test_a_change_of_less_than_half_is_taken_for_noise_at_first() -> None:
+    assert after(*[1.0] * 11, *[1.4] * 5).seconds < 1.1
+    assert after(*[1.0] * 11, *[1.6] * 5).seconds == pytest.approx(1.6)
 
 
 def test_blips_do_not_move_it() -> None:

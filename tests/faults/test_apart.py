@@ -32,7 +32,7 @@ def run(nursery: Nursery, folder: Path, *cases: Case, world_size: int = 2) -> li
             own_arguments=own,
         )
 
-    with ThreadPoolExecutor(3) as pool:  # they wait most of the time
+    with ThreadPoolExecutor(4) as pool:  # they wait most of the time
         return list(pool.map(one, range(len(cases)), cases))
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) ->
 
 
 def test_whoever_is_only_slow_is_waited_for(nursery: Nursery, tmp_path: Path) -> None:
-    loading: Case = ({"stream": True}, {0: {"pause": 8.0}})
+    loading: Case = ({"stream": True}, {0: {"pause": 7.0}})
     validating: Case = ({"val_batches": 2, "sync": True, "epochs": 2}, {0: {"busy": "validation_step"}})
     hooked: Case = ({"mode": "ddp"}, {1: {"busy": "on_train_batch_end"}})
     # Epochs of different lengths do no harm where the number of steps is the same: DDP trains this, too.

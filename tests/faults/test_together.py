@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
-SOON = {"warn_after": 1.0, "timeout": 6.0}
+SOON = {"warn_after": 1.0, "timeout": 4.5}
 
 
 def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery
 
 
 def test_a_rank_with_plain_ddp_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    cases: list[Case] = [(SOON, {rank: {"strategy": "ddp", "timeout": 20.0}}) for rank in (0, 1)]
+    cases: list[Case] = [(SOON, {rank: {"strategy": "ddp", "timeout": 12.0}}) for rank in (0, 1)]
     for plain, ranks in enumerate(run(nursery, tmp_path, *cases)):
         waiting = ranks[1 - plain]
         assert waiting.code == 1, waiting.log

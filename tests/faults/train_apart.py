@@ -53,7 +53,7 @@ class Model(LightningModule):
             self.all_gather(torch.ones(1))
         if hook == self.options.get("busy"):
             self.options["busy"] = ""
-            time.sleep(8.0)
+            time.sleep(7.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.at("training_step")

@@ -82,7 +82,8 @@ class _Looks(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.switch_interval = sys.getswitchinterval()
-        self.threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("bytescheduler"))
+        if not self.threads:  # later, rank 0 may be through already, and has told the others so
+            self.threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("bytescheduler"))
         strategy = trainer.strategy
         if isinstance(strategy, ByteSchedulerStrategy) and strategy.runtime is not None:
             core = strategy.runtime.core

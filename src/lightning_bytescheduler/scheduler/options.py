@@ -101,7 +101,7 @@ class SchedulerOptions:
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
             partition_size = _size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
         if tuned["credit"] is None:
-            tuned["credit"] = mode == "auto" and credit is None
+            tuned["credit"] = mode == "auto"
         if credit is None and "BYTESCHEDULER_CREDIT" in env:
             credit = _size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
         if timeline is None:

@@ -229,6 +229,7 @@ class ByteSchedulerStrategy(RankStrategy):
         module = self.lightning_module
         if self._board is not None:
             if module is not None:
+                self.barrier("model")  # notices a rank that died on the way here, which the store does not
                 self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
             self._gradients.prepare(self._board)
         if self._position is not None:
