@@ -40,8 +40,8 @@ class AllSorts(Tower):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(depth=1, **arguments)
-        self.double = nn.Parameter(torch.randn(24, 24, dtype=torch.float64) * 0.1)
-        self.half = nn.Parameter(torch.randn(24, dtype=torch.bfloat16) * 0.1)
+        self.wide = nn.Parameter(torch.randn(24, 24, dtype=torch.float64) * 0.1)
+        self.narrow = nn.Parameter(torch.randn(24, dtype=torch.bfloat16) * 0.1)
         self.nothing = nn.Parameter(torch.zeros(3, 0))
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.kernel = nn.Parameter((torch.randn(4, 2, 3, 3) * 0.1).to(memory_format=torch.channels_last))
@@ -55,9 +55,9 @@ class AllSorts(Tower):
 
     def predict(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs) + inputs @ self.turned + self.own * self.offset + self.nothing.sum()
-        hidden = torch.tanh(hidden @ self.strided) * self.scale + (hidden.double() @ self.double).float()
+        hidden = torch.tanh(hidden @ self.strided) * self.scale + (hidden.double() @ self.wide).float()
         convolved = F.conv2d(hidden.view(-1, 2, 3, 4), self.kernel, padding=1).mean((1, 2, 3))
-        return self.last(torch.tanh(hidden * self.half)) + convolved[:, None] + len(self.own.label)
+        return self.last(torch.tanh(hidden * self.narrow)) + convolved[:, None] + len(self.own.label)
 
 
 class Labelled(nn.Parameter):
@@ -177,19 +177,7 @@ class ClipsGradients(Callback):
             nn.utils.clip_grad_value_(module.parameters(), 0.01)
 
 
-class KeepsGradients(Callback):
-    """Takes hold of gradients once, and looks at what it holds later."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
-        if trainer.global_step == 3:
-            self.kept = [p.grad for p in module.parameters()]
-        module.notes.append(sums(self.kept))
-
-
-@pytest.mark.parametrize("callback", [ChangesTheModel, ClipsGradients, KeepsGradients])
+@pytest.mark.parametrize("callback", [ChangesTheModel, ClipsGradients])
 def test_changes_in_mid_fit(two_ranks: RankPool, callback: Any) -> None:
     find = {"find_unused_parameters": True} if callback is ChangesTheModel else {}
     recipe = Recipe(

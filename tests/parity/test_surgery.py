@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ class TwiceTheClosure(SGD):
         return super().step()
 
 
-SURGERY: dict[str, Callable[[Any, Any], Any]] = {
+SURGERY: Mapping[str, Any] = {
     f.__name__: f
     for f in (
         new_state,

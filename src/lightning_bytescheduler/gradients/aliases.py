@@ -18,7 +18,6 @@ A graph that is kept beyond its backward pass holds references too; that costs t
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -27,7 +26,7 @@ from torch import nn
 
 from lightning_bytescheduler.gradients.gate import can_be_gated
 
-__all__ = ["AliasDetector", "gradients_are_kept", "held_beside", "is_foreign", "references_to_memory"]
+__all__ = ["AliasDetector", "held_beside", "is_foreign", "references_to_memory"]
 
 _storage_of = torch.Tensor.untyped_storage
 _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
@@ -85,13 +84,6 @@ def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
         return any(
             use_count((storage := storage_of(t))._cdata) > alone or (t.is_cpu and storage.is_shared()) for t in tensors
         )
-
-
-def gradients_are_kept(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether somebody holds the gradient of a parameter. DDP gives it the same tensor in each step; opens no gate."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradients = [gradient for gradient in [p.grad for p in parameters] if gradient is not None]
-    return max(map(sys.getrefcount, gradients), default=0) > _GRADIENT_ALONE
 
 
 class AliasDetector:
@@ -157,12 +149,4 @@ def _references_of_one_tensor() -> int | None:
     return alone if references_to_memory(tensor) == alone else None
 
 
-def _references_to_a_gradient() -> int:
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    return max(map(sys.getrefcount, [gradient for gradient in [p.grad for p in (parameter,)] if gradient is not None]))
-
-
-# What Python and PyTorch themselves hold while they count differs between versions, so it is measured.
 _ALONE = _references_of_one_tensor()
-_GRADIENT_ALONE = _references_to_a_gradient()

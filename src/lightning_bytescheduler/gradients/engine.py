@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.gradients.aliases import AliasDetector, gradients_are_kept
+from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
@@ -288,9 +288,7 @@ class GradientEngine(PendingUpdates):
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
         with self._lock:
             for update in self._updates:
-                if update.state is UpdateState.REDUCING and (
-                    not update.gateable() or gradients_are_kept(update.parameters)
-                ):
+                if update.state is UpdateState.REDUCING and not update.gateable():
                     self._await_gradient(update, "step")  # whoever reads its gradient would not be noticed
         self._record("backward", COMPUTE, self._backward_start, step=self._step_number)
 
