@@ -22,6 +22,7 @@ What threads may meet, and the order of locks, is in ``pending_updates.py``.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -158,7 +159,7 @@ class GradientEngine(PendingUpdates):
             reduction.reduce(index, parameters, buffer, priority, partial(complete, future, buffer))
         else:
             future = self._futures.completed(index, buffer)
-            task = reduction.reduce(index, parameters, buffer, priority)
+            task = reduction.reduce(index, parameters, buffer, priority, self._wake_early_steps)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
         if self._deferring and bucket.is_last():
             reduction.close()
@@ -218,6 +219,7 @@ class GradientEngine(PendingUpdates):
             agree_on_mode(self.mode, self._device, self.on_mode)
         self._in_forward = True
         self._read_early = False
+        self._training_thread = threading.get_ident()
         self.phase = f"in training_step, step {self._step_number + 1}"
         self._forward_start = self._clock()
         self._touched_buckets = []
@@ -225,6 +227,7 @@ class GradientEngine(PendingUpdates):
             self._function_touches.begin()
             self._first_use.begin(self.gated_at_forward_start)
             self._reads.watches_each = self.on_open is not None
+            self._reads.on_touch = self._note_touch
             self._reads.begin(self._step_number + 1)
 
     def end_forward(self) -> None:
@@ -352,6 +355,7 @@ class GradientEngine(PendingUpdates):
             self._default_dtype = torch.get_default_dtype()
             close_state(optimizer, self.flush)
             self.statistics.overlapped_steps += 1
+            self._note_deferred()
             if now:
                 self.statistics.updates += len(now)
                 with self._or_torn(len(now)):

@@ -1,8 +1,8 @@
 """What is under way between a backward pass and the next: waiting for gradients, stepping with them, opening gates.
 
 A gate opens after its bucket's step, so that whoever touches a parameter of it meanwhile, on another thread, waits.
-Buckets that have arrived are stepped while a thread waits for another one; their gates stay closed until a touch, as
-touches tell the order of use, and what is read unseen.
+Buckets that have arrived are stepped while a thread waits for another one, or by a thread for that
+(``early_steps.py``); their gates stay closed until a touch, as touches tell the order of use, and what is read unseen.
 
 Lock order: the lock of this class, then a task's or the core's. Threads of the scheduler never take it. A thread that
 touches a parameter while another one applies its bucket waits for the lock, with whatever locks it holds itself. Nobody
@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
+from lightning_bytescheduler.gradients.early_steps import EarlySteps
 from lightning_bytescheduler.gradients.gate import open_state
 from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
 from lightning_bytescheduler.gradients.other_processes import before_forks
@@ -82,6 +84,8 @@ class PendingUpdates:
         self._gates_closed = False
         self._torn = 0  # parameters whose step broke off
         self._reads = UnseenReads()
+        self._early_steps: EarlySteps | None = None
+        self._training_thread = threading.get_ident()
         self._touched_buckets: list[int] = []
         self._in_forward = False
         self._read_early = False  # somebody has waited since the last forward pass
@@ -118,6 +122,7 @@ class PendingUpdates:
         """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
         if in_child:
             self._lock = threading.RLock()
+            self._early_steps = None
             self.close()
         else:
             self._lock.release()
@@ -175,18 +180,45 @@ class PendingUpdates:
                     self._step_bucket(update)
 
     def _step_while_waiting(self, task: CommTask) -> None:
-        """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
-        while not task.done():
-            with self._lock:
-                other = next((u for u in self._updates if u.state is UpdateState.DUE and u.has_arrived), None)
-                if other is None or not self._transforms.known:
-                    return
-                other.state = UpdateState.OPENING
-                try:
-                    with self._or_torn(len(other.chosen)):
-                        self._step_bucket(other)
-                finally:
-                    other.state = UpdateState.STEPPED
+        """Take the steps of buckets that have arrived, in time that is lost anyway."""
+        while not task.done() and self.step_one_arrived():
+            pass
+
+    def step_one_arrived(self) -> bool:
+        """Take the step of a bucket that has arrived, if there is one; its gate stays closed. For any thread."""
+        with self._lock:
+            update = next((u for u in self._by_urgency() if u.state is UpdateState.DUE and u.has_arrived), None)
+            if update is None or not self._transforms.known:
+                return False
+            update.state = UpdateState.OPENING
+            try:
+                with self._or_torn(len(update.chosen)):
+                    self._step_bucket(update)
+            finally:
+                update.state = UpdateState.STEPPED
+            return True
+
+    def _by_urgency(self) -> list[BucketUpdate]:
+        return sorted(self._updates, key=lambda update: update.task.priority)
+
+    def _note_deferred(self) -> None:
+        """Steps are due now: from here on they are taken as soon as may be."""
+        if self._early_steps is None and self._transport.streams is None and torch.get_num_threads() == 1:
+            self._early_steps = EarlySteps(self.step_one_arrived)
+        self._wake_early_steps()
+
+    def _wake_early_steps(self, task: CommTask | None = None) -> None:
+        if self._early_steps is not None:
+            self._early_steps.wake()
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread that takes steps, if there is one; returns whether it ended within ``timeout`` seconds."""
+        early, self._early_steps = self._early_steps, None
+        return early is None or early.stop(timeout)
+
+    def _note_touch(self, parameter: nn.Parameter) -> None:
+        if self.on_open is not None:
+            self.on_open(Opening.of((parameter,), parameter, "touch", self._step_number))
 
     @contextmanager
     def _opening(self, update: BucketUpdate, then: UpdateState, why: OpeningKind) -> Iterator[None]:
@@ -230,4 +262,6 @@ class PendingUpdates:
 
     def _record(self, name: str, category: str, start: float, *, step: int) -> None:
         if self._timeline is not None:
-            self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})
+            here = threading.current_thread()
+            lane = _LANE if here.ident == self._training_thread else here.name
+            self._timeline.span(name, category, start, self._clock(), lane=lane, args={"step": step})
