@@ -7,6 +7,8 @@
 # Lightning's own tests of ddp, with bytescheduler in its place (half an hour; in an environment of their own, because
 # what they need changes what Lightning does by default):
 #                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
+# Networks and optimizers of third parties (Python >= 3.11; a minute, and what they need beside .venv):
+#                                       make real-models
 
 PYTHON ?= python3
 # Two files of tests at a time, as ranks wait for one another for half of a training. Failures have bounds on time, and
@@ -14,6 +16,8 @@ PYTHON ?= python3
 # link has nothing beside it.
 ROOMS_OF_TIME := $(addprefix tests/,collectives faults outer_loop strategies)
 ROOMS_OF_LINKS := tests/links
+# Needs packages that .venv does not have.
+ROOM_OF_MODELS := tests/real_models
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECKOUT ?=
@@ -22,6 +26,7 @@ FUZZ_ARGS ?=
 
 VENV := .venv
 SUITE := build/lightning-suite
+MODELS := build/real-models
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check --no-input
 # -qq: warnings are left out, errors are not.
@@ -30,7 +35,7 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fuzz lint bench lightning-suite clean
+.PHONY: help demo test fuzz lint bench lightning-suite real-models clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
@@ -40,13 +45,14 @@ help:
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
 	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
+	@echo "make real-models   train networks of Hugging Face, diffusers and torchvision, and compare with DDP"
 
 demo: $(VENV)/.demo
 	$(RUN) -m examples.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS))
+	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS))
 	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
 	$(RUN) -m pytest $(ROOMS_OF_LINKS)
 else
@@ -66,6 +72,10 @@ bench: $(VENV)/.demo
 
 lightning-suite: $(SUITE)/.ready
 	$(SUITE)/bin/python -m tests.lightning_suite $(SUITE_ARGS) -- "$(CHECKOUT)"
+
+# The packages stand before those of .venv on the path, none of which is among them.
+real-models: $(MODELS)/.ready
+	PYTHONPATH="$(CURDIR)/$(MODELS)" $(RUN) -m pytest $(ROOM_OF_MODELS)
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints
@@ -109,4 +119,11 @@ $(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightn
 	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt hatchling
 	@$(SUITE)/bin/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt \
 	  --no-build-isolation -e ".[dev]" -r tests/lightning_suite/requirements.txt
+	@touch $@
+
+# A folder beside .venv's packages, not an environment: torch is the same, and is not installed again.
+$(MODELS)/.ready: $(VENV)/.dev tests/real_models/requirements.txt
+	@echo "Installing what the networks and optimizers of third parties need (a minute on a slow connection)"
+	@rm -rf $(MODELS)
+	@$(PIP) install -qq --no-deps --no-compile --target $(MODELS) -r tests/real_models/requirements.txt
 	@touch $@

@@ -8,6 +8,8 @@ ByteSchedulerError
 ├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
 ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
 ├── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
+│   └── RanksDivergedError               no rank failed, but they wait for each other in different places
+├── RanksDifferError                     the ranks are not in the same training: another version, other options
 ├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
 ├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
 ├── SourceUnavailableError (OSError)     a source of slices does not answer; names it and how long was tried
@@ -21,6 +23,8 @@ __all__ = [
     "LaunchOrderError",
     "OptionError",
     "RankFailedError",
+    "RanksDifferError",
+    "RanksDivergedError",
     "SchedulerClosedError",
     "SchedulerTimeoutError",
     "SliceCorruptError",
@@ -95,6 +99,25 @@ class RankFailedError(ByteSchedulerError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[int | None, str]]:
         return (type(self), (self.rank, self.cause))
+
+
+class RanksDivergedError(RankFailedError):
+    """The ranks wait for each other in different places, as with uneven data: no step will ever end.
+
+    Args:
+        cause: Where each rank stands, what led to it, and the ways out. Raised alike on every rank.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(None, cause)
+        self.args = (cause,)
+
+    def __reduce__(self) -> tuple[type[RanksDivergedError], tuple[str]]:  # type: ignore[override]
+        return (type(self), (self.cause,))
+
+
+class RanksDifferError(ByteSchedulerError):
+    """The ranks are not in the same training; the message names ranks, hosts and what differs. Raised on every rank."""
 
 
 class SliceIndexError(ByteSchedulerError, ValueError):

@@ -149,7 +149,10 @@ def test_variables_without_effect_are_listed() -> None:
         ({"credit": 9}, {}, (False, False)),
         ({"credit": 9, "credit_tuning": True}, {}, (True, False)),
         ({"credit": 9, "partition_size": 3}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (False, False)),
-        ({}, {"CREDIT": "9"}, (False, False)),
+        # The variable alone says where to start, as published.
+        ({}, {"CREDIT": "9"}, (True, False)),
+        ({}, {"CREDIT": "9", "CREDIT_TUNING": "0"}, (False, False)),
+        ({"mode": "overlapped"}, {"CREDIT": "9"}, (False, False)),
         ({}, {"CREDIT": "9", "CREDIT_TUNING": "1"}, (True, False)),
         ({"partition_size": 3}, {}, (True, False)),
         # A fixed way of taking steps is left as it is, too; but sizes may be found for it.

@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 __all__ = ["RankPool", "RanksFailed", "let_go"]
 
-_PRELOADED = ["lightning.pytorch", "torch.distributed"]
+_PRELOADED = ("lightning.pytorch", "torch.distributed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
 _GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
 _STOP_S = 5.0
@@ -58,10 +58,12 @@ class RankPool:
 
     Args:
         world_size: Number of ranks.
+        preloaded: Modules that the fork server imports once for all ranks, if this pool is the first to start.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, preloaded: Sequence[str] = _PRELOADED) -> None:
         self.world_size = world_size
+        self._preloaded = list(preloaded)
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -121,7 +123,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         port = _free_port()
         for number in range(self.world_size):

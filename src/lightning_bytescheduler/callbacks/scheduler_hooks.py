@@ -40,6 +40,16 @@ class SchedulerHooks(pl.Callback):
         self._log_metrics = log_metrics
         self._logged = SchedulerStatistics()
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count batches anew."""
+        self._strategy.count_epoch()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch."""
+        self._strategy.count_batch()
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

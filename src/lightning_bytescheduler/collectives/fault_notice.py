@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError
+from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
 __all__ = ["FaultNotice", "brief", "is_communication_error", "is_timeout", "phrase"]
 
@@ -30,6 +30,7 @@ class FaultNotice:
         patience: How long the others may go on, in seconds.
         step: How many steps' gradients the failed rank has handed over completely; ``None`` if unknown. These still
             arrive everywhere if everybody waits a moment; later ones never will.
+        diverged: Whether no rank failed: they wait for each other, as ``cause`` says.
     """
 
     rank: int | None
@@ -37,12 +38,14 @@ class FaultNotice:
     by: int
     patience: float = 0.0
     step: int | None = None
+    diverged: bool = False
 
     @classmethod
     def of(cls, error: BaseException, *, by: int, patience: float = 0.0, step: int | None = None) -> FaultNotice:
         """What rank ``by`` says of ``error``: its own failure, or another rank's that it found out about."""
         if isinstance(error, RankFailedError):
-            return cls(rank=error.rank, cause=error.cause, by=by, patience=patience)
+            diverged = isinstance(error, RanksDivergedError)
+            return cls(rank=error.rank, cause=error.cause, by=by, patience=patience, diverged=diverged)
         return cls(rank=by, cause=phrase(error), by=by, patience=patience, step=step)
 
     @classmethod
@@ -61,7 +64,7 @@ class FaultNotice:
 
     def as_error(self) -> RankFailedError:
         """As what the other ranks raise."""
-        return RankFailedError(self.rank, self.cause)
+        return RanksDivergedError(self.cause) if self.diverged else RankFailedError(self.rank, self.cause)
 
 
 def phrase(error: BaseException) -> str:

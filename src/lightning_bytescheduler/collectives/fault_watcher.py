@@ -10,15 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.blocked_thread import blocked_in
+from lightning_bytescheduler.collectives.completion import break_connections
 from lightning_bytescheduler.collectives.fault_notice import FaultNotice, is_communication_error
 from lightning_bytescheduler.collectives.last_resort import LastResort
+from lightning_bytescheduler.collectives.standing import Standing
+from lightning_bytescheduler.collectives.standstill_watch import StandstillWatch
 from lightning_bytescheduler.collectives.store_connection import StorePresence
 from lightning_bytescheduler.collectives.vital_signs import VitalSigns
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 
 __all__ = ["FaultWatcher", "Watched"]
 
@@ -66,11 +73,15 @@ class FaultWatcher:
     ) -> None:
         self._store = store
         self._rank = rank
+        self._world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._last_resort = LastResort() if last_resort is None else last_resort
         others = [r for r in range(world_size) if r != rank]
         self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
         self._vital_signs = VitalSigns(store, rank, others, self._period)
+        self._standstills = StandstillWatch(store, rank, others, self._period)
+        self._standing: Callable[[], Standing] | None = None
+        self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
@@ -95,15 +106,35 @@ class FaultWatcher:
         """This rank, among all that share the board."""
         return self._rank
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the board."""
+        return self._world_size
+
     def watch(self, watched: Watched) -> None:
         """Look after ``watched`` too, from now on."""
         with self._changed:
             self._watched.append(watched)
             phases = [one.phase for one in self._watched]
-            self._vital_signs.doing = lambda: ", ".join(phase() for phase in phases)
+            self._vital_signs.doing = lambda: ", ".join([phase() for phase in phases] + self._place())
             if self._fault is not None and self._act_at is None:
                 self._act_at = 0.0
             self._wake()
+
+    def stands(self, standing: Callable[[], Standing]) -> None:
+        """Tell the others where this rank stands, and find out if all wait for each other for good.
+
+        Args:
+            standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
+        """
+        self._standing = standing
+
+    def _place(self) -> list[str]:
+        """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
+        with suppress(Exception):  # read while the training thread changes it
+            if self._standing is not None:
+                return [self._standing().place]
+        return []
 
     def unwatch(self, watched: Watched) -> None:
         """Leave ``watched`` alone."""
@@ -172,6 +203,7 @@ class FaultWatcher:
             self._lose_store()
             return
         try:
+            self._look_around()
             self._vital_signs.beat()
             notice = self._exchange_notices()
             if self._ready_to_leave and not self._left:
@@ -185,6 +217,30 @@ class FaultWatcher:
             self._present -= left
             if notice is not None:
                 self._learn(notice)
+
+    def _look_around(self) -> None:
+        """Tell where this rank stands; publish that the ranks wait for each other, if they do."""
+        if self._standing is None or self._notice is not None or self._outgoing is not None:
+            return
+        try:
+            standing = self._standing()
+        except Exception:  # read while the training thread changes it
+            log.debug("it could not be told where this rank stands", exc_info=True)
+            standing = Standing()  # what was told before may not hold any more
+        blocked = None if standing.ended else blocked_in(self._training_thread)
+        if blocked is not None:
+            standing = replace(
+                standing, collective=blocked.collective, begins_batch=blocked.begins_batch, awaited_step=0
+            )
+        self._standstills.tell(standing)
+        if self._vital_signs.examining:
+            self._standstills.survey()
+        standstill = self._standstills.look()
+        if standstill is not None:
+            found = RanksDivergedError(standstill.text)
+            with self._changed:
+                self._learn(FaultNotice.of(found, by=self._rank))
+                self._post(found)
 
     def _exchange_notices(self) -> FaultNotice | None:
         """Publish what is to be published; return another rank's notice."""
@@ -212,6 +268,12 @@ class FaultWatcher:
                 self._act_at = None
         if due and notice is not None and fault is not None:
             self._last_resort.doom(str(fault))
+            if notice.diverged and blocked_in(self._training_thread) is not None:
+                # Nobody else will come, and gloo has no other way to call a collective off.
+                group = dist.group.WORLD
+                with suppress(Exception):
+                    if group is not None:
+                        break_connections(group)
             if notice.patience:
                 log.error("[rank %d] %s", self._rank, fault)
             for one in reversed(watched):  # who came first may give what has been sent a moment to arrive

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.fault_notice import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.collectives.fault_watcher import FaultWatcher
 from lightning_bytescheduler.collectives.last_resort import LastResort
+from lightning_bytescheduler.collectives.standing import explain_death
 from lightning_bytescheduler.collectives.store_connection import (
     StorePresence,
     connect_to_store,
@@ -89,6 +90,16 @@ class FaultBoard(FaultWatcher):
             presence=presence,
             hosts_store=rank == 0 and store_lives_with_rank_zero(),
         )
+
+    def meeting_place(self, name: str) -> dist.Store:
+        """A part of the store for something that all ranks do once in this run, such as a roll call.
+
+        It shares the watcher's connection: for short requests that do not block.
+
+        Args:
+            name: Of what they do.
+        """
+        return dist.PrefixStore(f"meetings/{name}", self._store)
 
     @property
     def fault(self) -> RankFailedError | None:
@@ -165,7 +176,9 @@ class FaultBoard(FaultWatcher):
             while self._fault is None and not self._store_lost:
                 silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    found = RankFailedError(silent[0], f"{_no_sign_of_life(silent)}; {broken}")
+                    last = explain_death(self._standstills.told)
+                    cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
+                    found = RankFailedError(silent[0], cause)
                     self._learn(FaultNotice.of(found, by=self._rank))
                     self._post(found)
                 elif not self._within(deadline):

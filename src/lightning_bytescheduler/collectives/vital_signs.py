@@ -67,6 +67,11 @@ class VitalSigns:
             self._examiners -= 1
             self._locating -= doing
 
+    @property
+    def examining(self) -> bool:
+        """Whether somebody wants to know about the others."""
+        return self._examiners > 0
+
     def silent(self, at_least: float = 0.0) -> list[int]:
         """Ranks that have missed five beats since the examination began, and none came for ``at_least`` seconds."""
         patience = max(_BEATS_MISSED * self._period, at_least)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from lightning_bytescheduler.data.lock_step import SampleRun
+from lightning_bytescheduler.data.open_slice import OpenSlice
 from lightning_bytescheduler.data.shuffle import sample_order
-from lightning_bytescheduler.data.slice import Slice
-from lightning_bytescheduler.data.statistics import SliceStatistics
 from lightning_bytescheduler.data.store import SliceStore
 from lightning_bytescheduler.exceptions import SliceCorruptError
 
@@ -36,7 +37,7 @@ class ReadNote(NamedTuple):
     """What a reader has to tell besides the samples; of primitives only, as it travels with each batch.
 
     Attributes:
-        cost: What reading has cost since the last note, by the names of ``SliceStatistics``.
+        cost: What reading has cost since the last note, by the names of ``SliceStatistics``; without what is nothing.
         corrupt: Key and reason of each slice that was found to be corrupt.
         lost: Samples of this batch that could not be read.
         is_empty: Whether there are none at all, so that there is no batch.
@@ -53,13 +54,13 @@ class ReadNote(NamedTuple):
 class BatchReader:
     """Reads batches of a store. Can be pickled before its first batch.
 
-    Neighbouring batches continue one another's slice. A reader that gets every second batch reads over the others'
-    samples: with several of them each reads all bytes, which are local, and transforms its own samples only.
+    Neighbouring batches continue one another's slice. A reader that gets every second batch passes over the others'
+    samples and makes its own only: several of them share the work on a slice, and its bytes are verified once for all.
 
     Args:
         store: Where samples are read.
         transform: Applied to each sample.
-        shuffle_samples: Take the samples of a slice in an order of their own, which holds a whole slice in memory.
+        shuffle_samples: Take the samples of a slice in an order of their own, which maps or holds a whole slice.
         seed: Of that order.
         fill: Put a repeated sample in the place of each one that cannot be read, for ranks that step together.
     """
@@ -78,15 +79,16 @@ class BatchReader:
         self._shuffle_samples = shuffle_samples
         self._seed = seed
         self._fill = fill
-        self._place: tuple[int, int, int] | None = None  # epoch, slice and position of what is open
-        self._samples: Iterator[Any] = iter(())
+        self._open: OpenSlice | None = None
+        self._opened: tuple[int, int] | None = None  # epoch and slice of what is open
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of its samples, if they are shuffled
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
-        self._told, self._process = store.statistics, os.getpid()
+        self._told, self._process = store.sums, os.getpid()
 
-    def read(self, batch: SliceBatch) -> tuple[list[Any], ReadNote]:
-        """The samples of a batch.
+    def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadNote]:
+        """The samples of a batch: a list, or an array whose rows they are.
 
         Raises:
             SliceCorruptError: If no slice at all can be read, to fill a batch whose samples are lost.
@@ -95,52 +97,51 @@ class BatchReader:
         if batch.ahead != self._ahead:
             self._ahead = batch.ahead
             self.store.prefetch([self.store.source.slices[index] for index in batch.ahead[: self.store.depth]])
-        samples: list[Any] = []
+        parts: list[Sequence[Any]] = []
         corrupt: list[tuple[str, str]] = []
         wanted = sum(run.stop - run.start for run in batch.runs)
         for run in batch.runs:
             if run.slice_index in self._bad:
                 continue
             try:
-                samples.extend(self._read(batch.epoch, run))
+                parts.extend(self._read(batch.epoch, run))
             except SliceCorruptError as error:
                 self._bad.add(run.slice_index)
-                self._place, self._samples = None, iter(())
+                self._close(consumed=False)
                 corrupt.append((error.key, error.reason))
+        samples = _joined(parts)
         lost = wanted - len(samples)
         if lost and self._fill:
-            spare = samples or [self._any_sample()]
+            spare = list(samples) or [self._any_sample()]
             samples = [*samples, *itertools.islice(itertools.cycle(spare), lost)]
-        if samples:
+        if len(samples):
             self._spare = (samples[-1],)
         if self._transform is not None:
             samples = [self._transform(sample) for sample in samples]
-        note = ReadNote(self._cost(), tuple(corrupt), lost, is_empty=not samples, depth=self.store.depth)
+        note = ReadNote(self._cost(), tuple(corrupt), lost, is_empty=not len(samples), depth=self.store.depth)
         return samples, note
 
-    def _read(self, epoch: int, run: SampleRun) -> Iterator[Any]:
+    def _read(self, epoch: int, run: SampleRun) -> Iterator[Sequence[Any]]:
         slice_ = self.store.source.slices[run.slice_index]
-        place = self._place
-        if place is None or place[:2] != (epoch, run.slice_index) or place[2] > run.start:
-            first = 0 if self._shuffle_samples else run.start
-            samples = self.store.samples(slice_, first)
-            self._samples = (
-                self._shuffled(epoch, run.slice_index, slice_, samples) if self._shuffle_samples else samples
-            )
-            place = (epoch, run.slice_index, first)
-        self._place = None  # until it is known again: whoever is interrupted has lost count
-        skip = run.start - place[2]
-        yield from itertools.islice(self._samples, skip, skip + run.stop - run.start)
-        if run.stop == slice_.samples:
-            next(self._samples, None)  # checks that there is no more, and lets go of the slice
-            self._samples = iter(())
+        opened = self._open
+        if opened is None or self._opened != (epoch, run.slice_index) or opened.samples.begin > run.start:
+            self._close(consumed=self._opened is not None and self._opened != (epoch, run.slice_index))
+            opened = self._open = self.store.open(slice_, whole=self._shuffle_samples, epoch=epoch)
+            if self._shuffle_samples:
+                self._order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
+        self._opened = None  # until it is known again: whoever is interrupted has lost count
+        if self._shuffle_samples:
+            yield from opened.samples.pick(self._order[run.start : run.stop])
         else:
-            self._place = (epoch, run.slice_index, run.stop)
+            yield from opened.samples.take(run.start, run.stop)
+        self._opened = (epoch, run.slice_index)
+        if run.stop == slice_.samples:
+            self._close(consumed=True)
 
-    def _shuffled(self, epoch: int, index: int, slice_: Slice, samples: Iterator[Any]) -> Iterator[Any]:
-        whole = list(samples)
-        order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=index)
-        return (whole[number] for number in order.tolist())
+    def _close(self, *, consumed: bool) -> None:
+        if self._open is not None:
+            self._open.close(consumed=consumed)
+        self._open, self._opened = None, None
 
     def _any_sample(self) -> Any:
         """A sample to repeat: the last one read, or the first that can be."""
@@ -160,7 +161,20 @@ class BatchReader:
 
     def _cost(self) -> dict[str, float]:
         if self._process != os.getpid():  # where the store has begun anew
-            self._told, self._process = SliceStatistics(), os.getpid()
-        now, before = asdict(self.store.statistics), asdict(self._told)
-        self._told = SliceStatistics(**now)
-        return {name: amount - before[name] for name, amount in now.items()}
+            self._told, self._process = {}, os.getpid()
+        now, before = self.store.sums, self._told
+        self._told = now
+        return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
+
+
+def _joined(parts: list[Sequence[Any]]) -> Sequence[Any]:
+    """The samples of all parts; rows of arrays stay together, as far as they are alike."""
+    first = parts[0] if parts else ()
+    if isinstance(first, np.ndarray):
+        alike = all(
+            isinstance(part, np.ndarray) and (part.dtype, part.shape[1:]) == (first.dtype, first.shape[1:])
+            for part in parts
+        )
+        if alike:
+            return first if len(parts) == 1 else np.concatenate(parts)
+    return list(itertools.chain.from_iterable(parts))

@@ -59,6 +59,10 @@ class SliceCache:
         """The slices that are there, wholly; any of them may be gone the next moment."""
         return frozenset(name[: -len(_COMPLETE)] for name in os.listdir(self.folder) if name.endswith(_COMPLETE))
 
+    def has(self, name: str) -> bool:
+        """Whether a slice is there now."""
+        return self._complete(name).exists()
+
     def find(self, name: str, plan: ChunkPlan) -> CachedSlice | None:
         """Open a slice that is there, which keeps it there; or None."""
         try:

@@ -14,8 +14,9 @@ import os
 import struct
 from collections.abc import Iterator
 
-from lightning_bytescheduler.data.chunks import Bytes, ChunkPlan
+from lightning_bytescheduler.data.chunks import ChunkPlan
 from lightning_bytescheduler.data.slice import Slice
+from lightning_bytescheduler.data.verified import ChunkSeals, right_chunks
 
 __all__ = ["CachedSlice", "GrowingSlice", "cache_name", "file_bytes", "footer", "lock_file"]
 
@@ -76,17 +77,19 @@ class CachedSlice:
             else ChunkPlan(size=plan.size, chunk_bytes=plan.chunk_bytes, digests=digests)
         )
 
-    def chunks(self, first: int) -> Iterator[Bytes]:
-        """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged."""
+    def chunks(self, first: int, *, seals: ChunkSeals | None = None, together: bool = False) -> Iterator[memoryview]:
+        """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
+
+        Args:
+            first: The first chunk.
+            seals: Chunks that need not be verified again.
+            together: Yield them in one piece.
+        """
         if not self.plan.size:
             return
         # Private: a reader may write into what it gets, and neither the file nor others notice.
         content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
-        for number in range(first, self.plan.count):
-            start, stop = self.plan.bounds(number)
-            if not self.plan.is_right(number, content[start:stop]):
-                return
-            yield content[start:stop]
+        yield from right_chunks(content, self.plan, first, seals=seals, together=together)
 
     @property
     def inode(self) -> int:

@@ -1,7 +1,8 @@
 """Which reader belongs to which file, chosen by suffix; any other format is one reader function.
 
 A reader is a function of a stream and the number of the first sample that is wanted; it yields the samples from there
-on. Malformed data is a ``ValueError``, which is reported with the slice's name:
+on. Malformed data is a ``ValueError``, which is reported with the slice's name. Where several processes read a slice,
+each asks for its own samples only, so the sooner a reader comes to ``first``, the better:
 
     def read_records(stream: SliceStream, first: int) -> Iterator[bytes]:
         stream.read(first * 512)
@@ -12,14 +13,15 @@ on. Malformed data is a ``ValueError``, which is reported with the slice's name:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_bytescheduler.data.compression import COMPRESSIONS, decompressed
-from lightning_bytescheduler.data.line_readers import count_json_lines, count_text_lines, read_jsonl, read_text
-from lightning_bytescheduler.data.npy_reader import read_npy
-from lightning_bytescheduler.data.parquet_reader import read_parquet
+from lightning_bytescheduler.data.line_readers import count_json_lines, count_text_lines, json_blocks, text_blocks
+from lightning_bytescheduler.data.npy_reader import npy_blocks
+from lightning_bytescheduler.data.parquet_reader import parquet_blocks
+from lightning_bytescheduler.data.sample_blocks import SampleBlock, SliceBlocks, samples_of
 from lightning_bytescheduler.data.stream import SliceStream
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -34,13 +36,15 @@ class SliceFormat:
 
     Attributes:
         suffix: Of the files, without that of a compression.
-        read: The reader.
+        blocks: The reader, of a format that is known.
+        read: The reader, of any other.
         count_lines: Counts the samples in whole lines, for a format that may be cut at any line's end; else None.
         compression: ``".gz"``, ``".zst"`` or None.
     """
 
     suffix: str
-    read: SliceReader
+    blocks: SliceBlocks | None = None
+    read: SliceReader | None = None
     count_lines: Callable[[bytes], int] | None = None
     compression: str | None = None
 
@@ -51,7 +55,13 @@ class SliceFormat:
             ValueError: If the data is malformed.
             ImportError: If a library is missing that the format needs.
         """
-        return self.read(self.opened(stream), first)
+        if self.read is not None:
+            return self.read(self.opened(stream), first)
+        return samples_of(self.blocks_of(stream), first)
+
+    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
+        """The samples in blocks, of a format that has them."""
+        return iter(()) if self.blocks is None else self.blocks(self.opened(stream))
 
     def opened(self, stream: SliceStream) -> SliceStream:
         """The stream, decompressed if it is compressed."""
@@ -61,10 +71,10 @@ class SliceFormat:
 FORMATS = {
     form.suffix: form
     for form in (
-        SliceFormat(suffix=".txt", read=read_text, count_lines=count_text_lines),
-        SliceFormat(suffix=".jsonl", read=read_jsonl, count_lines=count_json_lines),
-        SliceFormat(suffix=".npy", read=read_npy),
-        SliceFormat(suffix=".parquet", read=read_parquet),
+        SliceFormat(suffix=".txt", blocks=text_blocks, count_lines=count_text_lines),
+        SliceFormat(suffix=".jsonl", blocks=json_blocks, count_lines=count_json_lines),
+        SliceFormat(suffix=".npy", blocks=npy_blocks),
+        SliceFormat(suffix=".parquet", blocks=parquet_blocks),
     )
 }
 """The formats that are known by their suffix."""
@@ -94,4 +104,4 @@ def format_of(url: str, reader: SliceReader | None = None) -> SliceFormat:
             f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), "
             "unless a reader for its format is given",
         )
-    return SliceFormat(suffix=suffix, read=known.read, count_lines=known.count_lines, compression=compression)
+    return replace(known, compression=compression)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ from lightning_bytescheduler.data.fetch import FetchOptions, fetch_chunks
 from lightning_bytescheduler.data.formats import SliceFormat, format_of
 from lightning_bytescheduler.data.index import INDEX_NAME, IndexedSlice, indexed_slice, write_index
 from lightning_bytescheduler.data.locations import exists, expand, join, local_path, make_folder, read_range, size_of
-from lightning_bytescheduler.data.npy_reader import npy_slice, read_npy
+from lightning_bytescheduler.data.npy_reader import npy_blocks, npy_slice
 from lightning_bytescheduler.data.open_source import SLICE_BYTES
-from lightning_bytescheduler.data.parquet_reader import cut_parquet, read_parquet
+from lightning_bytescheduler.data.parquet_reader import cut_parquet, parquet_blocks
 from lightning_bytescheduler.data.slice import Slice
 from lightning_bytescheduler.data.stream import SliceStream
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, UnsupportedError
@@ -115,9 +116,9 @@ def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int)
             samples = form.count_lines(content)
             if samples:
                 yield content, samples
-    elif form.read is read_npy:
+    elif form.blocks is npy_blocks:
         yield from _cut_rows(stream, slice_bytes)
-    elif form.read is read_parquet:
+    elif form.blocks is parquet_blocks:
         yield from cut_parquet(io.BytesIO(stream.read()), slice_bytes)
     else:
         raise UnsupportedError(f"{url} is of a format that cannot be cut into slices; give the files as they are.")
@@ -126,7 +127,7 @@ def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int)
 def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
     rows: list[Any] = []
     size = 0
-    for row in read_npy(stream, 0):
+    for row in itertools.chain.from_iterable(npy_blocks(stream)):
         rows.append(np.asarray(row))
         size += rows[-1].nbytes
         if size + rows[-1].nbytes > slice_bytes:

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_bytescheduler.data.chunks import Bytes
 from lightning_bytescheduler.data.stream import SliceStream
 
-__all__ = ["NpyHeader", "npy_slice", "read_npy"]
+__all__ = ["NpyHeader", "npy_blocks", "npy_slice"]
 
 _BEFORE_LENGTH = 8  # magic and version
 
@@ -74,21 +74,16 @@ def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
     return file.getvalue()
 
 
-def read_npy(stream: SliceStream, first: int) -> Iterator[Any]:
-    """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file."""
-    return itertools.chain.from_iterable(_arrays(stream, first))  # a row costs no Python frame
+def npy_blocks(stream: SliceStream) -> Iterator[Any]:
+    """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file.
 
-
-def _arrays(stream: SliceStream, first: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows from number ``first`` on, as many together as a chunk holds."""
+    As many rows are in a block as a chunk holds.
+    """
     chunks = stream.chunks()
     header, start = _header_and_rest(chunks)
-    skip = first * header.row_bytes
     row = bytearray()  # one that is divided between chunks
     for chunk in itertools.chain((start,), chunks):
         view = memoryview(chunk)
-        if skip:
-            skip, view = max(skip - len(view), 0), view[skip:]
         if row:
             missing = header.row_bytes - len(row)
             row += view[:missing]

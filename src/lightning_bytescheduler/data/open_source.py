@@ -21,7 +21,7 @@ from lightning_bytescheduler.data.fetch import FetchOptions, fetch_chunks
 from lightning_bytescheduler.data.formats import SliceFormat, SliceReader, format_of
 from lightning_bytescheduler.data.index import INDEX_NAME, read_index
 from lightning_bytescheduler.data.locations import expand, file_version, read_range, size_of
-from lightning_bytescheduler.data.npy_reader import NpyHeader, read_npy
+from lightning_bytescheduler.data.npy_reader import NpyHeader, npy_blocks
 from lightning_bytescheduler.data.patience import Patience, Waiting
 from lightning_bytescheduler.data.slice import Slice
 from lightning_bytescheduler.data.source import SliceSource, SourceFile
@@ -114,7 +114,7 @@ class _Opening:
             self._files[url] = SourceFile(form=form, version=version)
             size = self._ask(url, partial(size_of, url, self._storage_options))
             self._found[url] = []
-            if form.read is read_npy and form.compression is None:
+            if form.blocks is npy_blocks and form.compression is None:
                 self._add_rows(url, size)
             elif size:
                 self._unread[url] = size

@@ -1,4 +1,4 @@
-"""The reader of Parquet files, and the example of a reader for a format that cannot be read from its start.
+"""The reader of Parquet files, a format that cannot be read from its start.
 
 A Parquet file says at its end where its columns are, so this reader takes the whole slice before the first sample.
 """
@@ -9,12 +9,36 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from lightning_bytescheduler.data.sample_blocks import SampleNumbers
 from lightning_bytescheduler.data.stream import SliceStream
 
-__all__ = ["cut_parquet", "read_parquet"]
+__all__ = ["ParquetRows", "cut_parquet", "parquet_blocks"]
 
 
-def read_parquet(stream: SliceStream, first: int) -> Iterator[dict[str, Any]]:
+class ParquetRows:
+    """A block of rows; only those that are asked for become Python's values.
+
+    Args:
+        batch: A ``pyarrow.RecordBatch``.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return int(self._batch.num_rows)
+
+    def __getitem__(self, numbers: SampleNumbers) -> list[dict[str, Any]]:
+        if isinstance(numbers, slice):
+            first, stop, _ = numbers.indices(len(self))
+            rows = self._batch.slice(first, max(stop - first, 0))
+        else:
+            rows = self._batch.take(_arrow().array(numbers))
+        found: list[dict[str, Any]] = rows.to_pylist()
+        return found
+
+
+def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
     """A row is a sample: a dictionary of its columns.
 
     Raises:
@@ -22,12 +46,7 @@ def read_parquet(stream: SliceStream, first: int) -> Iterator[dict[str, Any]]:
         ValueError: If it is no Parquet file.
     """
     file = _parquet().ParquetFile(io.BytesIO(stream.read()))
-    for batch in file.iter_batches():
-        if first >= batch.num_rows:
-            first -= batch.num_rows
-            continue
-        yield from batch.slice(first).to_pylist()
-        first = 0
+    return (ParquetRows(batch) for batch in file.iter_batches())
 
 
 def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -52,6 +71,12 @@ def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]
         content = io.BytesIO()
         parquet.write_table(part, content)
         yield content.getvalue(), part.num_rows
+
+
+def _arrow() -> Any:
+    import pyarrow
+
+    return pyarrow
 
 
 def _parquet() -> Any:

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from lightning_bytescheduler.data.chunks import Bytes, ChunkPlan
 from lightning_bytescheduler.data.slice import Slice
+from lightning_bytescheduler.data.verified import VerifiedChunks, right_chunks
 
-__all__ = ["FileStamp", "Reading", "mapped_chunks"]
-
-FileStamp = tuple[int, int, int, int]
-"""Device, inode, size and time of the last change: what differs when a file is not the same."""
+__all__ = ["Reading", "mapped_chunks"]
 
 
 class Reading:
@@ -21,18 +19,24 @@ class Reading:
     Args:
         slice_: What is read.
         plan: Its chunks.
+        together: Hand over as many chunks as there are in one piece: for readers that take the whole slice anyway.
+        epoch: In which chunks in the cache are verified once; None verifies them at every reading.
 
     Attributes:
         slice: What is read.
         plan: Its chunks.
+        together: As given.
+        epoch: As given.
         next: Number of the next chunk.
         waited: Seconds since the last chunk came.
         stalled: Seconds that were waited for chunks, in all.
     """
 
-    def __init__(self, slice_: Slice, plan: ChunkPlan) -> None:
+    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool = False, epoch: int | None = None) -> None:
         self.slice = slice_
         self.plan = plan
+        self.together = together
+        self.epoch = epoch
         self.next = 0
         self.waited = 0.0
         self.stalled = 0.0
@@ -43,22 +47,22 @@ class Reading:
         return self.next >= self.plan.count
 
     def got(self, chunk: Bytes) -> Bytes:
-        """Note that the next chunk is here, and return it."""
-        self.next += 1
+        """Note that the next chunk is here, or several in one piece, and return it."""
+        self.next += -(-len(chunk) // self.plan.chunk_bytes)
         self.waited = 0.0
         return chunk
 
 
-def mapped_chunks(reading: Reading, path: str, verified: dict[str, FileStamp]) -> Iterator[Bytes]:
+def mapped_chunks(reading: Reading, path: str, verified: VerifiedChunks) -> Iterator[Bytes]:
     """Verified chunks of a slice in a file of this machine, without a copy; ends before what is missing or damaged.
 
-    A slice is verified once, and again when its file changes: it is the user's own file, and nothing is between it and
+    A chunk is verified once, and again when its file changes: it is the user's own file, and nothing is between it and
     the memory that it is mapped into.
 
     Args:
         reading: Where the reading stands.
         path: Of the file.
-        verified: Files as they were when a slice was verified, by the slice's key; kept up to date.
+        verified: What was verified before, by whichever process of this rank.
     """
     slice_ = reading.slice
     try:
@@ -72,13 +76,6 @@ def mapped_chunks(reading: Reading, path: str, verified: dict[str, FileStamp]) -
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
     except OSError:
         return
-    content = memoryview(mapped)[before:]
-    stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-    is_verified = verified.get(slice_.key) == stamp
-    while not reading.is_over:
-        start, stop = reading.plan.bounds(reading.next)
-        chunk = content[start:stop]
-        if not is_verified and not reading.plan.is_right(reading.next, chunk):
-            return
+    seals = verified.of(slice_.key, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    for chunk in right_chunks(memoryview(mapped)[before:], reading.plan, seals=seals, together=reading.together):
         yield reading.got(chunk)
-    verified[slice_.key] = stamp

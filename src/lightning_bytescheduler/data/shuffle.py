@@ -67,4 +67,8 @@ def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArr
     # Each stream has 2**128 numbers of the generator's 2**256 to itself.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)
     numbers = np.random.Philox(key=key, counter=counter).random_raw(count)
-    return np.argsort(numbers, kind="stable").astype(np.int64, copy=False)
+    order = np.argsort(numbers)  # several times as fast as a stable sort
+    drawn = numbers[order]
+    if (drawn[1:] == drawn[:-1]).any():  # hardly ever
+        order = np.argsort(numbers, kind="stable")
+    return order.astype(np.int64, copy=False)

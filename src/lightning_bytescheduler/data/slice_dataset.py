@@ -79,7 +79,7 @@ class SliceDataset(IterableDataset[list[Any]]):
             samples, note = self._reader.read(batch)
             for key, reason in note.corrupt:
                 warnings.warn(f"Slice {key!r} is corrupt, others are repeated in its place: {reason}", stacklevel=2)
-            yield samples
+            yield samples if isinstance(samples, list) else list(samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is iterated next.

@@ -7,12 +7,12 @@ local queues; so nobody else needs to know of ranks, and the order is the plan's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data import default_collate as torch_collate
 
 from lightning_bytescheduler.data.batch_plan import BatchPlan
@@ -21,11 +21,28 @@ from lightning_bytescheduler.data.batch_reader import BatchReader, ReadNote, Sli
 __all__ = ["SliceLoader", "collate_samples"]
 
 
-def collate_samples(samples: list[Any]) -> Any:
-    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it."""
+def collate_samples(samples: Sequence[Any]) -> Any:
+    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it.
+
+    Args:
+        samples: A list, or an array whose rows they are.
+    """
+    if isinstance(samples, np.ndarray):
+        if samples.dtype.kind in "biufc":
+            return _tensor_of(samples)
+        samples = list(samples)
     if isinstance(samples[0], np.ndarray):
         return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
-    return torch_collate(samples)
+    return torch_collate(list(samples))
+
+
+def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor of its own, as rows may be of a file that is mapped; in a worker in shared memory, copied only once."""
+    rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
+    if get_worker_info() is None or rows.dtype.name in ("uint16", "uint32", "uint64") or not rows.flags.writeable:
+        return torch.from_numpy(rows.copy() if rows.base is not None else rows)
+    together: torch.Tensor = torch_collate([torch.from_numpy(rows)])  # which knows how to allocate there
+    return together[0]
 
 
 class SliceLoader:
@@ -115,7 +132,7 @@ class _Batches(Dataset[Any]):
     def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
 
-    def __getitem__(self, batch: SliceBatch) -> tuple[list[Any], ReadNote]:
+    def __getitem__(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadNote]:
         return self._reader.read(batch)
 
 
@@ -123,6 +140,10 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, read: tuple[list[Any], ReadNote]) -> tuple[Any, ReadNote]:
+    def __call__(self, read: tuple[Sequence[Any], ReadNote]) -> tuple[Any, ReadNote]:
         samples, note = read
-        return self._collate(samples) if samples else None, note
+        if not len(samples):
+            return None, note
+        if self._collate is collate_samples:
+            return collate_samples(samples), note
+        return self._collate(list(samples)), note  # a user's function gets a list, as documented

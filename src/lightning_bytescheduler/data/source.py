@@ -11,6 +11,7 @@ from typing import Any
 from lightning_bytescheduler.data.chunks import CHUNK_BYTES, Bytes, ChunkPlan
 from lightning_bytescheduler.data.formats import SliceFormat
 from lightning_bytescheduler.data.locations import read_range
+from lightning_bytescheduler.data.sample_blocks import SampleBlock
 from lightning_bytescheduler.data.slice import Slice
 from lightning_bytescheduler.data.stream import SliceStream
 from lightning_bytescheduler.exceptions import SliceCorruptError
@@ -82,6 +83,23 @@ class SliceSource:
         """
         return read_range(slice_.url, start, stop, self._storage_options)
 
+    def has_blocks(self, slice_: Slice) -> bool:
+        """Whether samples of the slice are found without making them: not by a reader that is a user's function."""
+        return self._files[slice_.url].form.blocks is not None
+
+    def blocks(self, slice_: Slice, chunks: Iterator[Bytes]) -> Iterator[SampleBlock[Any]]:
+        """The samples of the slice's chunks, in blocks; whether there are as many as there should be is not checked.
+
+        Args:
+            slice_: The slice.
+            chunks: Its verified bytes.
+
+        Raises:
+            ValueError: If the data is malformed.
+            EOFError: If it is cut short.
+        """
+        return self._files[slice_.url].form.blocks_of(self._stream(slice_, chunks))
+
     def samples(self, slice_: Slice, chunks: Iterator[Bytes], first: int = 0) -> Iterator[Any]:
         """Make samples of the slice's chunks.
 
@@ -97,8 +115,7 @@ class SliceSource:
             SliceCorruptError: If the data is malformed, or there are not as many samples as there should be.
         """
         file = self._files[slice_.url]
-        headed = slice_.start and file.header
-        stream = SliceStream(itertools.chain((file.header,), chunks) if headed else chunks)
+        stream = self._stream(slice_, chunks)
         # What is between the reader and the training is counted without a Python frame: this is paid for each sample.
         missing = itertools.repeat(True, slice_.samples - first)
         try:
@@ -116,3 +133,7 @@ class SliceSource:
         raise SliceCorruptError(
             slice_.key, slice_.url, f"it holds more than the {slice_.samples} samples that were counted."
         )
+
+    def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
+        header = self._files[slice_.url].header
+        return SliceStream(itertools.chain((header,), chunks) if slice_.start and header else chunks)

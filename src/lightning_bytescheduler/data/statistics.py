@@ -46,7 +46,11 @@ class SliceCounters:
             for name, amount in amounts.items():
                 self._sums[name] += amount
 
+    def sums(self) -> dict[str, float]:
+        """The sums as they are now, by the names of ``SliceStatistics``."""
+        with self._lock:
+            return dict(self._sums)
+
     def snapshot(self) -> SliceStatistics:
         """The sums as they are now."""
-        with self._lock:
-            return SliceStatistics(**self._sums)  # type: ignore[arg-type]
+        return SliceStatistics(**self.sums())  # type: ignore[arg-type]

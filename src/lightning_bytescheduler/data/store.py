@@ -18,18 +18,21 @@ from typing import Any
 from lightning_bytescheduler.data.cache import SliceCache
 from lightning_bytescheduler.data.cache_file import GrowingSlice, file_bytes
 from lightning_bytescheduler.data.cache_writer import CacheFull, DiskFailed
-from lightning_bytescheduler.data.chunks import Bytes
+from lightning_bytescheduler.data.chunks import CHUNK_BYTES, Bytes
 from lightning_bytescheduler.data.fetch import fetch_chunks
 from lightning_bytescheduler.data.locations import local_path
+from lightning_bytescheduler.data.open_slice import OpenSlice
 from lightning_bytescheduler.data.patience import Waiting
 from lightning_bytescheduler.data.prefetch import FetchJob, SlicePrefetcher
 from lightning_bytescheduler.data.prefetch_depth import PrefetchDepth
 from lightning_bytescheduler.data.read_ahead import ReadAhead
-from lightning_bytescheduler.data.reading import FileStamp, Reading, mapped_chunks
+from lightning_bytescheduler.data.reading import Reading, mapped_chunks
 from lightning_bytescheduler.data.slice import Slice
+from lightning_bytescheduler.data.slice_samples import BlockSamples, ReaderSamples, ReaderSpeed
 from lightning_bytescheduler.data.source import SliceSource
 from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
 from lightning_bytescheduler.data.store_options import StoreOptions
+from lightning_bytescheduler.data.verified import VerifiedChunks
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
 
 __all__ = ["SliceStore"]
@@ -66,6 +69,7 @@ class SliceStore:
         self.source = source
         self.options = options or StoreOptions()
         self._waiting = waiting or Waiting()
+        self._verified = VerifiedChunks(sum(slice_.size // CHUNK_BYTES + 1 for slice_ in source.slices))
         self._begin()
         self._require_room()
 
@@ -86,8 +90,7 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
             ImportError: If a library is missing that the URL or the format needs.
         """
-        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= slice_.samples:
-            raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
+        self._require_sample(slice_, first)
         self._begin_in_this_process()
         reading = Reading(slice_, self.source.plan(slice_))
         chunks = self._chunks(reading)
@@ -100,6 +103,35 @@ class SliceStore:
         if self._prefetcher is not None and not first:
             busy = time.monotonic() - started - reading.stalled
             self._prefetcher.consumed(max(busy, 0.0), stalled=reading.stalled > 0)
+
+    def open(self, slice_: Slice, *, whole: bool = False, epoch: int | None = None) -> OpenSlice:
+        """Read a slice in parts: only what is asked for is made.
+
+        Args:
+            slice_: One of the source's.
+            whole: The slice is kept whole, as its samples are picked in any order.
+            epoch: Chunks in the cache are verified once in it, by whichever process of this rank; None verifies always.
+
+        Raises:
+            ByteSchedulerError: If the store has been closed.
+        """
+        self._begin_in_this_process()
+        opened = OpenSlice(partial(self._closed_slice, time.monotonic()))
+
+        def chunks(*, again: bool = False) -> Iterator[Bytes]:
+            reading = Reading(slice_, self.source.plan(slice_), together=whole, epoch=epoch)
+            return opened.reads(reading, self._chunks(reading, again=again))
+
+        if self.source.has_blocks(slice_):
+            opened.samples = BlockSamples(slice_, self.source.blocks(slice_, chunks()))
+        else:
+            opened.samples = ReaderSamples(
+                slice_,
+                lambda first: self.source.samples(slice_, chunks(again=opened.is_read), first),
+                may_begin_anew=partial(self._is_here, slice_),
+                speed=self._speed,
+            )
+        return opened
 
     def prefetch(self, slices: Sequence[Slice]) -> None:
         """Bring these into the cache, in this order and as far ahead as ``depth``; replaces what was planned before.
@@ -131,6 +163,11 @@ class SliceStore:
         """What reading has cost this process so far."""
         return self._counters.snapshot()
 
+    @property
+    def sums(self) -> dict[str, float]:
+        """``statistics`` by name, for whoever asks often."""
+        return self._counters.sums()
+
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; what was fetched stays in the cache."""
         if self._pid == os.getpid() and self._prefetcher is not None:
@@ -144,17 +181,18 @@ class SliceStore:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "options": self.options, "waiting": self._waiting}
+        return {"source": self.source, "options": self.options, "waiting": self._waiting, "verified": self._verified}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["source"], state["options"], waiting=state["waiting"])  # type: ignore[misc]
+        self._verified = state["verified"]
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._closed = False
         self._warned = threading.Event()
         self._counters = SliceCounters()
-        self._verified: dict[str, FileStamp] = {}
+        self._speed = ReaderSpeed()
         self._cache: SliceCache | None = None
         self._prefetcher: SlicePrefetcher | None = None
         options = self.options
@@ -189,7 +227,24 @@ class SliceStore:
             allowed = f"at least {needed}, the bytes that the largest slice, {largest.key!r}, takes in the cache"
             raise OptionError("cache_bytes", self.options.cache_bytes, allowed)
 
-    def _chunks(self, reading: Reading) -> Generator[Bytes, None, None]:
+    def _require_sample(self, slice_: Slice, first: int) -> None:
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= slice_.samples:
+            raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
+
+    def _closed_slice(self, started: float, stalled: float, consumed: bool) -> None:
+        self._counters.add(stall_seconds=stalled)
+        if consumed and self._prefetcher is not None:
+            busy = time.monotonic() - started - stalled
+            self._prefetcher.consumed(max(busy, 0.0), stalled=stalled > 0)
+
+    def _is_here(self, slice_: Slice) -> bool:
+        """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
+        if local_path(slice_.url) is not None:
+            return True
+        cache, prefetcher = self._cache, self._prefetcher
+        return cache is not None and prefetcher is not None and cache.has(prefetcher.name_of(slice_))
+
+    def _chunks(self, reading: Reading, *, again: bool = False) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
         if path is not None:
             yield from mapped_chunks(reading, path, self._verified)
@@ -198,20 +253,24 @@ class SliceStore:
             return
         if self._cache is not None and self._prefetcher is not None:
             try:
-                yield from self._through_cache(reading, self._cache, self._prefetcher)
+                yield from self._through_cache(reading, self._cache, self._prefetcher, again)
             except _PastTheCache:
                 self._counters.add(uncached=1)
         yield from self._read_ahead(reading)
 
-    def _through_cache(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher) -> Iterator[Bytes]:
+    def _through_cache(
+        self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, again: bool
+    ) -> Iterator[Bytes]:
         name = prefetcher.name_of(reading.slice)
         cached = cache.find(name, reading.plan)
-        self._counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
+        if not again:
+            self._counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
         prefetcher.taken(reading.slice)
         while True:
             if cached is not None:
                 try:
-                    for chunk in cached.chunks(reading.next):
+                    seals = None if reading.epoch is None else self._verified.of(name, cached.inode, reading.epoch)
+                    for chunk in cached.chunks(reading.next, seals=seals, together=reading.together):
                         yield reading.got(chunk)
                     if not reading.is_over:
                         self._counters.add(corrupt_chunks=1)

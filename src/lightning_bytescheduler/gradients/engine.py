@@ -115,6 +115,7 @@ class GradientEngine(PendingUpdates):
         )
         self.phase = "before the first step"  # in words; other ranks show it when they wait for this one in vain
         self.steps_handed_over = 0  # backward passes that have ended
+        self.steps_offered = 0  # backward passes whose last bucket was handed over, ended or not
         self._reduction: Reduction | None = None
         self._merged: MergedBuckets | None = None  # during a step as DDP's
         self._wire_share = 2.0 * (transport.group.size() - 1) / transport.group.size()
@@ -131,6 +132,14 @@ class GradientEngine(PendingUpdates):
         self._forward_start = 0.0
         self._backward_start = 0.0
         self._last_hook = 0.0
+        self._in_backward = False
+
+    @property
+    def awaited_step(self) -> int:
+        """The step whose gradients the training thread waits for, 0 if it does not; for any thread."""
+        # At the end of a backward pass DDP waits for its futures.
+        at_its_end = self._in_backward and self.steps_offered == self._step_number > self.steps_handed_over
+        return self._step_number if self._waiting or at_its_end else 0
 
     # ------------------------------------------------------------------ DDP's side
 
@@ -140,6 +149,8 @@ class GradientEngine(PendingUpdates):
         if index <= self._last_index:  # hooks run in order of index, so a new backward pass has begun
             self._begin_step()
         self._last_index = index
+        if bucket.is_last():
+            self.steps_offered = self._step_number
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return reduce_sparse(buffer)
@@ -213,7 +224,11 @@ class GradientEngine(PendingUpdates):
     def begin_forward(self) -> None:
         """Before ``training_step``: observe the first use of parameters."""
         if self.on_forward is not None:
-            self.on_forward(self._step_number + 1)
+            self._waiting = True  # perhaps, for what rank 0 told when it began this step or the one before
+            try:
+                self.on_forward(self._step_number + 1)
+            finally:
+                self._waiting = False
         if not isinstance(self.mode, bool) and self.cross_barrier and self.mode.is_due(self._step_number + 1):
             self._step_times.settle(self.mode.note)
             agree_on_mode(self.mode, self._device, self.on_mode)
@@ -249,6 +264,7 @@ class GradientEngine(PendingUpdates):
         """Before a backward pass writes the buckets: everything of the last step must have landed."""
         self._stream.note()
         self.flush()
+        self._in_backward = True
         self._reads.before_backward()
         self._updates = []
         self._transforms = StepTransforms(None, (), self._wait)
@@ -266,6 +282,7 @@ class GradientEngine(PendingUpdates):
                 self._found_unseen(parameters, certain)
         self.phase = f"after the backward pass, step {self._step_number}"
         self.steps_handed_over = self._step_number
+        self._in_backward = False
         if not self._deferring and self._last_hook > self._backward_start:
             self.statistics.exposed_s += now - self._last_hook  # DDP waited for the futures
         with self._lock:

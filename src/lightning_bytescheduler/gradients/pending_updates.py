@@ -89,6 +89,7 @@ class PendingUpdates:
         self._touched_buckets: list[int] = []
         self._in_forward = False
         self._read_early = False  # somebody has waited since the last forward pass
+        self._waiting = False  # for a task
         before_forks(self)
 
     def close(self) -> None:
@@ -250,8 +251,12 @@ class PendingUpdates:
     def _wait(self, task: CommTask) -> None:
         start = self._clock()
         if not task.done():
-            with profiled(f"bytescheduler::gate {task.name}"):
-                self._transport.join(task, self._timeout)
+            self._waiting = True
+            try:
+                with profiled(f"bytescheduler::gate {task.name}"):
+                    self._transport.join(task, self._timeout)
+            finally:
+                self._waiting = False
             waited = self._clock() - start
             self.statistics.exposed_s += waited
             if self._in_forward:

@@ -11,6 +11,7 @@ The last two are used by the training thread.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -69,7 +70,15 @@ class WorkerWorld:
 
     @classmethod
     def join(
-        cls, *, rank: int, size: int, backend: str, timeout: timedelta | None, inner_size: int = 1, **options: Any
+        cls,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout: timedelta | None,
+        inner_size: int = 1,
+        meet: Callable[[dist.Store], object] = lambda _: None,
+        **options: Any,
     ) -> WorkerWorld:
         """Meet the other ranks, and make this worker's default process group; every rank calls this.
 
@@ -79,6 +88,7 @@ class WorkerWorld:
             inner_size: Ranks of one worker; divides ``size``.
             backend: Of the default group.
             timeout: Of collectives; half an hour if ``None``.
+            meet: Called with a part of the store, before anything is made that needs all ranks to agree.
             **options: For ``init_process_group``.
 
         Raises:
@@ -96,6 +106,7 @@ class WorkerWorld:
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
+        meet(dist.PrefixStore("meeting", store))
         worker, place = divmod(rank, inner_size)
         dist.init_process_group(
             backend,

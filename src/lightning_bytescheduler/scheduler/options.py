@@ -85,8 +85,9 @@ class SchedulerOptions:
             mode: Has no variable.
             timeline: Beats ``BYTESCHEDULER_TIMELINE``.
             debug: Beats ``BYTESCHEDULER_DEBUG``.
-            credit_tuning: Beats ``BYTESCHEDULER_CREDIT_TUNING``. If neither is given, a credit that was not given is
-                tuned where the mode is ``"auto"``.
+            credit_tuning: Beats ``BYTESCHEDULER_CREDIT_TUNING``. If neither is given, the credit is tuned where the
+                mode is ``"auto"``, unless it was given as an argument; ``BYTESCHEDULER_CREDIT`` alone says where to
+                start, as published.
             partition_tuning: Beats ``BYTESCHEDULER_PARTITION_TUNING``; off if neither is given.
             environ: Where variables are looked up; the process's environment unless given.
 
@@ -99,14 +100,14 @@ class SchedulerOptions:
             tuned[name] = _tuning(name, tuned[name], given, mode=mode, env=env)
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
             partition_size = _size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
+        if tuned["credit"] is None:
+            tuned["credit"] = mode == "auto" and credit is None
         if credit is None and "BYTESCHEDULER_CREDIT" in env:
             credit = _size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
         if timeline is None:
             timeline = env.get("BYTESCHEDULER_TIMELINE") or None
         if debug is None:
             debug = _switch("BYTESCHEDULER_DEBUG", env.get("BYTESCHEDULER_DEBUG", "0"))
-        if tuned["credit"] is None:
-            tuned["credit"] = mode == "auto" and credit is None
         ignored = [name for name in ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT") if name in env]
         return cls(
             partition_size=partition_size,

@@ -17,7 +17,8 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.collectives.roll_call import Introduction
+from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError
 from lightning_bytescheduler.gradients.runtime import SchedulerRuntime
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -28,6 +29,8 @@ from lightning_bytescheduler.strategies.ddp_options import (
     known_ddp_options,
     require_known,
 )
+from lightning_bytescheduler.strategies.fit_position import FitPosition
+from lightning_bytescheduler.strategies.introduction import introduce, parameter_facts
 from lightning_bytescheduler.strategies.plan import OverlapPlan
 from lightning_bytescheduler.strategies.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
@@ -59,7 +62,7 @@ class ByteSchedulerStrategy(RankStrategy):
         partition_size: Largest piece of gradient sent at once, in parameters. Follows model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
         credit: What may be in flight at once, in parameters. Follows model and link when left out;
-            ``BYTESCHEDULER_CREDIT`` is used if set.
+            ``BYTESCHEDULER_CREDIT`` is used if set, as the start of tuning unless that is off.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` finds
@@ -189,9 +192,32 @@ class ByteSchedulerStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
+            self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
+            self._position = FitPosition(trainer)
+            self._board.stands(self._position.standing)
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks; see DDPStrategy."""
+        with self._watched_rendezvous("bytescheduler", self.num_nodes * self.num_processes):
+            super().setup_distributed()
+
+    def _common_options(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        options = self._options
+        return {
+            "number of processes": self.world_size,
+            "process_group_backend": self._process_group_backend,
+            "partition_size": options.partition_size,
+            "credit": options.credit,
+            "cross_barrier": options.cross_barrier,
+            "mode": options.mode,
+            "credit_tuning": options.tunes_credit,
+            "partition_tuning": options.tunes_partition,
+            **self._ddp_kwargs,
+        }
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
@@ -200,8 +226,13 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
+        module = self.lightning_module
         if self._board is not None:
+            if module is not None:
+                self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
             self._gradients.prepare(self._board)
+        if self._position is not None:
+            self._position.begin(self.runtime)
         super().configure_ddp()
 
     def teardown(self) -> None:
@@ -213,15 +244,21 @@ class ByteSchedulerStrategy(RankStrategy):
             self.publish_failure(error)
             raise
         finally:
+            board, had_failed = self._board, self._failed
             self._release()
             super().teardown()
             self._failed = False  # what is asked of the ranks from here on is the user's affair, as with DDP
+        if board is not None and not had_failed and isinstance(board.fault, RanksDivergedError):
+            raise board.fault  # this rank is done, but others will never be
 
     def _release(self) -> None:
+        if self._position is not None:
+            self._position.end()
         self._gradients.release(failed=self._failed)
         board, self._board = self._board, None
         if board is not None:
             board.close()
+        self._position = None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._hooks in callbacks_of(trainer):
             callbacks_of(trainer).remove(self._hooks)

@@ -11,18 +11,21 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.callbacks.round_hooks import RoundHooks
 from lightning_bytescheduler.collectives.faults import FaultBoard
+from lightning_bytescheduler.collectives.roll_call import hold_roll_call, require_alike
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.outer_loop.following_runtime import FollowingRuntime
@@ -33,8 +36,9 @@ from lightning_bytescheduler.outer_loop.worker_group import WorkerGroup
 from lightning_bytescheduler.outer_loop.world import WorkerWorld
 from lightning_bytescheduler.strategies.batch_size_trial import measured_batch_size
 from lightning_bytescheduler.strategies.batch_sizes import with_batch_size
-from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions, description
+from lightning_bytescheduler.strategies.diloco_options import DiLoCoOptions, common_options, description
 from lightning_bytescheduler.strategies.inner_options import ddp_options, scheduler_options
+from lightning_bytescheduler.strategies.introduction import introduce
 from lightning_bytescheduler.strategies.own_sigterm import own_sigterm
 from lightning_bytescheduler.strategies.rank_runtime import make_runtime
 from lightning_bytescheduler.strategies.rank_strategy import callbacks_of
@@ -259,16 +263,24 @@ class DiLoCoStrategy(WorkerStrategy):
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        self._world = WorkerWorld.join(
-            rank=self.global_rank,
-            size=self.ranks,
-            inner_size=self.inner_size,
-            backend=self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
+        with self._watched_rendezvous("diloco", self.ranks):
+            self._world = WorkerWorld.join(
+                rank=self.global_rank,
+                size=self.ranks,
+                inner_size=self.inner_size,
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                meet=self._meet_all,
+                device_id=device if device.type != "cpu" else None,
+            )
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
+
+    def _meet_all(self, store: dist.Store) -> None:
+        """Make sure with the other ranks that they are in the same training; before there are groups."""
+        own = introduce(self.global_rank, "diloco", common_options(self._options))
+        seconds = self._options.outer(self._timeout).timeout
+        require_alike(hold_roll_call(store, own, world_size=self.ranks, timeout=seconds), warn=rank_zero_warn)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.outer_loop.runtime import OuterOptions
 from lightning_bytescheduler.scheduler.options import require_size
 
-__all__ = ["INNER", "DiLoCoOptions", "description"]
+__all__ = ["INNER", "DiLoCoOptions", "common_options", "description"]
 
 INNER = ("ddp", "bytescheduler")
 """How the ranks of one worker can train together."""
@@ -198,6 +198,12 @@ class DiLoCoOptions:
             credit=self.credit,
             timeout=seconds,
         )
+
+
+def common_options(options: DiLoCoOptions) -> dict[str, object]:
+    """What must be the same on all ranks, by name."""
+    own = ("rounds_file", "batch_size", "outer_optimizer")
+    return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
 
 
 def description(module: nn.Module, options: DiLoCoOptions) -> str:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.faults import FaultBoard
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.collectives.rendezvous_watch import RendezvousWatch
+from lightning_bytescheduler.collectives.roll_call import Introduction, hold_roll_call, require_alike
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
+from lightning_bytescheduler.strategies.fit_position import FitPosition
 from lightning_bytescheduler.strategies.launcher import PublishingLauncher
 from lightning_bytescheduler.strategies.scheduled_gradients import ScheduledGradients
 
 __all__ = ["RankStrategy", "callbacks_of"]
 
 _T = TypeVar("_T")
+_TIMEOUT_S = 1800.0
 
 
 class RankStrategy(DDPStrategy):
@@ -36,6 +42,7 @@ class RankStrategy(DDPStrategy):
     def __init__(self, **options: Any) -> None:
         self._board: FaultBoard | None = None
         self._failed = False
+        self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
         super().__init__(**options)
 
@@ -44,12 +51,65 @@ class RankStrategy(DDPStrategy):
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
+    # ------------------------------------------------------------------ who takes part
+
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
+        """Around the wait for the other ranks: who is missing is said."""
+        environment = self.cluster_environment
+        if environment is None or ranks == 1 or dist.is_initialized():
+            return nullcontext()
+        self.set_world_ranks()
+        return RendezvousWatch(
+            environment.main_address,
+            environment.main_port,
+            rank=self.global_rank,
+            world_size=ranks,
+            strategy=strategy,
+        )
+
+    def _meet(self, what: str, own: Introduction) -> None:
+        """Make sure with all other ranks that they are in the same training.
+
+        Args:
+            what: Is compared.
+            own: What this rank has to say of it.
+        """
+        board = self._board
+        if board is None:
+            return
+
+        def failure() -> BaseException | None:
+            return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
+
+        with self._explained():
+            seconds = _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
+            place = board.meeting_place(what)
+            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=failure)
+            require_alike(ranks, warn=rank_zero_warn)
+
     # ------------------------------------------------------------------ one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
             return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().validation_step(*args, **kwargs)
+
+    def count_epoch(self) -> None:
+        """An epoch begins."""
+        if self._position is not None:
+            self._position.begin_epoch()
+
+    def count_batch(self) -> None:
+        """A batch begins, unless the ranks have been found to wait for each other."""
+        if self._board is not None and isinstance(self._board.fault, RanksDivergedError):
+            raise self._board.fault  # what came back from a collective that was called off is not to be trained on
+        if self._position is not None:
+            self._position.begin_batch()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
@@ -83,11 +143,30 @@ class RankStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
         if not self._failed:
-            super().barrier(*args, **kwargs)
+            with self._explained():
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
-        return obj if self._failed else super().broadcast(obj, src)
+        if self._failed:
+            return obj
+        with self._explained():
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce_boolean_decision(decision, all)
 
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""

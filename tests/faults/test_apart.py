@@ -1,0 +1,103 @@
+"""Ranks that go separate ways: uneven data, and collectives that some ranks skip. Nobody fails, but all have to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.ranks import Ended, Nursery
+
+SCRIPT = Path(__file__).with_name("train_apart.py")
+PATIENCE_S = 45.0  # for what takes 5 on an idle machine, and DDP's 120 as they are set here
+UNEVEN = "RanksDivergedError: The ranks have different numbers of batches, and wait for each other: "
+APART = "RanksDivergedError: The ranks wait for each other in different places: "
+Case = tuple[dict[str, Any], dict[int, dict[str, Any]]]
+
+
+def run(nursery: Nursery, folder: Path, *cases: Case, world_size: int = 2) -> list[list[Ended]]:
+    def one(number: int, case: Case) -> list[Ended]:
+        options, own = case
+        place = folder / str(number)
+        place.mkdir()
+        return nursery.run(
+            SCRIPT,
+            {"batches": 4, **options},
+            world_size=world_size,
+            folder=place,
+            timeout=PATIENCE_S,
+            own_arguments=own,
+        )
+
+    with ThreadPoolExecutor(3) as pool:  # they wait most of the time
+        return list(pool.map(one, range(len(cases)), cases))
+
+
+def check(ranks: Sequence[Ended], *says: str) -> None:
+    """All ranks have ended in order, and say the same."""
+    for rank in ranks:
+        assert rank.code == 1, rank.log
+        assert all(text in rank.log for text in says), (says, rank.log)
+        assert "THREADS [] " in rank.log, rank.log
+        assert "did not come back" not in rank.log, rank.log
+
+
+def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nursery, tmp_path: Path) -> None:
+    at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has left the fit
+    at_a_checkpoint: Case = (
+        {"stream": True, "cross_barrier": False, "checkpoint": "kept"},
+        {0: {"batches": 5}},
+    )
+    as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
+    ended, saving, drifted = run(nursery, tmp_path, at_the_end, at_a_checkpoint, as_ddp)
+    check(ended, UNEVEN, "rank 0 has ended the fit after 4 batches", "has begun 4 of 5 batches of epoch 0")
+    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in barrier", "to begin its batch 5 of epoch 0")
+    check(drifted, UNEVEN, "rank 0 has ended the fit after 6 batches")
+    for ranks in (ended, saving, drifted):
+        check(ranks, "use_distributed_sampler=True", "DistributedSampler(dataset, drop_last=True)", "SliceDataModule")
+
+
+def test_uneven_accumulation_and_limits_are_named(nursery: Nursery, tmp_path: Path) -> None:
+    # Each would take one step, but Lightning's ranks speak with each other before each batch.
+    accumulating: Case = ({"accumulate": 4}, {1: {"batches": 3}})
+    limited: Case = ({}, {0: {"limit": 2}})
+    for ranks in run(nursery, tmp_path, accumulating, limited):
+        check(ranks, UNEVEN)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_collective_of_one_rank_alone_is_named_with_its_place(rank: int, nursery: Nursery, tmp_path: Path) -> None:
+    training: Case = ({}, {rank: {"collective": "training_step"}})
+    validating: Case = ({"val_batches": 2, "epochs": 2}, {rank: {"collective": "on_validation_epoch_end"}})
+    in_training, in_validation = run(nursery, tmp_path, training, validating)
+    check(in_training, APART, f"rank {rank} is in epoch 0, batch 1 (training_step), waits in all_gather")
+    check(in_training, f"rank {1 - rank} is in epoch 0, batch 1 (backward), waits for the gradients of step 1 (")
+    check(in_validation, APART, f"rank {rank} is in batch 2 of the validation after step 4 (on_validation_epoch_end)")
+    check(in_validation, "sync_dist=True", f"rank {1 - rank} is in epoch 1, batch 0, waits for the others to begin")
+
+
+def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) -> None:
+    # Of two broadcasts that meet one is larger than the other expects: statistics of batches, and Lightning's own.
+    ((survivor, dead),) = run(nursery, tmp_path, ({"val_batches": 2, "sync": True, "pace": 0.4}, {1: {"batches": 5}}))
+    assert dead.code == -6
+    assert "gloo::EnforceNotMet" in dead.log
+    assert survivor.code == 1
+    assert "RankFailedError: Rank 1 failed: it shows no sign of life" in survivor.log
+    assert "Last, rank 0 is in " in survivor.log
+    assert "of 5 batches of epoch 0" in survivor.log
+    assert "use_distributed_sampler=True" in survivor.log
+
+
+def test_whoever_is_only_slow_is_waited_for(nursery: Nursery, tmp_path: Path) -> None:
+    loading: Case = ({"stream": True}, {0: {"pause": 8.0}})
+    validating: Case = ({"val_batches": 2, "sync": True, "epochs": 2}, {0: {"busy": "validation_step"}})
+    hooked: Case = ({"mode": "ddp"}, {1: {"busy": "on_train_batch_end"}})
+    # Epochs of different lengths do no harm where the number of steps is the same: DDP trains this, too.
+    steps: Case = ({"stream": True, "epochs": 50, "max_steps": 18}, {1: {"batches": 5}})
+    for ranks in run(nursery, tmp_path, loading, validating, hooked, steps):
+        for rank in ranks:
+            assert rank.code == 0, rank.log
+            assert "wait for each other" not in rank.log

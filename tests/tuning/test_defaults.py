@@ -1,0 +1,33 @@
+"""What a search may cost unless somebody says otherwise, as the README has it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+
+from lightning_bytescheduler import CreditTuner
+from lightning_bytescheduler.tuning.options import TuningOptions
+
+DEFAULTS = {
+    "trials": 15,
+    "steps_per_trial": 100,
+    "precision": 0.01,
+    "plain_ddp": True,
+    "least_gain": 0.003,
+    "cost_share": 0.02,
+    "cost_steps": 500,
+    "warm_up": 10,
+    "settle": 1,
+    "lead": 1,
+}
+
+
+def test_the_defaults_of_a_search() -> None:
+    assert asdict(TuningOptions()) == DEFAULTS
+
+
+def test_the_callback_has_the_same() -> None:
+    given = {name: one.default for name, one in inspect.signature(CreditTuner).parameters.items()}
+    shared = given.keys() & DEFAULTS.keys()
+    assert {"trials", "steps_per_trial"} <= shared
+    assert {name: given[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
