@@ -170,7 +170,7 @@ class GradientEngine(PendingUpdates):
             reduction.reduce(index, parameters, buffer, priority, partial(complete, future, buffer))
         else:
             future = self._futures.completed(index, buffer)
-            task = reduction.reduce(index, parameters, buffer, priority, self._wake_early_steps)
+            task = reduction.reduce(index, parameters, buffer, priority, self._on_arrival)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
         if self._deferring and bucket.is_last():
             reduction.close()

@@ -85,6 +85,8 @@ class PendingUpdates:
         self._torn = 0  # parameters whose step broke off
         self._reads = UnseenReads()
         self._early_steps: EarlySteps | None = None
+        # Elsewhere results are joined by streams, and steps enqueued.
+        self._on_arrival = self._wake_early_steps if device.type == "cpu" else None
         self._training_thread = threading.get_ident()
         self._touched_buckets: list[int] = []
         self._in_forward = False
@@ -204,7 +206,7 @@ class PendingUpdates:
 
     def _note_deferred(self) -> None:
         """Steps are due now: from here on they are taken as soon as may be."""
-        if self._early_steps is None and self._transport.streams is None and torch.get_num_threads() == 1:
+        if self._early_steps is None and self._on_arrival is not None and torch.get_num_threads() == 1:
             self._early_steps = EarlySteps(self.step_one_arrived)
         self._wake_early_steps()
 
