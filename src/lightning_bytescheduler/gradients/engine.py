@@ -170,7 +170,7 @@ class GradientEngine(PendingUpdates):
             reduction.reduce(index, parameters, buffer, priority, partial(complete, future, buffer))
         else:
             future = self._futures.completed(index, buffer)
-            task = reduction.reduce(index, parameters, buffer, priority, self._on_arrival)
+            task = reduction.reduce(index, parameters, buffer, priority)
             self._updates.append(BucketUpdate(self, index, parameters, buffer, task))
         if self._deferring and bucket.is_last():
             reduction.close()
@@ -372,7 +372,6 @@ class GradientEngine(PendingUpdates):
             self._default_dtype = torch.get_default_dtype()
             close_state(optimizer, self.flush)
             self.statistics.overlapped_steps += 1
-            self._note_deferred()
             if now:
                 self.statistics.updates += len(now)
                 with self._or_torn(len(now)):

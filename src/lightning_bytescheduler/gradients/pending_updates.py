@@ -1,8 +1,8 @@
 """What is under way between a backward pass and the next: waiting for gradients, stepping with them, opening gates.
 
 A gate opens after its bucket's step, so that whoever touches a parameter of it meanwhile, on another thread, waits.
-Buckets that have arrived are stepped while a thread waits for another one, or by a thread for that
-(``early_steps.py``); their gates stay closed until a touch, as touches tell the order of use, and what is read unseen.
+Buckets that have arrived are stepped while a thread waits for another one; their gates stay closed until a touch, as
+touches tell the order of use, and what is read unseen.
 
 Lock order: the lock of this class, then a task's or the core's. Threads of the scheduler never take it. A thread that
 touches a parameter while another one applies its bucket waits for the lock, with whatever locks it holds itself. Nobody
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
-from lightning_bytescheduler.gradients.early_steps import EarlySteps
 from lightning_bytescheduler.gradients.gate import open_state
 from lightning_bytescheduler.gradients.openings import Opening, OpeningKind
 from lightning_bytescheduler.gradients.other_processes import before_forks
@@ -84,9 +83,6 @@ class PendingUpdates:
         self._gates_closed = False
         self._torn = 0  # parameters whose step broke off
         self._reads = UnseenReads()
-        self._early_steps: EarlySteps | None = None
-        # Elsewhere results are joined by streams, and steps enqueued.
-        self._on_arrival = self._wake_early_steps if device.type == "cpu" else None
         self._training_thread = threading.get_ident()
         self._touched_buckets: list[int] = []
         self._in_forward = False
@@ -125,7 +121,6 @@ class PendingUpdates:
         """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
         if in_child:
             self._lock = threading.RLock()
-            self._early_steps = None
             self.close()
         else:
             self._lock.release()
@@ -183,41 +178,18 @@ class PendingUpdates:
                     self._step_bucket(update)
 
     def _step_while_waiting(self, task: CommTask) -> None:
-        """Take the steps of buckets that have arrived, in time that is lost anyway."""
-        while not task.done() and self.step_one_arrived():
-            pass
-
-    def step_one_arrived(self) -> bool:
-        """Take the step of a bucket that has arrived, if there is one; its gate stays closed. For any thread."""
-        with self._lock:
-            update = next((u for u in self._by_urgency() if u.state is UpdateState.DUE and u.has_arrived), None)
-            if update is None or not self._transforms.known:
-                return False
-            update.state = UpdateState.OPENING
-            try:
-                with self._or_torn(len(update.chosen)):
-                    self._step_bucket(update)
-            finally:
-                update.state = UpdateState.STEPPED
-            return True
-
-    def _by_urgency(self) -> list[BucketUpdate]:
-        return sorted(self._updates, key=lambda update: update.task.priority)
-
-    def _note_deferred(self) -> None:
-        """Steps are due now: from here on they are taken as soon as may be."""
-        if self._early_steps is None and self._on_arrival is not None and torch.get_num_threads() == 1:
-            self._early_steps = EarlySteps(self.step_one_arrived)
-        self._wake_early_steps()
-
-    def _wake_early_steps(self, task: CommTask | None = None) -> None:
-        if self._early_steps is not None:
-            self._early_steps.wake()
-
-    def stop(self, timeout: float) -> bool:
-        """End the thread that takes steps, if there is one; returns whether it ended within ``timeout`` seconds."""
-        early, self._early_steps = self._early_steps, None
-        return early is None or early.stop(timeout)
+        """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
+        while not task.done():
+            with self._lock:
+                update = next((u for u in self._updates if u.state is UpdateState.DUE and u.has_arrived), None)
+                if update is None or not self._transforms.known:
+                    return
+                update.state = UpdateState.OPENING
+                try:
+                    with self._or_torn(len(update.chosen)):
+                        self._step_bucket(update)
+                finally:
+                    update.state = UpdateState.STEPPED
 
     def _note_touch(self, parameter: nn.Parameter) -> None:
         if self.on_open is not None:

@@ -1,8 +1,8 @@
 """Everything one ``fit`` needs on one rank, put together and taken apart in one place.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
-dispatcher, the transport's thread, on ranks above 0 the follower of rank 0's launch order, and on a CPU one that
-takes steps early. The fault board, with its watcher, is there before a runtime and after it.
+dispatcher, the transport's thread and, on ranks above 0, the follower of rank 0's launch order. The fault
+board, with its watcher, is there before a runtime and after it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ class SchedulerRuntime:
         self._stopped = True
         self._board.unwatch(self)
         steps: list[Callable[[], object]] = [
-            lambda: self.engine.stop(_STOP_S),
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
             # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
