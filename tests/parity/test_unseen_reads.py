@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
+from tests.parity.checks import assert_same_as_ddp
 from tests.parity.observers import ReadsStateDict, RunsModule
 from tests.parity.sabotage import every_read_is_seen, no_gate_on
-from tests.support.fit import Recipe, Run
+from tests.support.fit import Recipe
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -152,23 +152,6 @@ class VectorisedOverWeights(Tower):
         return self.last(torch.tanh(mapped.t()))
 
 
-class InnerStep(Tower):
-    """Takes a gradient step inside the forward pass, as meta-learning does."""
-
-    expected_error = True
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        layer, hidden = self.layers[1], self.first(inputs)
-
-        def inner_loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, weights, (hidden,)).pow(2).mean()
-
-        weights = dict(layer.named_parameters())
-        gradients = torch.func.grad(inner_loss)(weights)
-        stepped = {name: weight - 0.1 * gradients[name] for name, weight in weights.items()}
-        return self.last(torch.func.functional_call(layer, stepped, (hidden,)))
-
-
 KNOWN_BEFOREHAND = [
     pytest.param(Scripted, id="scripted"),
     pytest.param(Traced, id="traced"),
@@ -228,15 +211,3 @@ def test_vmap_over_a_weight_touches_it(two_ranks: RankPool) -> None:
     unused = {"find_unused_parameters": True}
     recipe = Recipe(model=partial(VectorisedOverWeights, optimizer=adamw), steps=STEPS, ddp=unused)
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=partial(no_gate_on, names=("layers.1.weight",)))
-
-
-def test_weights_taken_by_torch_func_before_their_first_touch_are_an_error(two_ranks: RankPool) -> None:
-    """torch.func.grad takes a weight's memory in silence. The touch that follows steps it, which autograd notices."""
-    unused = {"find_unused_parameters": True}
-    recipe = Recipe(model=partial(InnerStep, optimizer=adamw), steps=STEPS, ddp=unused)
-    ddp, ours, synchronised = train_on(
-        two_ranks, recipe, DDP, Run(options=SIZES), Run(options={**SIZES, "cross_barrier": False})
-    )
-    assert ddp[0].error is None
-    assert all("modified by an inplace operation" in str(outcome.error) for outcome in ours)
-    assert_same(ddp, synchronised)

@@ -5,6 +5,10 @@ A touch gate is on the Python object. Whoever made an alias of the memory earlie
 holds a reference to it, and PyTorch counts those: more than the parameter needs means that there is an alias, whoever
 made it and whenever.
 
+Code in C++ may also hold the very tensor: a module that ``torch.jit`` makes of a Python one, at any time, has the same
+parameters. PyTorch counts references to tensors, too. Their number when nobody but DDP holds them is taken from what was
+seen so far.
+
 Not seen: an alias of which only the address is known (``data_ptr()``), and one held through ``untyped_storage()``.
 A graph that is kept beyond its backward pass holds references too; that costs the overlap and nothing else.
 """
@@ -12,6 +16,7 @@ A graph that is kept beyond its backward pass holds references too; that costs t
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -23,6 +28,7 @@ from lightning_bytescheduler.gradients.gate import can_be_gated
 __all__ = ["AliasDetector", "references_to_memory"]
 
 _storage_of = torch.Tensor.untyped_storage
+_tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 
 
 def _read_count(address: int) -> int:
@@ -52,6 +58,7 @@ class AliasDetector:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if can_be_gated(p) and p.layout is torch.strided and p.numel()]
         self._alone = _references_of_one_tensor()
+        self._holders = sys.maxsize  # of a tensor that nobody holds but Python, DDP and the graph's ends
 
     @property
     def works(self) -> bool:
@@ -62,13 +69,25 @@ class AliasDetector:
         """Ids of parameters whose memory somebody else holds. Opens no gate."""
         alone, use_count, storage_of = self._alone, _use_count, _storage_of
         if alone is None:
-            return set()
+            return self._held_in_cpp()
         with torch._C.DisableTorchFunctionSubclass():
             held = [p for p in self._parameters if use_count(storage_of(p)._cdata) > alone]
             if not held:
-                return set()
+                return self._held_in_cpp()
             sharing = Counter(storage_of(p)._cdata for p in held)
-            return {id(p) for p in held if use_count(key := storage_of(p)._cdata) > alone - 1 + sharing[key]}
+            aliased = {id(p) for p in held if use_count(key := storage_of(p)._cdata) > alone - 1 + sharing[key]}
+            return aliased | self._held_in_cpp()
+
+    def _held_in_cpp(self) -> set[int]:
+        """Ids of parameters that more code holds in C++ than any parameter has to be held by."""
+        if _tensor_use_count is None or not self._parameters:
+            return set()
+        with torch._C.DisableTorchFunctionSubclass():
+            counts = list(map(_tensor_use_count, self._parameters))
+        self._holders = min(self._holders, min(counts))
+        if max(counts) == self._holders:
+            return set()
+        return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > self._holders}
 
 
 def _references_of_one_tensor() -> int | None:

@@ -95,6 +95,11 @@ class BucketUpdate:
         """Whether the gradient is here, reduced."""
         return self.task.done() and self.task.error is None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a touch may find something left to do."""
+        return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
+
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
         if not gradient.numel():  # has no address to go by
@@ -121,3 +126,7 @@ class BucketUpdate:
         gate = gate_of(parameter)
         if gate is not None and gate is not self:
             gate.touched(parameter, gradient_only)  # put there while this thread waited
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`."""
+        self.engine.open_all(reason)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.gradients.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.gradients.gate import can_be_gated
 from lightning_bytescheduler.gradients.partial_step import has_step_hooks, is_per_parameter, steps_as_its_class
 
@@ -80,11 +81,12 @@ def _end(parameter: nn.Parameter) -> int:
 def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted and compiled modules and of modules with compiled methods, whose code holds the memory itself,
-    those of which a module keeps an alias (a tensor attribute, buffer or frozen parameter over the same memory), and
-    those of a class of their own. What shows only when it runs is found by
-    :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
+    Those of scripted modules, whose code holds the memory itself, those of which a module keeps an alias (a tensor
+    attribute, buffer or frozen parameter over the same memory), and those of a class of their own. Compiled modules,
+    and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
+    when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`.
     """
+    compiled_too = not compiled_calls_are_seen()
     unseen: set[int] = set()
     by_storage: dict[int, int] = {}
     for parameter in model.parameters():
@@ -93,9 +95,9 @@ def unseen_parameters(model: nn.Module) -> set[int]:
         elif parameter.requires_grad and parameter.numel():
             by_storage[parameter.untyped_storage().data_ptr()] = id(parameter)
     for module in model.modules():
-        if _is_opaque(module):
+        if isinstance(module, torch.jit.ScriptModule) or (compiled_too and _is_compiled(module)):
             unseen.update(id(p) for p in module.parameters())
-        for owner_of_method in _compiled_methods_owners(module):
+        for owner_of_method in _compiled_methods_owners(module) if compiled_too else ():
             unseen.update(id(p) for p in owner_of_method.parameters())
         for alias in _plain_tensors(module):
             owner = by_storage.get(alias.untyped_storage().data_ptr())
@@ -104,9 +106,9 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     return unseen
 
 
-def _is_opaque(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     return (
-        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
+        isinstance(module, torch._dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
         or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
     )

@@ -67,6 +67,20 @@ class FirstUseObserver:
             self._compiled.add(id(parameter))
         self._position.setdefault(id(parameter), len(self._position))
 
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`: look away until :meth:`resume`."""
+        disarm([p for p in self._parameters if gate_of(p) is self])
+
+    def resume(self, read: Iterable[int]) -> None:
+        """Look on; parameters with the ids ``read`` were used meanwhile."""
+        if not self._observing:
+            return
+        for parameter in read:
+            if parameter in self._registration and parameter not in self._unseen:
+                self._position.setdefault(parameter, len(self._position))
+        known = self._unseen | self._position.keys()
+        arm((p for p in self._parameters if id(p) not in known and not is_armed(p)), self)
+
     def read_unseen(self) -> set[int]:
         """Ids of parameters that the observed pass read without a touch, or in compiled code; call after backward.
 

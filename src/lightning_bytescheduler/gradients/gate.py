@@ -8,9 +8,10 @@ identity, hooks and optimizer state.
 Why touches and not modules: a gate on a module's forward misses what is read elsewhere (tied weights,
 ``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
 is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see
-is code that holds the memory without the Python object: scripted and compiled modules, extensions, or an alias made
-earlier with ``.data``. Those parameters are found beforehand (``eligibility.py``) or in the first iteration
-(``first_use.py``), and their steps are not deferred.
+is code that holds the memory without the Python object: scripted modules, extensions, or an alias made earlier with
+``.data``. Those parameters are found beforehand (``eligibility.py``), in the first iteration (``first_use.py``) or by who
+holds them (``aliases.py``), and their steps are not deferred. Functions of PyTorch that take parameters without saying so
+are told to open gates first (``doors.py``, ``compiled_calls.py``).
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
 __all__ = [
     "Gate",
     "GatedParameter",
     "GatedState",
+    "any_closed",
     "arm",
     "can_be_gated",
     "close_state",
+    "closed_gates",
     "disarm",
     "gate_of",
     "is_armed",
@@ -44,6 +50,9 @@ class Gate(Protocol):
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """Act before ``parameter`` is used; ``gradient_only`` when just its ``.grad`` is asked for."""
+
+    def open_all(self, reason: str) -> None:
+        """Act before any parameter may be used, and leave none gated; ``reason`` says what begins, in words."""
 
 
 _gates: dict[int, Gate] = {}  # by id of the parameter; the gate keeps the parameter alive
@@ -68,6 +77,10 @@ _METADATA = frozenset(
 class GatedParameter(nn.Parameter):
     """A parameter whose gate is closed. Never constructed: parameters become one and cease to be one."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+        # Code that makes something "of the same class" gets what it would get without a gate.
+        return nn.Parameter(*args, **kwargs)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -79,23 +92,53 @@ class GatedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _METADATA:
             gradient_only = func in _GRADIENT_ACCESS
-            still_gated = False
-            for parameter in _find_gated((args, kwargs)):
+            gated = list(_find_gated((args, kwargs)))
+            for parameter in gated:
                 _open(parameter, gradient_only)
-                still_gated = still_gated or type(parameter) is GatedParameter
+            still_gated = [parameter for parameter in gated if type(parameter) is GatedParameter]
             if not still_gated:
                 return func(*args, **kwargs)
+            if any(kind is not cls for kind in types):  # another class has its say about this function, too
+                with _plain(still_gated):
+                    return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # Both take the instance's __dict__ or class before they touch its data, so the gate has to open first.
+    # These take the instance's __dict__ or class before they touch its data, so the gate has to open first. Where weights
+    # may be read and only the gradient is awaited it stays closed; neither of them copies a gradient.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _open(self, False)
-        return self.__deepcopy__(memo)
+        with _plain([self]):
+            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _open(self, False)
-        return self.__reduce_ex__(protocol)
+        with _plain([self]):
+            return self.__reduce_ex__(protocol)
+
+
+def _reduce_for_processes(parameter: nn.Parameter) -> Any:
+    _open(parameter, False)
+    with _plain([parameter]):
+        return reduce_tensor(parameter)
+
+
+# Queues between processes look the class up, and share the memory of what they know.
+ForkingPickler.register(GatedParameter, _reduce_for_processes)
+
+
+@contextmanager
+def _plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let ``parameters`` be of their own class, though their gates stay closed; they have been touched already."""
+    gated = [parameter for parameter in parameters if type(parameter) is GatedParameter]
+    for parameter in gated:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter in gated:
+            if is_armed(parameter):
+                parameter.__class__ = GatedParameter
 
 
 # torch's optimizers choose how to step by the exact class of a parameter, and a gate is closed until the step is taken:
@@ -131,9 +174,24 @@ _open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
 
 
 def open_gates(values: Any) -> None:
-    """Open the gates on parameters among ``values``, also nested ones, for a reader that dispatches nothing."""
-    for parameter in _find_gated(values):
-        _open(parameter, False)
+    """Touch every gated parameter in ``values``.
+
+    Args:
+        values: What is about to be handed to code that tells nobody: a tensor, or lists, tuples and mappings of such.
+    """
+    if _gates:
+        for parameter in _find_gated(values):
+            _open(parameter, False)
+
+
+def any_closed() -> bool:
+    """Whether any gate is closed in this process."""
+    return bool(_gates)
+
+
+def closed_gates() -> list[Gate]:
+    """The gates that are closed, each once."""
+    return list(dict.fromkeys(list(_gates.values())))
 
 
 def can_be_gated(parameter: nn.Parameter) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,20 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.gradients.gate import GatedState
+
+try:  # private, and only needed where a transform of torch.func is under way
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
+except ImportError:  # then the step raises torch's own error there
+    _outside_transforms = nullcontext
+try:
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+except ImportError:
+
+    def _len_torch_dispatch_stack_pre_dispatch() -> int:
+        return 0
+
+
+_inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 __all__ = [
     "HyperparameterSnapshot",
@@ -156,7 +170,8 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
 
     Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
     or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
-    Selective activation checkpointing replays what it sees of a forward.
+    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms of
+    ``torch.func`` let nobody change what they close over.
 
     Args:
         device: Where the parameters live.
@@ -170,8 +185,14 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
             stack.enter_context(_disable_current_modes())
+        if _inside_a_transform():
+            stack.enter_context(_outside_transforms())
+        tracing = torch._C._get_tracing_state()
+        if tracing is not None:
+            stack.callback(torch._C._set_tracing_state, tracing)
+            torch._C._set_tracing_state(None)
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield

@@ -14,6 +14,7 @@ anywhere aborts the core, so each of these waits ends with an error, one thread 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -67,6 +68,7 @@ class PendingUpdates:
         self.statistics = statistics
         self.gated_at_forward_start: set[int] = set()  # ids of parameters whose touches cannot be seen
         self.on_early_wait: Callable[[], None] | None = None  # when somebody waits between two forward passes
+        self.opened_for: Counter[str] = Counter()  # what needed all gates open at once, in how many steps
         self.on_open: Callable[[Opening], None] | None = None  # told of each gate that opens; for diagnoses, costs time
         self._core = core
         self._transport = transport
@@ -129,8 +131,7 @@ class PendingUpdates:
         """A gated parameter of ``update`` is about to be used, on any thread."""
         with self._lock:
             waits = update.state is UpdateState.DUE or (update.state is UpdateState.REDUCING and gradient_only)
-            early = waits and not self._in_forward and not self._read_early
-            self._read_early = self._read_early or early
+            early = waits and self._first_early_wait()
         if early and self.on_early_wait is not None:
             self.on_early_wait()  # without the lock: it logs, and a logging handler may be what touches elsewhere
         if update.state is UpdateState.DUE and self._transport.streams is None:
@@ -144,6 +145,26 @@ class PendingUpdates:
             elif update.state in (UpdateState.REDUCED, UpdateState.DONE):
                 with self._stream.entered():  # another thread has enqueued the step there
                     update.open_gate()
+
+    def open_all(self, reason: str) -> None:
+        """Something begins that must find all weights final and no gate closed, on any thread.
+
+        Args:
+            reason: What begins, in words.
+        """
+        with self._lock:
+            if not any(update.is_closed for update in self._updates):
+                return
+            self.opened_for[reason] += 1
+            early = self._first_early_wait()
+        if early and self.on_early_wait is not None:
+            self.on_early_wait()
+        self.flush()
+
+    def _first_early_wait(self) -> bool:
+        early = not self._in_forward and not self._read_early
+        self._read_early = self._read_early or early
+        return early
 
     def _unseen(self, update: BucketUpdate) -> bool:
         return not update.gateable() or any(id(p) in self.gated_at_forward_start for p in update.parameters)

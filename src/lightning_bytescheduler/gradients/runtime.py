@@ -25,6 +25,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
+from lightning_bytescheduler.gradients.doors import watch_doors
 from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.gradients.reduction import bucket_of, position_of
 from lightning_bytescheduler.gradients.sizes import AgreedSizes, agree_on_sizes
@@ -109,6 +110,7 @@ class SchedulerRuntime:
             timeline=self._timeline,
         )
         self._turns = InterpreterTurns()
+        self._leave_doors = watch_doors()
         board.watch(self)
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
@@ -209,6 +211,7 @@ class SchedulerRuntime:
         """Stop, and make every parameter plain again; see :meth:`stop`."""
         self.stop(failed=failed)
         self.engine.close()
+        self._leave_doors()
 
     def _close_order(self, failed: bool) -> None:
         order = self._order

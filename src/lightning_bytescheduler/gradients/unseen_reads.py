@@ -63,6 +63,11 @@ class UnseenReads:
         if gate_of(parameter) is self:
             disarm((parameter,))
 
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`: what begins reads unseen, and that is known."""
+        watched, self._watched = self._watched, {}
+        disarm(p for p in watched.values() if gate_of(p) is self)
+
     def end(self, late: Iterable[nn.Parameter] = (), untouched: Iterable[nn.Parameter] = ()) -> None:
         """A forward pass has ended; nobody touched ``late``, which are stepped only now, and ``untouched``."""
         watched, self._watched = self._watched, {}

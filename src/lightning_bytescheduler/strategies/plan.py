@@ -33,6 +33,8 @@ class OverlapPlan:
         read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
             this rank, and the step in which it was found. In that step they had, or may have had, the weights of the
             step before; from the next one on they are waited for.
+        opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
+            gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, and how often.
     """
 
     steps: Literal["overlapped", "synchronised"]
@@ -43,6 +45,7 @@ class OverlapPlan:
     as_ddp: bool = False
     early_readers: Mapping[str, int] = field(default_factory=dict)
     read_unseen: Mapping[str, int] = field(default_factory=dict)
+    opened_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def overlapped(self) -> bool:
@@ -59,7 +62,7 @@ class OverlapPlan:
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
-            line += f"; {self._gated()} updated early, as reads of them cannot be seen (compiled, scripted or aliased)"
+            line += f"; {self._gated()} updated early, as reads of them cannot be seen (scripted or aliased)"
         return f"{line}."
 
     def _gated(self) -> str:
@@ -81,5 +84,6 @@ class OverlapPlan:
             lines.append(f"updated early: {self._gated()}")
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
         lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
+        lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"

@@ -70,6 +70,7 @@ class ScheduledGradients:
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
         self._read_unseen: dict[str, int] = {}
+        self._opened_for: Mapping[str, int] = {}
         self._optimizer_handles: list[Any] = []
         self._lost_weights: SchedulerClosedError | None = None
 
@@ -78,7 +79,12 @@ class ScheduledGradients:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         if self._plan is None or self._early_reads is None:
             return self._plan
-        return replace(self._plan, early_readers=self._early_reads.steps, read_unseen=dict(self._read_unseen))
+        return replace(
+            self._plan,
+            early_readers=self._early_reads.steps,
+            read_unseen=dict(self._read_unseen),
+            opened_for=dict(self._opened_for),
+        )
 
     # ------------------------------------------------------------------ life cycle
 
@@ -150,6 +156,7 @@ class ScheduledGradients:
             engine.on_early_wait = self._early_reads.note
             self._read_unseen = {}
             engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
+            self._opened_for = engine.opened_for
             tuned = self._tuning is not None and self._tuning.begin(
                 module, runtime, self._strategy.root_device, self._note_point
             )

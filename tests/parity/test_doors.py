@@ -1,0 +1,194 @@
+"""Trainings that use functions which take parameters without a touch: transforms, copies, exports, fast paths, scripts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from tests.parity.checks import assert_same_as_ddp
+from tests.parity.observers import sums
+from tests.parity.sabotage import no_doors
+from tests.support.fit import Recipe
+from tests.support.models import Tokens, Tower
+from tests.support.rank_pool import RankPool
+
+adamw = partial(AdamW, lr=0.005)
+STEPS = 16
+# A bucket for every parameter, so that no gate opens another's.
+SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
+UNUSED = {"find_unused_parameters": True}
+
+
+class InnerStep(Tower):
+    """Takes a gradient step inside the forward pass, as meta-learning does."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        layer, hidden = self.layers[1], self.first(inputs)
+
+        def inner_loss(weights: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(layer, weights, (hidden,)).pow(2).mean()
+
+        weights = dict(layer.named_parameters())
+        gradients = torch.func.grad(inner_loss)(weights)
+        stepped = {name: weight - 0.1 * gradients[name] for name, weight in weights.items()}
+        return self.last(torch.func.functional_call(layer, stepped, (hidden,)))
+
+
+class TransformsClosures(Tower):
+    """Penalises how its output changes with its input; the transforms close over the weights."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        def through(sample: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.layers[2](torch.tanh(self.first(sample)))))
+
+        outputs = torch.vmap(through)(inputs)
+        change = torch.vmap(torch.func.jacrev(through))(inputs[:2])
+        tangent = torch.func.jvp(self.layers[0], (self.first(inputs),), (self.first(inputs),))[1]
+        return outputs + 0.01 * change.pow(2).mean() + 0.01 * tangent.mean()
+
+
+class ForwardMode(Tower):
+    """Follows a direction through its layers with dual numbers."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            hidden = forward_ad.make_dual(inputs, torch.ones_like(inputs))
+            for layer in (self.first, self.layers[0], self.layers[1]):
+                hidden = torch.tanh(layer(hidden))
+            value, tangent = forward_ad.unpack_dual(hidden)
+        return self.last(value + 0.1 * tangent)
+
+
+@pytest.mark.parametrize("model", [InnerStep, TransformsClosures, ForwardMode])
+def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None:
+    """They wait for what they read, as layers do."""
+    recipe = Recipe(model=partial(model, optimizer=adamw), steps=STEPS, ddp=UNUSED)
+    broken = no_doors if model is InnerStep else None
+    _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=broken)
+    assert ours[0].plan is not None
+    assert not ours[0].plan.opened_for
+
+
+class PerSampleGradients(Callback):
+    """Looks at the gradient of each sample, in a callback."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            layer = module.layers[0]
+            weights = dict(layer.named_parameters())
+
+            def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+                return torch.func.functional_call(layer, weights, (sample,)).pow(2).sum()
+
+            samples = torch.linspace(-1.0, 1.0, 72).view(3, 24)
+            module.notes.append(sums(torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, samples).values()))
+
+
+class CopiesEverywhere(Callback):
+    """Copies while gradients travel and after the step, in each way there is."""
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        self.copy(module)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        self.copy(module)
+
+    def copy(self, module: Any) -> None:
+        way = len(module.notes) % 5
+        layers = module.layers
+        copies: Any = (
+            lambda: copy.deepcopy(layers).parameters(),
+            lambda: [copy.copy(layers[0].weight), copy.deepcopy(layers[1].bias)],
+            lambda: pickle.loads(pickle.dumps(layers)).parameters(),
+            lambda: copy.deepcopy(layers.state_dict(keep_vars=True)).values(),
+            lambda: copy.deepcopy(dict(layers.named_parameters())).values(),
+        )[way]()
+        copies = list(copies)
+        module.notes.append([type(value).__name__ for value in copies] + sums(copies))
+
+
+class Exports(Callback):
+    """Exports a layer now and then, and notes what the export makes of an input."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        inputs = torch.linspace(-1.0, 1.0, 48).view(2, 24)
+        layer = module.layers[batch_idx % 4]
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            if batch_idx in (2, 9):
+                traced = torch.jit.trace(lambda x: layer(x), inputs)  # the weights become constants
+                module.notes.append([str(traced.graph).count("\n"), *sums([traced(inputs)])])
+            if batch_idx in (3, 10):
+                frozen = torch.jit.freeze(torch.jit.script(copy.deepcopy(layer).eval()))
+                module.notes.append(sums([frozen(inputs)]))
+            if batch_idx == 5:
+                program = torch.export.export(layer, (inputs,))
+                module.notes.append([len(program.graph.nodes), *sums([program.module()(inputs)])])
+
+
+@pytest.mark.parametrize("callback", [PerSampleGradients, CopiesEverywhere, Exports])
+def test_callbacks(two_ranks: RankPool, callback: Any) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(callback,))
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
+
+
+class ScriptedInMidRun(Tower):
+    """Compiles a layer to TorchScript after a few steps, and goes on training with that."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.hidden_from_modules: list[Any] = []
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if len(self.losses) == 4 and not self.hidden_from_modules:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.hidden_from_modules = [torch.jit.script(self.layers[1]), torch.jit.trace(self.layers[2], hidden)]
+        for layer in self.hidden_from_modules or self.layers[1:3]:
+            hidden = torch.tanh(layer(hidden))
+        return self.last(hidden)
+
+
+def test_scripted_in_mid_run(two_ranks: RankPool) -> None:
+    """Nothing shows the reads of such a layer; that it holds the parameters does."""
+    recipe = Recipe(model=partial(ScriptedInMidRun, optimizer=adamw), steps=STEPS, ddp=UNUSED)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
+    assert ours[0].statistics is not None
+    assert 0.5 < ours[0].statistics.deferred_share < 0.95
+
+
+class Encoder(Tokens):
+    """Also looks at what a part of it makes of its input in evaluation mode, with padding."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.embedding = nn.Embedding(16, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.last = nn.Linear(8, 3)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        embedded = self.embedding(inputs)
+        padding = torch.zeros(inputs.shape, dtype=torch.bool)
+        padding[:, 6:] = True
+        self.encoder.eval()
+        with torch.no_grad():
+            target = self.encoder(embedded, src_key_padding_mask=padding)
+        self.encoder.train()
+        return self.last((self.encoder(embedded) - 0.1 * target.sum(1, keepdim=True)).mean(1))
+
+
+def test_fast_paths_in_the_forward_pass(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Encoder, optimizer=adamw), steps=STEPS)
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=no_doors)
