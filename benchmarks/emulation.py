@@ -55,14 +55,17 @@ class Accelerator:
         late_s: By how much sleeps were too long, in seconds, in all.
         between_s: How long the training thread took from one layer to the next, in seconds, by which pass it was in;
             ``"end"`` from the end of a backward pass to the first layer of the next forward pass.
+        worked_s: The part of that for which it had a processor.
     """
 
     def __init__(self, *, runs_ahead: bool = True) -> None:
         self.runs_ahead = runs_ahead
         self.late_s = 0.0
         self.between_s = {"forward": 0.0, "backward": 0.0, "end": 0.0}
+        self.worked_s = dict(self.between_s)
         self._pass = "end"
         self._returned_at = time.perf_counter()
+        self._worked_until = time.thread_time()
         self._free_at = 0.0
 
     def begin(self, seconds: float) -> None:
@@ -85,12 +88,14 @@ class Accelerator:
         if left > 0:
             time.sleep(left)
         self._returned_at = time.perf_counter()
+        self._worked_until = time.thread_time()
         if left > 0:
             self.late_s += self._returned_at - moment
 
     def _account(self, now_in: str) -> None:
         between = "end" if (self._pass, now_in) == ("backward", "forward") else now_in
         self.between_s[between] += time.perf_counter() - self._returned_at
+        self.worked_s[between] += time.thread_time() - self._worked_until
         self._pass = now_in
 
 

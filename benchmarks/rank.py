@@ -68,8 +68,11 @@ def _sent_bytes() -> int:
 def _account(trainer: L.Trainer, model: L.LightningModule) -> dict[str, float]:
     found = {"processor": time.process_time()}
     if isinstance(model, EmulatedModel):
-        found["woken late"] = model.accelerator.late_s
-        found |= {f"between layers, {where}": seconds for where, seconds in model.accelerator.between_s.items()}
+        accelerator = model.accelerator
+        found["woken late"] = accelerator.late_s
+        for where, seconds in accelerator.between_s.items():
+            found[f"{where}, between layers"] = seconds
+            found[f"{where}, of that on a processor"] = accelerator.worked_s[where]
     statistics = getattr(trainer.strategy, "statistics", None)
     if statistics is not None:
         found["deferred steps"] = statistics.deferred_step_s

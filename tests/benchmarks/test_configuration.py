@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from benchmarks.configuration import Configuration
 from benchmarks.contenders import CONTENDERS
-from benchmarks.emulation import EmulatedModel, scaled
-from lightning_bytescheduler.simulation import NETWORKS, network_profile
+from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
+from lightning_bytescheduler.gradients.first_use import FirstUseObserver
+from lightning_bytescheduler.simulation import NETWORKS, LayerProfile, network_profile
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -39,6 +43,37 @@ def test_a_round_trip_makes_bounds_longer_but_not_the_computation() -> None:
     for name, bound in near.bounds(step).items():
         # With clipping, the norm takes one more round of messages.
         assert bound < far.bounds(step)[name] < bound + 2 * 0.06
+
+
+def test_names_say_what_is_emulated() -> None:
+    odd = Configuration(network="uniform", ratio=1.0, runs_ahead=False, raw_kernels=True)
+    assert odd.name == "uniform, ratio 1, 4 workers, not ahead, raw kernels"
+
+
+def test_an_accelerator_that_does_not_run_ahead_returns_when_a_layer_is_done() -> None:
+    for ahead in (True, False):
+        accelerator = Accelerator(runs_ahead=ahead)
+        begun = time.perf_counter()
+        accelerator.begin(0.02)
+        assert ahead or time.perf_counter() - begun >= 0.02
+        accelerator.finish(0.0, asked_before=False)
+        assert time.perf_counter() - begun >= 0.02
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_raw_kernels_are_seen_by_their_custom_function_only(raw: bool) -> None:
+    layer = EmulatedLayer(
+        LayerProfile(name="one", parameter_bytes=40, forward_seconds=0.0, backward_seconds=0.0),
+        Accelerator(),
+        last=True,
+        raw=raw,
+    )
+    observer = FirstUseObserver([layer.weight])
+    observer.begin()
+    loss = layer(torch.zeros(1, requires_grad=True)).sum()
+    observer.end()
+    loss.backward()
+    assert observer.read_unseen() == ({id(layer.weight)} if raw else set())
 
 
 def test_layers_keep_their_shares() -> None:

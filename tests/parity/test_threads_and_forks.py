@@ -43,6 +43,20 @@ class InThreads(Tower):
         return self.last(torch.stack(outputs).sum(0) + self.first(inputs))
 
 
+def test_modules_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(InThreads, optimizer=adamw, dropout=0.0), steps=STEPS)
+    assert_same_as_ddp(two_ranks, recipe, options=ONE_BUCKET, network="late")
+
+
+class ReadsInThreads(Tower):
+    """Looks at the weights of one bucket from several threads at once."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        with ThreadPoolExecutor(len(self.layers)) as threads:
+            self.notes.append(list(threads.map(lambda layer: sums([layer.weight]), self.layers)))
+        return super().predict(inputs)
+
+
 @contextmanager
 def opens_before_its_step(module: LightningModule) -> Any:
     """Open gates first, then step, and let other threads in between."""
@@ -57,9 +71,8 @@ def opens_before_its_step(module: LightningModule) -> Any:
         yield
 
 
-def test_modules_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
-    model = partial(InThreads, optimizer=adamw, dropout=0.0)
-    recipe = Recipe(model=model, steps=STEPS)
+def test_reads_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(ReadsInThreads, optimizer=adamw), steps=STEPS)
     assert_same_as_ddp(two_ranks, recipe, options=ONE_BUCKET, network="late", broken=opens_before_its_step)
 
 

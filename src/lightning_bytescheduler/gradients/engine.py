@@ -22,6 +22,7 @@ What threads may meet, and the order of locks, is in ``pending_updates.py``.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -237,6 +238,7 @@ class GradientEngine(PendingUpdates):
             agree_on_mode(self.mode, self._step_number + 1, self._device, self.on_mode)
         self._in_forward = True
         self._read_early = False
+        self._training_thread = threading.get_ident()
         self.phase = f"in training_step, step {self._step_number + 1}"
         self._forward_start = self._clock()
         self._touched_buckets = []
@@ -244,6 +246,7 @@ class GradientEngine(PendingUpdates):
             self._function_touches.begin()
             self._first_use.begin(self.gated_at_forward_start)
             self._reads.watches_each = self.on_open is not None
+            self._reads.on_touch = self._note_touch
             self._reads.begin(self._step_number + 1)
 
     def end_forward(self) -> None:

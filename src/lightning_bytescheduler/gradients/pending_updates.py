@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
@@ -85,6 +86,7 @@ class PendingUpdates:
         self._gates_closed = False
         self._torn = 0  # parameters whose step broke off
         self._reads = UnseenReads()
+        self._training_thread = threading.get_ident()
         self._touched_buckets: list[int] = []
         self._in_forward = False
         self._read_early = False  # somebody has waited since the last forward pass
@@ -204,15 +206,19 @@ class PendingUpdates:
         """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
         while not task.done():
             with self._lock:
-                other = next((u for u in self._updates if u.state is UpdateState.DUE and u.has_arrived), None)
-                if other is None or not self._transforms.known:
+                update = next((u for u in self._updates if u.state is UpdateState.DUE and u.has_arrived), None)
+                if update is None or not self._transforms.known:
                     return
-                other.state = UpdateState.OPENING
+                update.state = UpdateState.OPENING
                 try:
-                    with self._or_torn(len(other.chosen)):
-                        self._step_bucket(other)
+                    with self._or_torn(len(update.chosen)):
+                        self._step_bucket(update)
                 finally:
-                    other.state = UpdateState.STEPPED
+                    update.state = UpdateState.STEPPED
+
+    def _note_touch(self, parameter: nn.Parameter) -> None:
+        if self.on_open is not None:
+            self.on_open(Opening.of((parameter,), parameter, "touch", self._step_number))
 
     @contextmanager
     def _opening(self, update: BucketUpdate, then: UpdateState, why: OpeningKind) -> Iterator[None]:
@@ -260,4 +266,6 @@ class PendingUpdates:
 
     def _record(self, name: str, category: str, start: float, *, step: int) -> None:
         if self._timeline is not None:
-            self._timeline.span(name, category, start, self._clock(), lane=_LANE, args={"step": step})
+            here = threading.current_thread()
+            lane = _LANE if here.ident == self._training_thread else here.name
+            self._timeline.span(name, category, start, self._clock(), lane=lane, args={"step": step})
