@@ -6,8 +6,8 @@ holds a reference to it, and PyTorch counts those: more than the parameter needs
 made it and whenever.
 
 Code in C++ may also hold the very tensor: a module that ``torch.jit`` makes of a Python one, at any time, has the same
-parameters. PyTorch counts references to tensors, too. Their number when nobody but DDP holds them is taken from what was
-seen so far.
+parameters. PyTorch counts references to tensors, too. How many there are when nobody but Python and DDP holds them is
+taken from what was seen so far.
 
 Not seen: an alias of which only the address is known (``data_ptr()``), and one held through ``untyped_storage()``.
 A graph that is kept beyond its backward pass holds references too; that costs the overlap and nothing else.

@@ -1,10 +1,11 @@
 """Calls of what ``torch.compile`` made: they meet plain parameters with their final weights.
 
-Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates open before it
-is entered, as few as possible: those of the module that was compiled and of the parameters and modules among the
+Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates open before
+it is entered, as few as possible: those of the module that was compiled and of the parameters and modules among the
 arguments. What else it reads (a closure, a global) shows when it is compiled, as Dynamo wraps every tensor that a graph
 reads; from then on everything is opened at the entry of that code, and before anything is compiled. Code that is
-broken into several graphs is treated likewise, as one of them may have been compiled for somebody else.
+broken into several graphs is treated likewise, as one of them may have been compiled for somebody else, and so is code
+of which no compilation was seen, as it was compiled before the fit.
 
 All of this happens at places of Dynamo's own Python code that every compiled call and every compilation passes through.
 A version of PyTorch that lacks one of them has compiled modules stepped at the step (``eligibility.py``).
@@ -87,16 +88,17 @@ def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
 
 
 def doors() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(owner, attribute, what makes its replacement) of the places that compiled calls pass through; empty if unknown."""
+    """(owner, attribute, what makes its replacement) of the places compiled calls pass through; empty if unknown."""
     try:
         from torch._dynamo import convert_frame, eval_frame
-        from torch._dynamo.variables.builder import VariableBuilder
+        from torch._dynamo.variables.builder import GraphArg, VariableBuilder
 
         found: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (eval_frame, "_callback_from_stance", _at_entry),
             (eval_frame, "_maybe_set_eval_frame", _at_exit),
             (convert_frame.CatchErrorsWrapper, "__call__", _at_compilation),
             (VariableBuilder, "wrap_tensor", _noting_reads),
+            (GraphArg, "__post_init__", _noting_inputs),
         ]
     except (ImportError, AttributeError):
         return []
@@ -169,11 +171,24 @@ def _at_compilation(original: Any) -> Any:
 
 def _noting_reads(original: Any) -> Any:
     def wrap_tensor(builder: Any, value: Any) -> Any:
-        if _local.reads and isinstance(value, nn.Parameter):
-            _local.reads[-1][id(value)] = value
+        _note_read(value)
         return original(builder, value)
 
     return wrap_tensor
+
+
+def _noting_inputs(original: Any) -> Any:
+    # Dynamo keeps a table of what wraps which type, and may have it from before.
+    def post_init(argument: Any) -> None:
+        _note_read(argument._example)
+        original(argument)
+
+    return post_init
+
+
+def _note_read(value: Any) -> None:
+    if _local.reads and isinstance(value, nn.Parameter):
+        _local.reads[-1][id(value)] = value
 
 
 def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:

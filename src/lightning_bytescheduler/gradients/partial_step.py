@@ -170,8 +170,8 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
 
     Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
     or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
-    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms of
-    ``torch.func`` let nobody change what they close over.
+    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms
+    of ``torch.func`` let nobody change what they close over.
 
     Args:
         device: Where the parameters live.
