@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.parity.observers import sums
 
@@ -59,23 +60,20 @@ class Jacobians(_Reads):
     def read(self, layer: Any) -> list[Tensor]:
         samples = _samples(layer)
         forward = torch.autograd.functional.jvp(layer, samples, samples)[1]
-        return [
-            torch.vmap(torch.func.jacrev(layer))(samples),
-            torch.func.jvp(layer, (samples,), (samples,))[1],
-            forward,
-        ]
+        backward = torch.vmap(torch.func.jacrev(layer))(samples)
+        return [backward, torch.func.jvp(layer, (samples,), (samples,))[1], forward]
 
 
 class Exports(_Reads):
-    """Traces, with the weights as constants, and notes how long the graph is."""
+    """Traces in three ways, and notes how long the graphs are."""
 
     def read(self, layer: Any) -> list[Tensor]:
         samples = _samples(layer)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # torch.jit is deprecated
-            traced = torch.jit.trace(lambda value: layer(value), samples, check_trace=False)
+            traced = torch.jit.trace(layer, samples, check_trace=False)
             frozen = torch.jit.freeze(torch.jit.script(copy.deepcopy(layer).eval()))
-            graph = torch.fx.experimental.proxy_tensor.make_fx(lambda value: layer(value))(samples)
+            graph = make_fx(lambda value: layer(value))(samples)
         lengths = torch.tensor([str(traced.graph).count("\n"), len(graph.graph.nodes)])
         return [lengths, traced(samples), frozen(samples), graph(samples)]
 
