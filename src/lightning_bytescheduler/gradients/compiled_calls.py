@@ -13,6 +13,7 @@ A version of PyTorch that lacks one of them has compiled modules stepped at the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_bytescheduler.gradients.gate import Gate, any_closed, closed_gates, open_gates
@@ -100,9 +102,16 @@ def doors() -> list[tuple[Any, str, Callable[[Any], Any]]]:
             (VariableBuilder, "wrap_tensor", _noting_reads),
             (GraphArg, "__post_init__", _noting_inputs),
         ]
+        _leave_out_this_file()
     except (ImportError, AttributeError):
         return []
     return found if all(callable(getattr(owner, name, None)) for owner, name, _ in found) else []
+
+
+@functools.cache
+def _leave_out_this_file() -> None:
+    # Some versions come to the places above while Dynamo looks at every function that runs.
+    torch._dynamo.trace_rules.add(__name__)
 
 
 def compiled_calls_are_seen() -> bool:
@@ -112,8 +121,10 @@ def compiled_calls_are_seen() -> bool:
 
 def _at_entry(original: Any) -> Any:
     def callback_from_stance(callback: Any) -> Any:
-        if callable(callback) and any_closed():
-            _enter(sys._getframe(1))
+        if callable(callback):
+            with _uncompiled():
+                if any_closed():
+                    _enter(sys._getframe(1))
         return original(callback)
 
     return callback_from_stance
@@ -130,6 +141,16 @@ def _enter(frame: FrameType) -> None:
         open_gates(list(_own_parameters(function, frame)))
 
 
+class _uncompiled:  # a context manager
+    """What runs within is not compiled itself, where a compiled call is made in another that is under way."""
+
+    def __enter__(self) -> None:
+        self._before = torch._dynamo.eval_frame.set_eval_frame(None)
+
+    def __exit__(self, *_: object) -> None:
+        torch._dynamo.eval_frame.set_eval_frame(self._before)
+
+
 def _stand_aside(reason: str, frame: FrameType) -> None:
     stood_aside = open_everything(reason)
     if stood_aside and _local.outermost is None:
@@ -143,9 +164,10 @@ def _at_exit(original: Any) -> Any:
     def maybe_set_eval_frame(callback: Any) -> Any:
         # Also called at the entry, with something to call, and by what runs within.
         if _local.stood_aside and not callable(callback) and sys._getframe(1) is _local.outermost:
-            stood_aside, read = _local.stood_aside, _local.read
-            _local.stood_aside, _local.read, _local.outermost = [], set(), None
-            resume(stood_aside, read)
+            with _uncompiled():
+                stood_aside, read = _local.stood_aside, _local.read
+                _local.stood_aside, _local.read, _local.outermost = [], set(), None
+                resume(stood_aside, read)
         return original(callback)
 
     return maybe_set_eval_frame
