@@ -199,7 +199,7 @@ class CountsGraphs(Callback):
         pytest.param(whole, "eager", 0, id="whole"),
         pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments"),
         pytest.param(HandedToCompiledFunction, "eager", 0, id="layers-as-arguments"),
-        pytest.param(Closure, "aot_eager", STEPS - 4, id="closure-in-mid-fit"),
+        pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit"),
     ],
 )
 def test_compiled(two_ranks: RankPool, model: Any, backend: str, opened: int) -> None:
