@@ -260,10 +260,14 @@ def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
             yield from _parameters_in(value)
 
 
-def _owner(function: Any) -> Any:
-    """The module whose method was compiled, if it was one."""
-    function = inspect.unwrap(function)
-    return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+def _owner(function: Any) -> nn.Module | None:
+    """The module that was compiled, or whose method was, perhaps under decorators."""
+    while function is not None:
+        owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def _code(function: Any) -> tuple[CodeType | None, type]:
@@ -284,6 +288,5 @@ def _region(function: Any) -> _Region:
 
 
 def _name(function: Any) -> str:
-    owner = _owner(function) if function is not None else None
-    name = getattr(inspect.unwrap(function), "__name__", "code") if function is not None else "code"
-    return f"{type(owner).__name__}.{name}" if isinstance(owner, nn.Module) else str(name)
+    owner, name = _owner(function), getattr(function, "__name__", "code")
+    return str(name) if owner is None else f"{type(owner).__name__}.{name}"
