@@ -45,7 +45,8 @@ def run(contender: str, model: L.LightningModule, steps: int) -> dict[str, Any]:
     if contender == "ddp":
         strategy = DDPStrategy()
     else:
-        strategy = ByteSchedulerStrategy(mode={"bytescheduler": "auto", "as ddp": "ddp"}.get(contender, contender))
+        mode: Any = {"bytescheduler": "auto", "as ddp": "ddp"}.get(contender, contender)
+        strategy = ByteSchedulerStrategy(mode=mode)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("RANKS_PER_NODE", "1")),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def test_an_alias_is_found_as_long_as_it_lives(make: Callable[[nn.Module], Any])
     kept = make(module)
     assert detector.find() == {id(p) for p in module.parameters()}
     del kept
+    assert not detector.find()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 4))])
+def test_parameters_that_a_script_holds_are_found(make: Callable[[nn.Module], Any]) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    detector = AliasDetector(module.parameters())
+    assert not detector.find()
+    scripted = make(module[0])
+    assert detector.find() == {id(p) for p in module[0].parameters()}
+    del scripted
+    gc.collect()
     assert not detector.find()
 
 

@@ -262,6 +262,21 @@ def test_reading_weights_opens_nothing_that_is_not_read() -> None:
     disarm(gate.parameter for gate in gates)
 
 
+def test_a_step_that_is_taken_while_something_is_traced_is_no_part_of_it() -> None:
+    """Should a gate close in there, though tracing began with all open."""
+    parameter = nn.Parameter(torch.ones(2))
+
+    def traced(inputs: Tensor) -> Tensor:
+        with plain_mode(torch.device("cpu"), torch.float32):
+            update(parameter)
+        return inputs * 2
+
+    graph = torch.jit.trace(traced, torch.ones(2), check_trace=False).graph
+    assert torch.equal(parameter, torch.full((2,), 3.0))
+    assert str(graph).count("aten::") == 1
+    assert "aten::mul" in str(graph)
+
+
 def test_a_step_is_not_traced() -> None:
     first, second = Product(), Product()
     gates = [Update(parameter) for parameter in first.parameters()]

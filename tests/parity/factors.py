@@ -73,8 +73,8 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "used-twice": "a layer used twice",
         "several-outputs": "several outputs",
         "sparse": "an embedding with `sparse=True`",
-        "traced": "a scripted or compiled layer",
-        "compiled": "a scripted or compiled layer",
+        "traced": "a scripted layer",
+        "compiled": "a compiled layer",
     },
     "ddp": {
         "default": "defaults",

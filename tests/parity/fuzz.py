@@ -1,6 +1,7 @@
 """Trainings at random, each compared with DDP's, until one differs: ``python -m tests.parity.fuzz``.
 
-The same factors as those of the matrix, and random sizes of model, buckets, partitions and window. Each training has a
+The same factors as those of the matrix, random sizes of model, buckets, partitions and window, and callbacks that read
+weights in ways that no touch shows. Each training has a
 seed of its own, so that one that differs is repeated alone.
 """
 
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.parity import checks, rule
 from tests.parity.factors import Combination, random_combination
 from tests.parity.matrix import Scale, check, recipe
+from tests.parity.silent_readers import READERS
 from tests.support.rank_pool import RankPool, RanksFailed
 
 __all__ = ["case", "fuzz", "main"]
@@ -41,6 +43,7 @@ def case(seed: int) -> tuple[Combination, Scale]:
             "partition_size": round(_any_magnitude(generator, 100, 20_000)),
             "credit": round(_any_magnitude(generator, 100, 50_000)),
         },
+        reader=generator.choice([None, *READERS]),
     )
     return combination, scale
 

@@ -25,6 +25,7 @@ from tests.parity.combined_models import BATCHES, CLIP, Unfreezes, build
 from tests.parity.factors import FACTORS, Combination, allowed
 from tests.parity.observers import KeepsState, ReadsGradients, ReplacesOptimizerState
 from tests.parity.pairwise import covering_array
+from tests.parity.silent_readers import READERS
 from tests.support.fit import SIZES, Outcome, Recipe, Run
 from tests.support.rank_pool import RankPool
 
@@ -46,12 +47,14 @@ class Scale:
         width: Of these layers.
         extra_steps: Beyond those that are needed for the shares that are asserted.
         options: Of the strategy.
+        reader: A callback that reads weights as no touch shows, by its name in :mod:`.silent_readers`.
     """
 
     depth: int = 3
     width: int = 24
     extra_steps: int = 0
     options: dict[str, Any] = field(default_factory=lambda: {**SIZES, "bucket_cap_mb": 0.001})
+    reader: str | None = None
 
 
 def matrix() -> list[Combination]:
@@ -149,6 +152,8 @@ def recipe(combination: Combination, scale: Scale) -> Recipe:
         trainer["max_epochs"], steps = epochs, -1
     if combination.loop in _CALLBACKS:
         callbacks.append(_CALLBACKS[combination.loop])
+    if scale.reader is not None:
+        callbacks.append(READERS[scale.reader])
     if combination.ddp == "find-unused" or combination.model == "conditional":
         ddp["find_unused_parameters"] = True
     if combination.ddp == "static-graph":

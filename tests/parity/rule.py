@@ -40,9 +40,6 @@ class Effect(NamedTuple):
 
 
 _OPTIMIZER = "it is not known to update each parameter on its own"
-_OPAQUE = Effect(
-    Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "compile what is small"
-)
 _MANUAL = Effect(Mode.SYNCHRONISED, "manual", "the step is yours", "automatic optimization with parameter groups")
 
 EFFECTS: Mapping[tuple[str, str], Effect] = {
@@ -51,8 +48,9 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("model", "sparse"): Effect(
         Mode.SYNCHRONISED, "sparse", "sparse gradients cannot be cut into partitions", "`sparse=False`"
     ),
-    ("model", "traced"): _OPAQUE,
-    ("model", "compiled"): _OPAQUE,
+    ("model", "traced"): Effect(
+        Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "`torch.compile`"
+    ),
     ("ddp", "no-bucket-views"): Effect(
         Mode.SYNCHRONISED,
         "gradient_as_bucket_view",

@@ -1,9 +1,7 @@
-"""Trainings that use functions which take parameters without a touch: transforms, copies, exports, fast paths, scripts."""
+"""Trainings with functions that take parameters without a touch: transforms, copies, exports, fast paths, scripts."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -11,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from tests.parity import silent_readers
 from tests.parity.checks import assert_same_as_ddp
-from tests.parity.observers import sums
 from tests.parity.sabotage import no_doors
 from tests.support.fit import Recipe
 from tests.support.models import Tokens, Tower
 from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
-STEPS = 16
+STEPS = 24
 # A bucket for every parameter, so that no gate opens another's.
 SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
 UNUSED = {"find_unused_parameters": True}
@@ -79,65 +76,9 @@ def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None
     assert not ours[0].plan.opened_for
 
 
-class PerSampleGradients(Callback):
-    """Looks at the gradient of each sample, in a callback."""
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 3 == 1:
-            layer = module.layers[0]
-            weights = dict(layer.named_parameters())
-
-            def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
-                return torch.func.functional_call(layer, weights, (sample,)).pow(2).sum()
-
-            samples = torch.linspace(-1.0, 1.0, 72).view(3, 24)
-            module.notes.append(sums(torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, samples).values()))
-
-
-class CopiesEverywhere(Callback):
-    """Copies while gradients travel and after the step, in each way there is."""
-
-    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
-        self.copy(module)
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        self.copy(module)
-
-    def copy(self, module: Any) -> None:
-        way = len(module.notes) % 5
-        layers = module.layers
-        copies: Any = (
-            lambda: copy.deepcopy(layers).parameters(),
-            lambda: [copy.copy(layers[0].weight), copy.deepcopy(layers[1].bias)],
-            lambda: pickle.loads(pickle.dumps(layers)).parameters(),
-            lambda: copy.deepcopy(layers.state_dict(keep_vars=True)).values(),
-            lambda: copy.deepcopy(dict(layers.named_parameters())).values(),
-        )[way]()
-        copies = list(copies)
-        module.notes.append([type(value).__name__ for value in copies] + sums(copies))
-
-
-class Exports(Callback):
-    """Exports a layer now and then, and notes what the export makes of an input."""
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        inputs = torch.linspace(-1.0, 1.0, 48).view(2, 24)
-        layer = module.layers[batch_idx % 4]
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated
-            if batch_idx in (2, 9):
-                traced = torch.jit.trace(lambda x: layer(x), inputs)  # the weights become constants
-                module.notes.append([str(traced.graph).count("\n"), *sums([traced(inputs)])])
-            if batch_idx in (3, 10):
-                frozen = torch.jit.freeze(torch.jit.script(copy.deepcopy(layer).eval()))
-                module.notes.append(sums([frozen(inputs)]))
-            if batch_idx == 5:
-                program = torch.export.export(layer, (inputs,))
-                module.notes.append([len(program.graph.nodes), *sums([program.module()(inputs)])])
-
-
-@pytest.mark.parametrize("callback", [PerSampleGradients, CopiesEverywhere, Exports])
+@pytest.mark.parametrize("callback", silent_readers.READERS.values(), ids=silent_readers.READERS)
 def test_callbacks(two_ranks: RankPool, callback: Any) -> None:
+    """In the forward pass, after the backward pass and between steps."""
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(callback,))
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
 

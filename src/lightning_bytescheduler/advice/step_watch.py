@@ -71,6 +71,10 @@ class StepWatch:
         else:
             self.first_use.setdefault(id(parameter), self._clock.moment())
 
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.gradients.gate.Gate`: what is used from here on is not seen."""
+        self.end_forward()
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The last time counts: with reentrant checkpointing a gradient can come in parts.
         self.gradient[id(parameter)] = self._clock.moment()

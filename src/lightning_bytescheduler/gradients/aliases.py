@@ -7,8 +7,8 @@ made it and whenever. Memory that PyTorch has not allocated for itself (NumPy's,
 may be read by whoever it belongs to, so it counts as held.
 
 Code in C++ may also hold the very tensor: a module that ``torch.jit`` makes of a Python one, at any time, has the same
-parameters. PyTorch counts references to tensors, too. Their number when nobody but DDP holds them is taken from what
-was seen so far.
+parameters. PyTorch counts references to tensors, too. How many there are when nobody but Python and DDP holds them is
+taken from what was seen so far.
 
 Not seen: an alias of which only the address is known (``data_ptr()``), one held through ``untyped_storage()``, and
 memory of a GPU that another process has opened.
@@ -18,6 +18,7 @@ A graph that is kept beyond its backward pass holds references too; that costs t
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 

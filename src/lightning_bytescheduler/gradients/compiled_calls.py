@@ -1,10 +1,11 @@
 """Calls of what ``torch.compile`` made: they meet plain parameters with their final weights.
 
-Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates open before it
-is entered, as few as possible: those of the module that was compiled and of the parameters and modules among the
+Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates open before
+it is entered, as few as possible: those of the module that was compiled and of the parameters and modules among the
 arguments. What else it reads (a closure, a global) shows when it is compiled, as Dynamo wraps every tensor that a graph
 reads; from then on everything is opened at the entry of that code, and before anything is compiled. Code that is
-broken into several graphs is treated likewise, as one of them may have been compiled for somebody else.
+broken into several graphs is treated likewise, as one of them may have been compiled for somebody else, and so is code
+of which no compilation was seen, as it was compiled before the fit.
 
 All of this happens at places of Dynamo's own Python code that every compiled call and every compilation passes through.
 A version of PyTorch that lacks one of them has compiled modules stepped at the step (``eligibility.py``).
@@ -12,6 +13,7 @@ A version of PyTorch that lacks one of them has compiled modules stepped at the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_bytescheduler.gradients.gate import Gate, any_closed, closed_gates, open_gates
@@ -87,20 +90,28 @@ def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
 
 
 def doors() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(owner, attribute, what makes its replacement) of the places that compiled calls pass through; empty if unknown."""
+    """(owner, attribute, what makes its replacement) of the places compiled calls pass through; empty if unknown."""
     try:
         from torch._dynamo import convert_frame, eval_frame
-        from torch._dynamo.variables.builder import VariableBuilder
+        from torch._dynamo.variables.builder import GraphArg, VariableBuilder
 
         found: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (eval_frame, "_callback_from_stance", _at_entry),
             (eval_frame, "_maybe_set_eval_frame", _at_exit),
             (convert_frame.CatchErrorsWrapper, "__call__", _at_compilation),
             (VariableBuilder, "wrap_tensor", _noting_reads),
+            (GraphArg, "__post_init__", _noting_inputs),
         ]
+        _leave_out_this_file()
     except (ImportError, AttributeError):
         return []
     return found if all(callable(getattr(owner, name, None)) for owner, name, _ in found) else []
+
+
+@functools.cache
+def _leave_out_this_file() -> None:
+    # Some versions come to the places above while Dynamo looks at every function that runs.
+    torch._dynamo.trace_rules.add(__name__)
 
 
 def compiled_calls_are_seen() -> bool:
@@ -110,8 +121,10 @@ def compiled_calls_are_seen() -> bool:
 
 def _at_entry(original: Any) -> Any:
     def callback_from_stance(callback: Any) -> Any:
-        if callable(callback) and any_closed():
-            _enter(sys._getframe(1))
+        if callable(callback):
+            with _uncompiled():
+                if any_closed():
+                    _enter(sys._getframe(1))
         return original(callback)
 
     return callback_from_stance
@@ -128,6 +141,16 @@ def _enter(frame: FrameType) -> None:
         open_gates(list(_own_parameters(function, frame)))
 
 
+class _uncompiled:  # a context manager
+    """What runs within is not compiled itself, where a compiled call is made in another that is under way."""
+
+    def __enter__(self) -> None:
+        self._before = torch._dynamo.eval_frame.set_eval_frame(None)
+
+    def __exit__(self, *_: object) -> None:
+        torch._dynamo.eval_frame.set_eval_frame(self._before)
+
+
 def _stand_aside(reason: str, frame: FrameType) -> None:
     stood_aside = open_everything(reason)
     if stood_aside and _local.outermost is None:
@@ -141,9 +164,10 @@ def _at_exit(original: Any) -> Any:
     def maybe_set_eval_frame(callback: Any) -> Any:
         # Also called at the entry, with something to call, and by what runs within.
         if _local.stood_aside and not callable(callback) and sys._getframe(1) is _local.outermost:
-            stood_aside, read = _local.stood_aside, _local.read
-            _local.stood_aside, _local.read, _local.outermost = [], set(), None
-            resume(stood_aside, read)
+            with _uncompiled():
+                stood_aside, read = _local.stood_aside, _local.read
+                _local.stood_aside, _local.read, _local.outermost = [], set(), None
+                resume(stood_aside, read)
         return original(callback)
 
     return maybe_set_eval_frame
@@ -169,11 +193,24 @@ def _at_compilation(original: Any) -> Any:
 
 def _noting_reads(original: Any) -> Any:
     def wrap_tensor(builder: Any, value: Any) -> Any:
-        if _local.reads and isinstance(value, nn.Parameter):
-            _local.reads[-1][id(value)] = value
+        _note_read(value)
         return original(builder, value)
 
     return wrap_tensor
+
+
+def _noting_inputs(original: Any) -> Any:
+    # Dynamo keeps a table of what wraps which type, and may have it from before.
+    def post_init(argument: Any) -> None:
+        _note_read(argument._example)
+        original(argument)
+
+    return post_init
+
+
+def _note_read(value: Any) -> None:
+    if _local.reads and isinstance(value, nn.Parameter):
+        _local.reads[-1][id(value)] = value
 
 
 def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:
@@ -223,10 +260,14 @@ def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
             yield from _parameters_in(value)
 
 
-def _owner(function: Any) -> Any:
-    """The module whose method was compiled, if it was one."""
-    function = inspect.unwrap(function)
-    return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+def _owner(function: Any) -> nn.Module | None:
+    """The module that was compiled, or whose method was, perhaps under decorators."""
+    while function is not None:
+        owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def _code(function: Any) -> tuple[CodeType | None, type]:
@@ -247,6 +288,5 @@ def _region(function: Any) -> _Region:
 
 
 def _name(function: Any) -> str:
-    owner = _owner(function) if function is not None else None
-    name = getattr(inspect.unwrap(function), "__name__", "code") if function is not None else "code"
-    return f"{type(owner).__name__}.{name}" if isinstance(owner, nn.Module) else str(name)
+    owner, name = _owner(function), getattr(function, "__name__", "code")
+    return str(name) if owner is None else f"{type(owner).__name__}.{name}"

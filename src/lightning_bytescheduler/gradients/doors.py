@@ -1,13 +1,14 @@
 """Functions of PyTorch that reach parameters without a touch, and that open gates first while a fit is under way.
 
-Most functions tell a parameter's class that they are handed it. These do not: they are bound to C++ directly, trace what
-runs into a graph of which a step must not become a part, or compute something else for classes they do not know. Each is
-replaced where PyTorch looks it up, by a function that opens gates and goes on with the original:
+Most functions tell a parameter's class that they are handed it. These do not: they are bound to C++ directly, trace
+what runs into a graph of which a step must not become a part, or compute something else for classes they do not know.
+Each is replaced where PyTorch looks it up, by a function that opens gates and goes on with the original:
 
-- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; what is wrapped
-  is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
+- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; what is
+  wrapped is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
 - *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
-- *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all open.
+- *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
+  open.
 
 What a version of PyTorch does not have is left out. Calls of ``torch.compile`` are in ``compiled_calls.py``.
 """

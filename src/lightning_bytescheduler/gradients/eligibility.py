@@ -91,8 +91,8 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
     when it runs is found by :class:`~lightning_bytescheduler.gradients.first_use.FirstUseObserver`, and who keeps an
     alias by :class:`~lightning_bytescheduler.gradients.aliases.AliasDetector`; where PyTorch does not show aliases,
-    parameters of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count as
-    unseen.
+    parameters of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count
+    as unseen.
     """
     compiled_too = not compiled_calls_are_seen()
     aliases_show = AliasDetector(()).works

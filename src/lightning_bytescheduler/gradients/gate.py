@@ -9,9 +9,9 @@ Why touches and not modules: a gate on a module's forward misses what is read el
 ``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
 is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see
 is code that holds the memory without the Python object: scripted modules, extensions, or an alias made earlier with
-``.data``. Those parameters are found beforehand (``eligibility.py``), in the first iteration (``first_use.py``) or by who
-holds them (``aliases.py``), and their steps are not deferred. Functions of PyTorch that take parameters without saying so
-are told to open gates first (``doors.py``, ``compiled_calls.py``).
+``.data``. Those parameters are found beforehand (``eligibility.py``), in the first iteration (``first_use.py``) or by
+who holds them (``aliases.py``), and their steps are not deferred. Functions of PyTorch that take parameters without a
+word open gates first (``doors.py``, ``compiled_calls.py``).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GatedParameter(nn.Parameter):
     """A parameter whose gate is closed. Never constructed: parameters become one and cease to be one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        # Code that makes something "of the same class" gets what it would get without a gate.
+        """Make a plain parameter: what code that wants something "of the same class" gets without a gate."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
@@ -100,8 +100,8 @@ class GatedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # These take the instance's __dict__ or class before they touch its data, so the gate has to open first. Where weights
-    # may be read and only the gradient is awaited it stays closed; neither of them copies a gradient.
+    # These take the instance's __dict__ or class before they touch its data, so the gate has to open first. Where
+    # weights may be read and only the gradient is awaited it stays closed; neither of them copies a gradient.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _open(self, False)
         with _plain([self]):

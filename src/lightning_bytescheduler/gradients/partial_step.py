@@ -19,24 +19,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.gradients.gated_optimizer import attributes_of, can_have_a_gate, kind_of
 
-try:  # private, and only needed where a transform of torch.func is under way
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
-except ImportError:  # then the step raises torch's own error there
-    _outside_transforms = nullcontext
-try:
-    from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-except ImportError:
-
-    def _len_torch_dispatch_stack_pre_dispatch() -> int:
-        return 0
-
-
+# Modes of exporters, which are not on the ordinary stack.
+_pre_dispatch_modes: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+# Where it is missing, a step inside a transform of torch.func raises torch's own error.
+_outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
 _inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 __all__ = [
@@ -225,8 +218,8 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
 
     Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
     or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
-    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms of
-    ``torch.func`` let nobody change what they close over.
+    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms
+    of ``torch.func`` let nobody change what they close over.
 
     Args:
         device: Where the parameters live.
@@ -240,14 +233,15 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
+        if torch._C._len_torch_dispatch_stack() or _pre_dispatch_modes():
             stack.enter_context(_disable_current_modes())
         if _inside_a_transform():
             stack.enter_context(_outside_transforms())
         tracing = torch._C._get_tracing_state()
         if tracing is not None:
-            stack.callback(torch._C._set_tracing_state, tracing)
-            torch._C._set_tracing_state(None)
+            set_tracing_state: Callable[[Any], None] = torch._C._set_tracing_state  # type: ignore[attr-defined]
+            stack.callback(set_tracing_state, tracing)
+            set_tracing_state(None)
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield
