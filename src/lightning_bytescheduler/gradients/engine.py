@@ -150,6 +150,8 @@ class GradientEngine:
         self._last_index = index
         buffer = bucket.buffer()
         if buffer.is_sparse:
+            if self._merged is not None and bucket.is_last():
+                self._merged.finish()
             return reduce_sparse(buffer)
         if self._merged is not None:
             self._last_hook = self._clock()
