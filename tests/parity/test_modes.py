@@ -15,6 +15,7 @@ from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
 from lightning_bytescheduler.gradients.mode_trial import ModeChoice, ModeFound, ModeTrial
 from lightning_bytescheduler.strategies import scheduled_gradients
 from tests.parity.checks import DDP, assert_same, train_on
+from tests.parity.combined_models import Sparse
 from tests.parity.test_training import MixedTypes
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
@@ -75,6 +76,14 @@ def test_steps_as_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_updates == 0
     assert ours[0].statistics.bytes_sent > 0
+    assert ours[0].plan is not None
+    assert ours[0].plan.as_ddp
+
+
+def test_the_last_bucket_may_be_sparse(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Sparse, width=12, depth=3, dropout=0.0), steps=8)
+    ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SIZES, "mode": "ddp"}))
+    assert_same(ddp, ours)
     assert ours[0].plan is not None
     assert ours[0].plan.as_ddp
 

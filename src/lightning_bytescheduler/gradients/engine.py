@@ -150,6 +150,8 @@ class GradientEngine(PendingUpdates):
             self.steps_offered = self._step_number
         buffer = bucket.buffer()
         if buffer.is_sparse:
+            if self._merged is not None and bucket.is_last():
+                self._merged.finish()
             return reduce_sparse(buffer)
         if self._merged is not None:
             self._last_hook = self._clock()

@@ -117,12 +117,23 @@ class MergedBuckets:
             self._send()
         self._waiting.append((buffer, future))
         self._waiting_bytes += buffer.numel() * buffer.element_size()
-        if last or self._waiting_bytes >= self._limit:
+        if self._waiting_bytes >= self._limit:
             self._send()
             self._limit = self._next_limit
         if last:
-            self._await()
+            self.finish()
         return future
+
+    def finish(self) -> None:
+        """Send what is left, and wait for everything where DDP does not; :meth:`reduce` does so with the last bucket.
+
+        Raises:
+            BaseException: What the reduction failed with, or was ended with by :meth:`fail`.
+        """
+        if self._waiting:
+            self._send()
+        if self._waits_here:
+            self._await()
 
     @property
     def under_way(self) -> bool:
@@ -153,8 +164,6 @@ class MergedBuckets:
                 work.get_future().add_done_callback(partial(_arrived, together))
 
     def _await(self) -> None:
-        if not self._waits_here:
-            return
         start, busy = time.perf_counter(), time.process_time()
         for work in self._works:
             wait_unless(work, lambda: self._error, look_every=_LOOK_EVERY)

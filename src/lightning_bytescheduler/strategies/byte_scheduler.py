@@ -65,12 +65,11 @@ class ByteSchedulerStrategy(RankStrategy):
             ``BYTESCHEDULER_CREDIT`` is used if set, as the start of tuning unless that is off.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
-        mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` finds
-            out which is faster, as part of tuning where sizes are tuned, and by timing some steps of each otherwise.
-            The weights are the same.
+        mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` begins
+            as DDP, unless the link is slow, and overlaps where that is seen to pay. The weights are the same.
         credit_tuning: Find the credit while training, see :class:`~lightning_bytescheduler.CreditTuner`.
             ``BYTESCHEDULER_CREDIT_TUNING`` is used if left out, and without that a credit is tuned that was not given,
-            where the mode is ``"auto"``.
+            where the mode is ``"auto"`` and steps overlap.
         partition_tuning: Find the partition size too; ``BYTESCHEDULER_PARTITION_TUNING`` is used if left out, and
             ``False`` without that.
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
