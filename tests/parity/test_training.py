@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
+from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.gate_models import Attention, SelectivelyCheckpointed
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
