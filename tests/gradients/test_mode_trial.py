@@ -80,6 +80,10 @@ def test_what_one_rank_alone_waits_for_is_nothing_to_hide() -> None:
     assert all(Fit(*ranks, as_ddp=1.0, overlapped=0.5, exposed=lambda rank: 0.5 * rank).run(1000).modes)
 
 
+def test_what_takes_a_moment_is_not_hidden() -> None:
+    assert all(Fit(as_ddp=0.004, overlapped=0.003, exposed=lambda _: 0.0025).run(500).modes)
+
+
 def test_much_that_is_exposed_is_hidden_soon() -> None:
     fit = Fit(as_ddp=1.0, overlapped=0.7, exposed=lambda _: 0.3).run(60)
     assert fit.modes == [True] * 3 + [False] * 57

@@ -146,7 +146,7 @@ def test_ranks_change_together_as_rank_zero_wants(two_ranks: RankPool, recipe: R
 
 
 def test_a_fit_begins_as_ddp_and_says_why(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12)
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=24)
     run = Run(options={**SIZES, "mode": "auto", "credit_tuning": False}, network="plain")
     ddp, ours = train_on(two_ranks, recipe, DDP, run)
     assert_same(ddp, ours)

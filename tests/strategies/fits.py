@@ -39,7 +39,7 @@ def trainer_with(rank: int, strategy: ByteSchedulerStrategy, **options: Any) -> 
 
 def fit_with_metrics(rank: int, log_metrics: bool) -> dict[str, float]:
     """Returns what was logged last."""
-    strategy = ByteSchedulerStrategy(**SIZES, log_metrics=log_metrics)
+    strategy = ByteSchedulerStrategy(**SIZES, mode="overlapped", log_metrics=log_metrics)
     trainer = trainer_with(rank, strategy, log_every_n_steps=4)
     trainer.fit(Tower())
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -54,7 +54,7 @@ class _Fails(Tower):
 
 def fit_with_timeline(rank: int, path: str, fail: bool) -> str | None:
     """Returns what the fit raised, if anything."""
-    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, timeline=path))
+    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode="overlapped", timeline=path))
     try:
         trainer.fit(_Fails() if fail else Tower())
     except Exception as error:
@@ -64,7 +64,7 @@ def fit_with_timeline(rank: int, path: str, fail: bool) -> str | None:
 
 def profiled_spans(rank: int) -> list[str]:
     """Names the profiler saw, of the scheduler's spans."""
-    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES))
+    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode="overlapped"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trainer.fit(Tower())
     return [event.key for event in profile.key_averages() if event.key.startswith("bytescheduler::")]

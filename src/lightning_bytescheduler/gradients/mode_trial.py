@@ -32,6 +32,7 @@ _FIRST_LOOK = 4  # before this step: the second and third are the first that a l
 _FARTHEST_LOOK = 64  # steps between looks at what is exposed
 _MUCH = 0.2  # of a step: no link like this is met where nothing is to be gained
 _SOME = 0.05
+_LEAST_S = 0.003  # each partition takes a millisecond of processor time: less than a few cannot be hidden
 _TRIAL_STEPS = 5  # until a trial may end, the one in which the last way is still felt and the one under way among them
 _MORE_TRIAL_STEPS = 8  # until it has to
 _CLEAR = 0.05
@@ -205,7 +206,7 @@ class ModeTrial:
 
     def _share_exposed(self, exposed: Sequence[float]) -> float:
         typical, step_s = self._typical_exposed(exposed), self._typical(True)
-        if math.isnan(typical) or math.isnan(step_s):
+        if math.isnan(typical) or math.isnan(step_s) or typical < _LEAST_S:
             return 0.0
         return min(typical / step_s, 1.0)
 
