@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -266,3 +267,11 @@ def test_nothing_is_kept_alive_once_the_gate_is_open() -> None:
     del parameter, gate
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+
+
+def test_optimizers_choose_their_way_to_step_as_without_a_gate() -> None:
+    """They ask for the exact class, on a GPU; here the list they look it up in has to do."""
+    known = getattr(sys.modules[SGD.__mro__[1].__module__], "_foreach_supported_types", None)
+    if known is None:
+        pytest.skip("this version of PyTorch has no such list")
+    assert (nn.Parameter in known) == (GatedParameter in known)
