@@ -16,25 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.gradients.gate import GatedState
 
-try:  # private, and only needed where a transform of torch.func is under way
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
-except ImportError:  # then the step raises torch's own error there
-    _outside_transforms = nullcontext
-try:
-    from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-except ImportError:
-
-    def _len_torch_dispatch_stack_pre_dispatch() -> int:
-        return 0
-
-
+_C: Any = torch._C  # not all that it has is declared
+# Private, and only needed where a transform of torch.func or a tracer is under way; without them the step raises there.
 _inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
+_modes_before_dispatch: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 
 __all__ = [
     "HyperparameterSnapshot",
@@ -185,14 +178,14 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
+        if torch._C._len_torch_dispatch_stack() or _modes_before_dispatch():
             stack.enter_context(_disable_current_modes())
         if _inside_a_transform():
             stack.enter_context(_outside_transforms())
-        tracing = torch._C._get_tracing_state()
+        tracing = _C._get_tracing_state()
         if tracing is not None:
-            stack.callback(torch._C._set_tracing_state, tracing)
-            torch._C._set_tracing_state(None)
+            stack.callback(_C._set_tracing_state, tracing)
+            _C._set_tracing_state(None)
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield
