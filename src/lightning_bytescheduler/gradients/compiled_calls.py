@@ -135,8 +135,9 @@ def _enter(frame: FrameType) -> None:
     region = None if function is None else _known(function)
     if region is None or region.needs_all:
         _stand_aside(f"compiled {_name(function)}", frame)
-        if region is not None:
-            _local.read |= region.read
+        if _local.outermost is not None:
+            _local.read.update(() if region is None else region.read)
+            _local.read.update(() if function is None else map(id, _own_parameters(function, frame)))
     else:
         open_gates(list(_own_parameters(function, frame)))
 
@@ -183,7 +184,8 @@ def _at_compilation(original: Any) -> Any:
             result = original(wrapper, frame, *args, **kwargs)
         finally:
             _local.reads.pop()
-            _local.read |= reads.keys()
+            if _local.outermost is not None:
+                _local.read |= reads.keys()
         if getattr(result, "guarded_code", result) is not None:
             _note(frame.f_code, reads)
         return result

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.gradients.gated_optimizer import attributes_of, can_have_a_gate, kind_of
 
-# Modes of exporters, which are not on the ordinary stack.
-_pre_dispatch_modes: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
-# Where it is missing, a step inside a transform of torch.func raises torch's own error.
-_outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
+_C: Any = torch._C  # not all that it has is declared
+# Private, and only needed where a transform of torch.func or a tracer is under way; without them the step raises there.
 _inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
+_modes_before_dispatch: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 
 __all__ = [
     "DueStep",
@@ -233,15 +233,14 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._len_torch_dispatch_stack() or _pre_dispatch_modes():
+        if torch._C._len_torch_dispatch_stack() or _modes_before_dispatch():
             stack.enter_context(_disable_current_modes())
         if _inside_a_transform():
             stack.enter_context(_outside_transforms())
-        tracing = torch._C._get_tracing_state()
+        tracing = _C._get_tracing_state()
         if tracing is not None:
-            set_tracing_state: Callable[[Any], None] = torch._C._set_tracing_state  # type: ignore[attr-defined]
-            stack.callback(set_tracing_state, tracing)
-            set_tracing_state(None)
+            stack.callback(_C._set_tracing_state, tracing)
+            _C._set_tracing_state(None)
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield
