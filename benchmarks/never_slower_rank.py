@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -23,6 +23,12 @@ from benchmarks.rank import _end_with_parent
 from lightning_bytescheduler import ByteSchedulerStrategy
 
 __all__: list[str] = []
+
+_MODES: dict[str, Literal["auto", "overlapped", "ddp"]] = {
+    "bytescheduler": "auto",
+    "as ddp": "ddp",
+    "overlapped": "overlapped",
+}
 
 
 class Moments(L.Callback):
@@ -45,8 +51,7 @@ def run(contender: str, model: L.LightningModule, steps: int) -> dict[str, Any]:
     if contender == "ddp":
         strategy = DDPStrategy()
     else:
-        mode: Any = {"bytescheduler": "auto", "as ddp": "ddp"}.get(contender, contender)
-        strategy = ByteSchedulerStrategy(mode=mode)
+        strategy = ByteSchedulerStrategy(mode=_MODES[contender])
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("RANKS_PER_NODE", "1")),

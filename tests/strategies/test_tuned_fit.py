@@ -70,7 +70,7 @@ def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("given", "tuned"),
     [
-        ({"steps": 8, "environment": {}}, False),
+        ({"steps": 8}, False),
         ({"steps": SHORTEST_FIT - 1, "slow": True}, False),
         ({"steps": 8, "tuner": {}}, True),
         ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
