@@ -37,7 +37,7 @@ __all__ = [
     "every_read_is_seen",
     "everything_is_deferred",
     "forgets_to_clip",
-    "no_doors",
+    "no_entry_points",
     "no_gate_on",
     "no_gate_on_scaler",
     "no_gate_on_state",
@@ -127,9 +127,9 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def no_doors(module: LightningModule) -> Iterator[None]:
+def no_entry_points(module: LightningModule) -> Iterator[None]:
     """Let functions that tell nobody what they are handed have it as it is."""
-    with patch.object(runtime_module, "watch_doors", lambda: lambda: None):
+    with patch.object(runtime_module, "watch_entry_points", lambda: lambda: None):
         yield
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 from tests.parity.checks import assert_same_as_ddp
-from tests.parity.sabotage import no_doors
+from tests.parity.sabotage import no_entry_points
 from tests.support.fit import Recipe
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -211,7 +211,7 @@ def test_compiled(two_ranks: RankPool, model: Any, backend: str, opened: int) ->
         trainer={"val_check_interval": 6, "limit_val_batches": 1.0},
         ddp={"find_unused_parameters": True} if model is Closure else {},
     )
-    ddp, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", broken=no_doors)
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", broken=no_entry_points)
     assert ddp[0].notes[-1][1] > 0
     assert ours[0].plan is not None
     assert ours[0].plan.gated_at_start == ()
@@ -230,5 +230,5 @@ def test_compiled_code_without_weights_costs_no_overlap(two_ranks: RankPool) -> 
 def test_modules_compiled_in_mid_fit(two_ranks: RankPool) -> None:
     model = partial(CompiledLater, optimizer=partial(AdamW, lr=0.005))
     recipe = Recipe(model=model, steps=STEPS, callbacks=(CountsGraphs, CompilesInMidFit))
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", broken=no_doors)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", broken=no_entry_points)
     assert ddp[0].notes[-1][1] > 0

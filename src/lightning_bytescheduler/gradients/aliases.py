@@ -6,9 +6,9 @@ holds a reference to it, and PyTorch counts those: more than the parameter needs
 made it and whenever. Memory that PyTorch has not allocated for itself (NumPy's, a file's, what other processes share)
 may be read by whoever it belongs to, so it counts as held.
 
-Code in C++ may also hold the very tensor: a module that ``torch.jit`` makes of a Python one, at any time, has the same
-parameters. PyTorch counts references to tensors, too. How many there are when nobody but Python and DDP holds them is
-taken from what was seen so far.
+Code in C++ may also hold the very tensor, as a traced function does with a weight that it closes over. PyTorch counts
+references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more often
+than most shows.
 
 Not seen: an alias of which only the address is known (``data_ptr()``), one held through ``untyped_storage()``, and
 memory of a GPU that another process has opened.
@@ -18,7 +18,6 @@ A graph that is kept beyond its backward pass holds references too; that costs t
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -100,7 +99,6 @@ class AliasDetector:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if can_be_gated(p) and p.layout is torch.strided and p.numel()]
         self._alone = _references_of_one_tensor()
-        self._holders = sys.maxsize  # of a tensor that nobody holds but Python, DDP and the graph's ends
 
     @property
     def works(self) -> bool:
@@ -126,15 +124,15 @@ class AliasDetector:
         return found
 
     def _held_in_cpp(self) -> set[int]:
-        """Ids of parameters that more code holds in C++ than any parameter has to be held by."""
+        """Ids of parameters that code in C++ holds more often than most."""
         if _tensor_use_count is None or not self._parameters:
             return set()
         with torch._C.DisableTorchFunctionSubclass():
             counts = list(map(_tensor_use_count, self._parameters))
-        self._holders = min(self._holders, min(counts))
-        if max(counts) == self._holders:
+        if max(counts) == min(counts):
             return set()
-        return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > self._holders}
+        ((usual, _),) = Counter(counts).most_common(1)
+        return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > usual}
 
 
 def _references_of_one_tensor() -> int | None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from lightning_bytescheduler.gradients.gate import Gate, any_closed, closed_gates, open_gates
 
-__all__ = ["compiled_calls_are_seen", "doors", "open_everything", "resume"]
+__all__ = ["compiled_calls_are_seen", "entry_points", "open_everything", "resume"]
 
 _WRAPPERS = ("compile_wrapper", "_fn")  # Dynamo's name for what torch.compile returns, by version
 
@@ -89,7 +89,7 @@ def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
         gate.resume(read)  # type: ignore[attr-defined]
 
 
-def doors() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def entry_points() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """(owner, attribute, what makes its replacement) of the places compiled calls pass through; empty if unknown."""
     try:
         from torch._dynamo import convert_frame, eval_frame
@@ -116,7 +116,7 @@ def _leave_out_this_file() -> None:
 
 def compiled_calls_are_seen() -> bool:
     """Whether this version of PyTorch lets gates be opened before compiled code is entered."""
-    return bool(doors())
+    return bool(entry_points())
 
 
 def _at_entry(original: Any) -> Any:

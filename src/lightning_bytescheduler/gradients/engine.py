@@ -37,6 +37,7 @@ from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_futures import BucketFutures, complete
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
+from lightning_bytescheduler.gradients.entry_points import scripted_parameters
 from lightning_bytescheduler.gradients.first_use import FirstUseObserver
 from lightning_bytescheduler.gradients.function_touches import FunctionTouches
 from lightning_bytescheduler.gradients.gated_optimizer import close_state, open_state
@@ -387,7 +388,7 @@ class GradientEngine(PendingUpdates):
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
-        self.held_elsewhere = self._aliases.find()
+        self.held_elsewhere = self._aliases.find() | scripted_parameters()
         return self.held_elsewhere
 
     def _why_whole(self, optimizer: Optimizer, step: Callable[[], Any]) -> str | None:

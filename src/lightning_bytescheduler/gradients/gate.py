@@ -11,7 +11,7 @@ is exact wherever it is read, in every iteration, and leaves no observer behind 
 is code that holds the memory without the Python object: scripted modules, extensions, or an alias made earlier with
 ``.data``. Those parameters are found beforehand (``eligibility.py``), in the first iteration (``first_use.py``) or by
 who holds them (``aliases.py``), and their steps are not deferred. Functions of PyTorch that take parameters without a
-word open gates first (``doors.py``, ``compiled_calls.py``).
+word open gates first (``entry_points.py``, ``compiled_calls.py``).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
-from lightning_bytescheduler.gradients.doors import watch_doors
 from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.gradients.entry_points import watch_entry_points
 from lightning_bytescheduler.gradients.reduction import bucket_of, position_of
 from lightning_bytescheduler.gradients.sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
@@ -110,7 +110,7 @@ class SchedulerRuntime:
             timeline=self._timeline,
         )
         self._turns = InterpreterTurns()
-        self._leave_doors = watch_doors()
+        self._leave_entry_points = watch_entry_points()
         board.watch(self)
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
@@ -211,7 +211,7 @@ class SchedulerRuntime:
         """Stop, and make every parameter plain again; see :meth:`stop`."""
         self.stop(failed=failed)
         self.engine.close()
-        self._leave_doors()
+        self._leave_entry_points()
 
     def _close_order(self, failed: bool) -> None:
         order = self._order

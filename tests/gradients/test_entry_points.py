@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from lightning_bytescheduler.gradients.doors import watch_doors
+from lightning_bytescheduler.gradients.entry_points import watch_entry_points
 from lightning_bytescheduler.gradients.gate import GatedParameter, arm, disarm
 from lightning_bytescheduler.gradients.partial_step import plain_mode
 
@@ -71,8 +71,8 @@ def update(parameter: nn.Parameter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def doors() -> Iterator[Callable[[], None]]:
-    leave = watch_doors()
+def entry_points() -> Iterator[Callable[[], None]]:
+    leave = watch_entry_points()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         yield leave
@@ -322,12 +322,12 @@ class Opens(Travels):
         disarm([self.parameter])
 
 
-def test_what_was_replaced_is_put_back(doors: Callable[[], None]) -> None:
+def test_what_was_replaced_is_put_back(entry_points: Callable[[], None]) -> None:
     watched = torch.overrides.has_torch_function
-    leave = watch_doors()
+    leave = watch_entry_points()
     assert torch.overrides.has_torch_function is watched
     leave()
     leave()
     assert torch.overrides.has_torch_function is watched
-    doors()
+    entry_points()
     assert torch.overrides.has_torch_function is torch._C._has_torch_function

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from tests.parity import silent_readers
 from tests.parity.checks import assert_same_as_ddp
-from tests.parity.sabotage import no_doors
+from tests.parity.sabotage import no_entry_points
 from tests.support.fit import Recipe
 from tests.support.models import Tokens, Tower
 from tests.support.rank_pool import RankPool
@@ -70,7 +70,7 @@ class ForwardMode(Tower):
 def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None:
     """They wait for what they read, as layers do."""
     recipe = Recipe(model=partial(model, optimizer=adamw), steps=STEPS, ddp=UNUSED)
-    broken = no_doors if model is InnerStep else None
+    broken = no_entry_points if model is InnerStep else None
     _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=broken)
     assert ours[0].plan is not None
     assert not ours[0].plan.opened_for
@@ -132,4 +132,4 @@ class Encoder(Tokens):
 
 def test_fast_paths_in_the_forward_pass(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Encoder, optimizer=adamw), steps=STEPS)
-    assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=no_doors)
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=no_entry_points)

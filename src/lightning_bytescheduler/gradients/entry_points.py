@@ -8,7 +8,7 @@ Each is replaced where PyTorch looks it up, by a function that opens gates and g
   wrapped is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
 - *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
 - *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
-  open.
+  open, and what is scripted or traced is known to be read unseen from then on.
 
 What a version of PyTorch does not have is left out. Calls of ``torch.compile`` are in ``compiled_calls.py``.
 """
@@ -18,16 +18,18 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_bytescheduler.gradients import compiled_calls
 from lightning_bytescheduler.gradients.compiled_calls import open_everything, resume
 from lightning_bytescheduler.gradients.gate import any_closed, open_gates
 
-__all__ = ["watch_doors"]
+__all__ = ["scripted_parameters", "watch_entry_points"]
 
 _TAKE_THEIR_ARGUMENTS = (
     ("torch._functorch.eager_transforms", "_wrap_for_grad"),
@@ -55,13 +57,15 @@ _NEED_ALL_OPEN = {
     ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
 }
 
+_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # made of modules, with the ids of their parameters
+
 _lock = threading.Lock()
 _watchers = 0
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def watch_doors() -> Callable[[], None]:
-    """Have gates opened at each door, until what is returned is called; calls may overlap, on any threads."""
+def watch_entry_points() -> Callable[[], None]:
+    """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads."""
     global _watchers
     with _lock:
         _watchers += 1
@@ -89,10 +93,33 @@ def _replace_all() -> None:
         _replace(module, name, _opening_arguments)
     for (module, name), reason in _NEED_ALL_OPEN.items():
         _replace(module, name, functools.partial(_opening_everything, reason))
-    for owner, name, make in compiled_calls.doors():
+    _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
+    for owner, name, make in compiled_calls.entry_points():
         original = getattr(owner, name)
         _replaced.append((owner, name, original))
         setattr(owner, name, make(original))
+
+
+def scripted_parameters() -> set[int]:
+    """Ids of parameters of modules that were scripted or traced while entry points were watched, as long as scripts live.
+
+    A script reads the memory of its parameters, which are those of the module that it was made of, without a touch.
+    """
+    if not _scripts:
+        return set()
+    _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]
+    return {key for _, ids in _scripts for key in ids}
+
+
+def _noting_scripts(original: Any) -> Any:
+    @functools.wraps(original)
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        script = original(module, *args, **kwargs)
+        if ids := [id(parameter) for parameter in module.parameters()]:
+            _scripts.append((weakref.ref(script), ids))
+        return script
+
+    return noting
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
