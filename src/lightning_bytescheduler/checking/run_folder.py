@@ -115,7 +115,8 @@ def _records(folder: Path) -> list[RankRecord]:
 def _tail(path: Path) -> str:
     with contextlib.suppress(OSError):
         # A progress bar writes over its line; the last state of it is enough.
-        lines = [line.rsplit("\r", 1)[-1].rstrip() for line in path.read_text(errors="replace").split("\n")]
+        text = path.read_bytes().decode(errors="replace")
+        lines = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
         return "\n".join(f"  | {line}" for line in [line for line in lines if line][-_LOG_LINES:])
     return ""
 
