@@ -58,7 +58,9 @@ class _Loggers(DummyLogger):
         return str(self._folder)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write ``metrics`` down."""
+        """Write ``metrics`` down, unless there would be nothing to log under ``ddp``: the epoch comes along only."""
+        if all(name == "epoch" or name.startswith(_OWN_METRICS) for name in metrics):
+            return
         self.logged.update(_as_texts(metrics, f" at step {step}"))
 
 

@@ -115,7 +115,8 @@ def _records(folder: Path) -> list[RankRecord]:
 def _tail(path: Path) -> str:
     with contextlib.suppress(OSError):
         # A progress bar writes over its line; the last state of it is enough.
-        lines = [line.rsplit("\r", 1)[-1].rstrip() for line in path.read_text(errors="replace").split("\n")]
+        text = path.read_bytes().decode(errors="replace")
+        lines = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
         return "\n".join(f"  | {line}" for line in [line for line in lines if line][-_LOG_LINES:])
     return ""
 
@@ -138,11 +139,13 @@ def end_processes(group: int, poll: Callable[[], int | None], folder: Path) -> N
 
 
 def _alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except OSError:
-        return False
-    return True
+    """Whether a process of the group runs; what has ended and waits for nobody's attention is not waited for."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
