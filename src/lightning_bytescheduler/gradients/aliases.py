@@ -7,8 +7,8 @@ made it and whenever. Memory that PyTorch has not allocated for itself (NumPy's,
 may be read by whoever it belongs to, so it counts as held.
 
 Code in C++ may also hold the very tensor, as a traced function does with a weight that it closes over. PyTorch counts
-references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more often
-than most shows.
+references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more
+often than most shows.
 
 Not seen: an alias of which only the address is known (``data_ptr()``), one held through ``untyped_storage()``, and
 memory of a GPU that another process has opened.
@@ -131,7 +131,7 @@ class AliasDetector:
             counts = list(map(_tensor_use_count, self._parameters))
         if max(counts) == min(counts):
             return set()
-        ((usual, _),) = Counter(counts).most_common(1)
+        usual, _ = max(Counter(counts).items(), key=lambda of: (of[1], -of[0]))
         return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > usual}
 
 

@@ -101,7 +101,7 @@ def _replace_all() -> None:
 
 
 def scripted_parameters() -> set[int]:
-    """Ids of parameters of modules that were scripted or traced while entry points were watched, as long as scripts live.
+    """Ids of parameters of modules that were scripted or traced while entry points were watched, while scripts live.
 
     A script reads the memory of its parameters, which are those of the module that it was made of, without a touch.
     """

@@ -178,6 +178,8 @@ class PendingUpdates:
             if self._due is not None:
                 self._due.complete()
                 self._due = None
+                for update in self._updates:
+                    update.due = None  # it leads to the optimizer's state, and who holds that is counted
             if self._optimizer is not None:
                 open_state(self._optimizer)
                 self._transforms.settle()
