@@ -71,6 +71,16 @@ def test_parameters_that_a_script_holds_are_found(make: Callable[[nn.Module], An
     assert not detector.find()
 
 
+def test_a_storage_that_is_kept_is_found() -> None:
+    module = block()
+    detector = AliasDetector(module.parameters())
+    assert not detector.find()
+    kept = module.get_parameter("linear1.weight").untyped_storage()
+    assert detector.find() == {id(module.get_parameter("linear1.weight"))}
+    del kept
+    assert not detector.find()
+
+
 def test_only_what_is_held_is_found() -> None:
     module = block()
     kept = module.get_parameter("linear1.weight").data

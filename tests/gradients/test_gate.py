@@ -275,3 +275,15 @@ def test_optimizers_choose_their_way_to_step_as_without_a_gate() -> None:
     if known is None:
         pytest.skip("this version of PyTorch has no such list")
     assert (nn.Parameter in known) == (GatedParameter in known)
+
+
+def test_a_closed_gate_does_not_show_in_the_name_of_a_class() -> None:
+    module = nn.Linear(2, 2)
+    plain = type(module.weight)
+    arm(module.parameters(), StaysClosed())
+    try:
+        gated = type(module.weight)
+        assert gated is not plain
+        assert (gated.__name__, gated.__qualname__, repr(gated)) == (plain.__name__, plain.__qualname__, repr(plain))
+    finally:
+        disarm(module.parameters())

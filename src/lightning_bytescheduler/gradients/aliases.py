@@ -10,14 +10,17 @@ Code in C++ may also hold the very tensor, as a traced function does with a weig
 references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more
 often than most shows.
 
-Not seen: an alias of which only the address is known (``data_ptr()``), one held through ``untyped_storage()``, and
-memory of a GPU that another process has opened.
+The storage itself, ``untyped_storage()``, is one object of Python's, whose references Python counts.
+
+Not seen: an alias of which only the address is known (``data_ptr()``), and memory of a GPU that another process has
+opened.
 A graph that is kept beyond its backward pass holds references too; that costs the overlap and nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -113,7 +116,9 @@ class AliasDetector:
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._parameters:
                 storage = storage_of(p)
-                if alone is not None and use_count(storage._cdata) > alone:
+                if sys.getrefcount(storage) > _STORAGE_ALONE:
+                    found.add(id(p))
+                elif alone is not None and use_count(storage._cdata) > alone:
                     held.append(p)
                 elif (not storage.resizable() or (p.is_cpu and storage.is_shared())) and is_foreign(storage):
                     found.add(id(p))
@@ -149,3 +154,12 @@ def _references_of_one_tensor() -> int | None:
 
 
 _ALONE = _references_of_one_tensor()
+
+
+def _references_of_one_storage() -> int:
+    tensor = torch.zeros(1)
+    storage = _storage_of(tensor)
+    return sys.getrefcount(storage)
+
+
+_STORAGE_ALONE = _references_of_one_storage()

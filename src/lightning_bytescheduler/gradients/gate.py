@@ -113,6 +113,11 @@ class GatedParameter(nn.Parameter):
             return self.__reduce_ex__(protocol)
 
 
+# Who prints a parameter's class, or keys something by its name, sees what there would be without a gate.
+GatedParameter.__name__, GatedParameter.__qualname__ = nn.Parameter.__name__, nn.Parameter.__qualname__
+GatedParameter.__module__ = nn.Parameter.__module__
+
+
 def _reduce_for_processes(parameter: nn.Parameter) -> Any:
     _open(parameter, False)
     with _plain([parameter]):
