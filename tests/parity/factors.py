@@ -121,7 +121,6 @@ FORBIDDEN = (
     Forbidden("model", ("sparse",), "clipping", _CLIPPED, "torch: sparse gradients are not clipped"),
     Forbidden("model", ("checkpoint-reentrant",), "ddp", ("find-unused",), "DDP: parameters would be ready twice"),
     Forbidden("model", ("conditional",), "ddp", ("static-graph",), "DDP: the graph is not static"),
-    Forbidden("optimizer", ("Adagrad",), "loop", ("new-state",), "Adagrad makes its state when it is made"),
     Forbidden("accumulation", ("2", "3"), "ddp", ("static-graph",), "DDP: torch fails when it does not reduce first"),
 )
 

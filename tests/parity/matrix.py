@@ -216,7 +216,7 @@ def _assert_mode(combination: Combination, scale: Scale, outcome: Outcome) -> No
 
 def _assert_skipped(outcome: Outcome) -> None:
     """The scaler has skipped steps, and taken others."""
-    scales = [FIRST_SCALE, *(note[1] for note in outcome.notes if note[0] == "scale")]
+    scales = [FIRST_SCALE, *(note[1] for note in outcome.notes if note and note[0] == "scale")]
     assert any(after < before for before, after in itertools.pairwise(scales)), scales
     assert any(after >= before for before, after in itertools.pairwise(scales)), scales
 

@@ -22,8 +22,10 @@ from lightning_bytescheduler.gradients.aliases import AliasDetector
 from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
 from lightning_bytescheduler.gradients.engine import GradientEngine
 from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.gradients.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.strategies import planning as planning_module
+from lightning_bytescheduler.strategies import scheduled_gradients as scheduled_module
 from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
@@ -60,7 +62,10 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
         if not any(id(p) in bare for p in update.parameters):
             close_gate(update)
 
-    with patch.object(BucketUpdate, "close_gate", close_most):
+    with (
+        patch.object(BucketUpdate, "close_gate", close_most),
+        patch.object(UnseenReads, "after_backward", lambda _: ([], [])),  # else the first such read is the last
+    ):
         yield
 
 
@@ -165,7 +170,8 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
     with (
         patch.object(planning_module, "optimizer_reasons", lambda _: []),
-        patch.object(engine_module, "wants_whole_steps", lambda *_: False),
+        patch.object(engine_module, "wants_whole_steps", lambda *_: None),
+        patch.object(scheduled_module, "wants_whole_steps", lambda *_: None),
     ):
         yield
 

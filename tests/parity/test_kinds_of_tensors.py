@@ -48,7 +48,6 @@ class AllSorts(Tower):
         self.turned = nn.Parameter((torch.randn(24, 12) * 0.1).t())
         self.strided = nn.Parameter((torch.randn(24, 48) * 0.1)[:, ::2])
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
-        self.codes = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)
         self.own = Labelled(torch.randn(24) * 0.1)
         self.own.label = {"kind": "own"}
         self.offset = getattr(nn, "Buffer", Tensor)(torch.ones(24))
@@ -57,7 +56,7 @@ class AllSorts(Tower):
         hidden = self.first(inputs) + inputs @ self.turned + self.own * self.offset + self.nothing.sum()
         hidden = torch.tanh(hidden @ self.strided) * self.scale + (hidden.double() @ self.wide).float()
         convolved = F.conv2d(hidden.view(-1, 2, 3, 4), self.kernel, padding=1).mean((1, 2, 3))
-        return self.last(torch.tanh(hidden * self.narrow)) + convolved[:, None] + len(self.own.label)
+        return self.last(self.layers[0](torch.tanh(hidden * self.narrow))) + convolved[:, None] + len(self.own.label)
 
 
 class Labelled(nn.Parameter):

@@ -49,11 +49,15 @@ def test_modules_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
 
 
 class ReadsInThreads(Tower):
-    """Looks at the weights of one bucket from several threads at once."""
+    """Looks at the weights of one bucket from several threads, one after the other, while the first of them waits."""
 
     def predict(self, inputs: Tensor) -> Tensor:
+        def look(index: int) -> list[float]:
+            threading.Event().wait(0.02 * index)
+            return sums([self.layers[index].weight])
+
         with ThreadPoolExecutor(len(self.layers)) as threads:
-            self.notes.append(list(threads.map(lambda layer: sums([layer.weight]), self.layers)))
+            self.notes.append(list(threads.map(look, range(len(self.layers)))))
         return super().predict(inputs)
 
 
@@ -64,7 +68,7 @@ def opens_before_its_step(module: LightningModule) -> Any:
 
     def open_first(engine: GradientEngine, update: BucketUpdate) -> None:
         update.open_gate()
-        threading.Event().wait(0.02)
+        threading.Event().wait(0.1)
         step_bucket(engine, update)
 
     with patch.object(GradientEngine, "_step_bucket", open_first):

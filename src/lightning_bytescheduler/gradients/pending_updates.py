@@ -14,6 +14,7 @@ anywhere aborts the core, so each of these waits ends with an error, one thread 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +43,7 @@ __all__ = ["PendingUpdates"]
 _LANE = "training thread"
 
 
-class PendingUpdates:
+class PendingUpdates(ABC):
     """See the module; what any thread uses of :class:`~lightning_bytescheduler.gradients.engine.GradientEngine`.
 
     Args:
@@ -93,13 +94,13 @@ class PendingUpdates:
         self._waiting = False  # for a task
         before_forks(self)
 
+    @abstractmethod
     def close(self) -> None:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step_bucket(self, update: BucketUpdate) -> None:
         """Take the step of a bucket that has arrived."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
@@ -117,7 +118,7 @@ class PendingUpdates:
         """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
         self._lock.acquire()
         if self._gates_closed:
-            with suppress(BaseException):  # the training thread meets it at its next touch
+            with suppress(Exception):  # the training thread meets it at its next touch
                 self.flush()
 
     def after_fork(self, *, in_child: bool) -> None:
