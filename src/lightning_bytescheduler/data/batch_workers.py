@@ -194,7 +194,7 @@ class _Loading:
             end()  # not left to when nobody refers to the iterator any more: a traceback may
 
 
-_END = object()
+_END: Any = object()
 
 
 class _Rest(NamedTuple):

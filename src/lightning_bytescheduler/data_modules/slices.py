@@ -73,7 +73,7 @@ class SliceDataModule(pl.LightningDataModule):
         batch_size: Samples of a batch; a list has one number for each rank.
         eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
         num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
-            should come to its ``first`` sample quickly for that.
+            should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
         prefetch_factor: Batches that each of them reads ahead.
         pin_memory: Copy batches to pinned memory.
         shuffle: Take the training slices in another order in each epoch.
