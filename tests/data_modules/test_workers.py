@@ -22,7 +22,7 @@ from lightning_bytescheduler.data.chunks import ChunkPlan
 from lightning_bytescheduler.data.make import make_slices
 from lightning_bytescheduler.data.slice_samples import ReaderSpeed
 from lightning_bytescheduler.data.stream import SliceStream
-from tests.data_modules.fits import SaveEveryStep, fit, make_rows
+from tests.data_modules.fits import Remembers, SaveEveryStep, fit, make_rows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*multi-threaded.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
@@ -132,8 +132,9 @@ def test_chunks_are_verified_once_for_all_workers(tmp_path: Path, monkeypatch: p
     verified = multiprocessing.Value("i", 0)
     data.setup("fit")
     monkeypatch.setattr(ChunkPlan, "is_right", counting(verified, ChunkPlan.is_right))
-    for _ in range(3):  # in each epoch by workers that are started anew
+    for _ in range(3):
         assert len(list(data.train_dataloader())) == 20
+    data.teardown("fit")
     assert 2 <= verified.value <= 2 * 2  # two may come to a chunk at the same moment, in the first epoch
 
 
@@ -200,6 +201,94 @@ def test_many_batches_that_are_kept(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(3000, dtype=np.int64))
     data = SliceDataModule(f"{tmp_path}/a.npy", batch_size=5, num_workers=2, shuffle=False, prefetch_factor=3)
     assert torch.cat(batches_of(data)).tolist() == list(range(3000))
+
+
+def with_process(samples: list[Any]) -> tuple[torch.Tensor, int]:
+    return torch.stack([torch.as_tensor(sample) for sample in samples]), os.getpid()
+
+
+class Processes(Remembers):
+    """Keeps who has read, in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[set[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self.read.append(set())
+        self.read[-1].add(batch[1])
+        return super().training_step(batch[0].reshape(-1, 1), batch_idx)
+
+
+def test_workers_stay_from_epoch_to_epoch_and_end_with_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # Lightning gives each loader a function of its own then
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, collate=with_process)
+    model = Processes()
+    fit(data, model=model, max_epochs=3)
+    first, *later = model.read
+    assert len(first) == 2
+    assert later == [first, first]
+    assert not first & {process.pid for process in multiprocessing.active_children()}
+    alone = fit(SliceDataModule(write(tmp_path, "numbers"), batch_size=4, collate=as_column), max_epochs=3)
+    assert model.batches == alone.batches
+
+
+def test_workers_end_with_a_fit_that_fails(tmp_path: Path) -> None:
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, collate=with_process)
+    model = Processes()
+
+    def fail(step: int) -> None:
+        if step == 14:  # at the begin of the second epoch
+            raise ArithmeticError
+
+    model.on_step = fail
+    with pytest.raises(ArithmeticError):
+        fit(data, model=model, max_epochs=3)
+    assert model.read[1] <= model.read[0]
+    assert not model.read[0] & {process.pid for process in multiprocessing.active_children()}
+
+
+def test_passes_that_overlap_or_are_given_up(tmp_path: Path) -> None:
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, shuffle=False, collate=with_process)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    whole = [batch.tolist() for batch, _ in loader]
+    torch.manual_seed(1)
+    assert [batch.tolist() for batch, _ in loader] == whole
+    drawn = torch.rand(1)
+    given_up = iter(loader)  # gets those that were kept, and ends them
+    kept = {next(given_up)[1] for _ in range(2)}
+    side_by_side = list(zip(loader, loader, strict=True))
+    for one, batch in enumerate(whole):
+        assert [side[0].tolist() for side in side_by_side[one]] == [batch, batch]
+    readers = [{batch[side][1] for batch in side_by_side} for side in range(2)]
+    assert not readers[0] & readers[1]
+    given_up.close()  # type: ignore[attr-defined]
+    assert not kept & {process.pid for process in multiprocessing.active_children()}
+    assert {process for _, process in loader} in readers
+    data.teardown("fit")
+    assert not set.union(*readers) & {process.pid for process in multiprocessing.active_children()}
+
+    torch.manual_seed(1)
+    alone = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, shuffle=False)
+    batches_of(alone)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join("?\n" if number == 13 else f"{number}\n" for number in range(SAMPLES)))
+    data = SliceDataModule(f"{tmp_path}/a.jsonl", batch_size=4, num_workers=2, shuffle=False)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    told: list[Any] = []
+    loader._on_note = lambda note: told.extend(note.corrupt)
+    epochs = []
+    for _ in range(2):
+        epochs.append(as_lists(list(loader)))
+        assert len(told) == len(epochs)  # by the worker whose sample it is
+    assert epochs[0] == epochs[1]
+    data.teardown("fit")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -95,9 +95,7 @@ class BatchReader:
             SliceCorruptError: If no slice at all can be read, to fill a batch whose samples are lost.
             SourceUnavailableError: If a source stays away.
         """
-        if batch.ahead != self._ahead:
-            self._ahead = batch.ahead
-            self.store.prefetch([self.store.source.slices[index] for index in batch.ahead[: self.store.depth]])
+        self._prefetch(batch.ahead)
         parts: list[Sequence[Any]] = []
         corrupt: list[tuple[str, str]] = []
         wanted = sum(run.stop - run.start for run in batch.runs)
@@ -121,6 +119,21 @@ class BatchReader:
             samples = [self._transform(sample) for sample in samples]
         note = ReadNote(self._cost(), tuple(corrupt), lost, is_empty=not len(samples), depth=self.store.depth)
         return samples, note
+
+    def rest(self, ahead: tuple[int, ...] = ()) -> None:
+        """There is no batch for now: let go of what is open, and forget what was found out, as if nothing was read.
+
+        Args:
+            ahead: Indices of the slices that come next, if there will be more.
+        """
+        self._close(consumed=self._opened is not None)
+        self._prefetch(ahead)
+        self._bad, self._spare = set(), None
+
+    def _prefetch(self, ahead: tuple[int, ...]) -> None:
+        if ahead != self._ahead:
+            self._ahead = ahead
+            self.store.prefetch([self.store.source.slices[index] for index in ahead[: self.store.depth]])
 
     def _read(self, epoch: int, run: SampleRun) -> Iterator[Sequence[Any]]:
         slice_ = self.store.source.slices[run.slice_index]

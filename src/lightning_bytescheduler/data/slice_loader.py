@@ -1,4 +1,4 @@
-"""A loader of batches of slices: a ``torch.utils.data.DataLoader`` for each pass over a plan.
+"""A loader of batches of slices: passes over a plan.
 
 The plan is asked in the process that trains, and its batches go to the processes that read over the DataLoader's own
 local queues; so nobody else needs to know of ranks, and the order is the plan's with any number of workers.
@@ -7,40 +7,14 @@ local queues; so nobody else needs to know of ranks, and the order is the plan's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data import default_collate as torch_collate
-
 from lightning_bytescheduler.data.batch_plan import BatchPlan
-from lightning_bytescheduler.data.batch_reader import BatchReader, ReadNote, SliceBatch
-from lightning_bytescheduler.data.batch_slots import BatchSlots
+from lightning_bytescheduler.data.batch_reader import ReadNote
+from lightning_bytescheduler.data.batch_workers import BatchWorkers
 
-__all__ = ["SliceLoader", "collate_samples"]
-
-
-def collate_samples(samples: Sequence[Any]) -> Any:
-    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it.
-
-    Args:
-        samples: A list, or an array whose rows they are.
-    """
-    if isinstance(samples, np.ndarray):
-        if samples.dtype.kind in "biufc":
-            return _tensor_of(samples)
-        samples = list(samples)
-    if isinstance(samples[0], np.ndarray):
-        return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
-    return torch_collate(list(samples))
-
-
-def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor that may be written to: rows may be of a file that is mapped."""
-    rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(rows.copy() if rows.base is not None else rows)
+__all__ = ["SliceLoader"]
 
 
 class SliceLoader:
@@ -50,12 +24,8 @@ class SliceLoader:
 
     Args:
         plan: Which batches.
-        reader: Reads them.
+        workers: Read them; may be those of a loader before this one.
         length: Of the loader; None if nobody knows how many batches there will be.
-        collate: Makes a batch of samples.
-        num_workers: Processes that read; 0 reads in the process that trains.
-        prefetch_factor: Batches that each worker reads ahead.
-        pin_memory: Copy batches to pinned memory.
         on_note: Called with what the reader has to tell, when a batch is handed out.
 
     Attributes:
@@ -66,22 +36,14 @@ class SliceLoader:
     def __init__(
         self,
         plan: BatchPlan,
-        reader: BatchReader,
+        workers: BatchWorkers,
         *,
         length: int | None,
-        collate: Callable[[list[Any]], Any] = collate_samples,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
         on_note: Callable[[ReadNote], None] | None = None,
     ) -> None:
         self.plan = plan
         self.worker_init_fn: Callable[[int], None] | None = None  # Lightning sets it, for seeds
-        self._dataset = _Batches(reader)
-        self._collate = collate
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
-        self._pin_memory = pin_memory
+        self._workers = workers
         self._on_note = on_note
         self.waited = 0.0
         self._length = length
@@ -101,53 +63,15 @@ class SliceLoader:
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
         # it uses.
-        workers: dict[str, Any] = {}
-        slots = None
-        if self._num_workers:
-            workers["prefetch_factor"] = self._prefetch_factor
-            if not self._pin_memory:  # which is done by a thread of the DataLoader, to tensors
-                slots = BatchSlots(self._num_workers, self._prefetch_factor)
-        loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            batch_size=None,
-            sampler=self.plan,
-            collate_fn=_Collate(self._collate, slots),  # type: ignore[arg-type]  # of what is no list
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            worker_init_fn=self.worker_init_fn,
-            **workers,
-        )
-        batches = iter(loader)
+        batches = self._workers.batches(self.plan, self.worker_init_fn)
         while True:
             started = time.perf_counter()
             read = next(batches, None)
             self.waited += time.perf_counter() - started
             if read is None:
                 return
-            batch, note = read if slots is None else (slots.unpack(read[0]), read[1])
+            batch, note = read
             if self._on_note is not None:
-                self._on_note(ReadNote(*note))
+                self._on_note(note)
             if batch is not None:
                 yield batch
-
-
-class _Batches(Dataset[Any]):
-    def __init__(self, reader: BatchReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadNote]:
-        return self._reader.read(batch)
-
-
-class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any], slots: BatchSlots | None) -> None:
-        self._collate = collate
-        self._slots = slots
-
-    def __call__(self, read: tuple[Sequence[Any], ReadNote]) -> tuple[Any, ReadNote]:
-        samples, note = read
-        if not len(samples):
-            return None, note
-        # A user's function gets a list, as documented; the default one can do more with an array.
-        batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
-        return batch if self._slots is None else self._slots.pack(batch), note

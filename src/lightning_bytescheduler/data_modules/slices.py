@@ -15,11 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
 from lightning_bytescheduler.data.batch_plan import BatchPlan
 from lightning_bytescheduler.data.batch_reader import BatchReader, ReadNote
+from lightning_bytescheduler.data.batch_workers import BatchWorkers, collate_samples
 from lightning_bytescheduler.data.catalogue import SliceCatalogue
 from lightning_bytescheduler.data.formats import SliceReader
 from lightning_bytescheduler.data.lock_step_plan import LockStepPlan
 from lightning_bytescheduler.data.open_source import SLICE_BYTES, open_source
-from lightning_bytescheduler.data.slice_loader import SliceLoader, collate_samples
+from lightning_bytescheduler.data.slice_loader import SliceLoader
 from lightning_bytescheduler.data.source import SliceSource
 from lightning_bytescheduler.data.statistics import SliceCounters, SliceStatistics
 from lightning_bytescheduler.data.store import SliceStore
@@ -72,7 +73,7 @@ class SliceDataModule(pl.LightningDataModule):
         batch_size: Samples of a batch; a list has one number for each rank.
         eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
         num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
-            should come to its ``first`` sample quickly for that.
+            should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
         prefetch_factor: Batches that each of them reads ahead.
         pin_memory: Copy batches to pinned memory.
         shuffle: Take the training slices in another order in each epoch.
@@ -171,6 +172,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._sources: dict[str, SliceSource] = {}
         self._catalogues: dict[str, SliceCatalogue] = {}
         self._stores: dict[str, SliceStore] = {}
+        self._workers: dict[str, BatchWorkers] = {}
         self._host: TrackerHost | None = None
         self._training: TrainingSlices | None = None
         self._pending: dict[str, Any] | None = None
@@ -245,11 +247,21 @@ class SliceDataModule(pl.LightningDataModule):
         """Stop what fetches, and give back what is held; see LightningDataModule."""
         if stage == "fit" and self._training is not None:
             self._training.close()
+        self._end_workers()
         for store in self._stores.values():
             store.close()
         self._stores = {}
         if stage == "fit" and self.trainer is not None:
             SliceCoordinator.release(self.trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that read, as there is no teardown; see LightningDataModule."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, {}
+        for each in workers.values():
+            each.close()
 
     def _set_up_training(self) -> None:
         before = self._training
@@ -353,25 +365,33 @@ class SliceDataModule(pl.LightningDataModule):
         return [self._loader(split, plan, len(plan))]
 
     def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
-        loading = self._loading
+        on_note = self._note_training if split == "train" else self._note
+        return SliceLoader(plan, self._workers_of(split), length=length, on_note=on_note)
+
+    def _workers_of(self, split: str) -> BatchWorkers:
+        """Those of the loader before, as there is one for each epoch."""
+        loading, store = self._loading, self._stores[split]
+        before = self._workers.get(split)
+        if before is not None:
+            if before.reader.store is store and loading.num_workers:
+                return before
+            before.close()
         is_training = split == "train"
         reader = BatchReader(
-            self._stores[split],
+            store,
             transform=loading.transform,
             shuffle_samples=loading.shuffle_samples and is_training,
             seed=loading.seed,
             fill=self.training.fills if is_training else True,
         )
-        return SliceLoader(
-            plan,
+        self._workers[split] = BatchWorkers(
             reader,
-            length=length,
             collate=loading.collate or collate_samples,
             num_workers=loading.num_workers,
             prefetch_factor=loading.prefetch_factor,
             pin_memory=loading.pin_memory,
-            on_note=self._note_training if is_training else self._note,
         )
+        return self._workers[split]
 
     def _note_training(self, note: ReadNote) -> None:
         self._note(note)
