@@ -24,7 +24,7 @@ class DDPStrategy(ByteSchedulerStrategy):
     """Notes that it was made, and how much it scheduled."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"mode": "overlapped", **kwargs})  # else steps on loopback are taken as DDP's
         self.record = _current
         self._note("made")
 
