@@ -45,8 +45,9 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _read
 
 
 def references_to_memory(tensor: torch.Tensor) -> int:
-    """How many references to the memory of ``tensor`` there are; alone, it has one or two, depending on PyTorch."""
-    return _use_count(_storage_of(tensor)._cdata)
+    """How many references to the memory of ``tensor`` there are; alone, it has its own and the one that looks."""
+    storage = _storage_of(tensor)  # is there while it is counted, as wherever this is compared with another count
+    return _use_count(storage._cdata)
 
 
 def _words(storage: torch.UntypedStorage) -> list[int]:
@@ -124,7 +125,9 @@ class AliasDetector:
                     found.add(id(p))
             if alone is not None and held:
                 sharing = Counter(storage_of(p)._cdata for p in held)
-                found.update(id(p) for p in held if use_count(key := storage_of(p)._cdata) > alone - 1 + sharing[key])
+                found.update(
+                    id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata]
+                )
                 found.update(id(p) for p in held if is_foreign(storage_of(p)))
         return found
 
