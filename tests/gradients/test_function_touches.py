@@ -90,11 +90,22 @@ USES: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "plain": lambda p: Product.apply(VALUE, p),
     "kept as a function": lambda p: kept(VALUE, p),
     "setup_context": lambda p: WithSetup.apply(VALUE, p),
-    "setup_context, keyword": lambda p: WithSetup.apply(VALUE, weight=p),
     "once_differentiable": lambda p: Once.apply(VALUE, p),
     "overridden apply": lambda p: OverridesApply.apply(VALUE, p),
     "nested": lambda p: Nested.apply(VALUE, {"layers": (p, None)}),
 }
+
+
+def _takes_keywords() -> bool:
+    try:
+        WithSetup.apply(VALUE, weight=VALUE)
+    except TypeError:  # PyTorch 2.6
+        return False
+    return True
+
+
+if _takes_keywords():
+    USES["setup_context, keyword"] = lambda p: WithSetup.apply(VALUE, weight=p)
 
 
 @pytest.fixture

@@ -125,9 +125,7 @@ class AliasDetector:
                     found.add(id(p))
             if alone is not None and held:
                 sharing = Counter(storage_of(p)._cdata for p in held)
-                found.update(
-                    id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata]
-                )
+                found.update(id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata])
                 found.update(id(p) for p in held if is_foreign(storage_of(p)))
         return found
 

@@ -146,10 +146,10 @@ class _uncompiled:  # a context manager
     """What runs within is not compiled itself, where a compiled call is made in another that is under way."""
 
     def __enter__(self) -> None:
-        self._before = torch._dynamo.eval_frame.set_eval_frame(None)
+        self._before = torch._C._dynamo.eval_frame.set_eval_frame(None)
 
     def __exit__(self, *_: object) -> None:
-        torch._dynamo.eval_frame.set_eval_frame(self._before)
+        torch._C._dynamo.eval_frame.set_eval_frame(self._before)
 
 
 def _stand_aside(reason: str, frame: FrameType) -> None:
