@@ -56,7 +56,11 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
     """Leave the named parameters, and whatever shares a bucket with them, without a gate."""
     parameters = dict(module.named_parameters())
     bare = {id(parameters[name]) for name in names}
-    close_gate = BucketUpdate.close_gate
+    close_gate, after_backward = BucketUpdate.close_gate, UnseenReads.after_backward
+
+    def find_nothing(reads: UnseenReads) -> tuple[list[Any], list[Any]]:
+        after_backward(reads)
+        return [], []
 
     def close_most(update: BucketUpdate) -> None:
         if not any(id(p) in bare for p in update.parameters):
@@ -64,7 +68,7 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
 
     with (
         patch.object(BucketUpdate, "close_gate", close_most),
-        patch.object(UnseenReads, "after_backward", lambda _: ([], [])),  # else the first such read is the last
+        patch.object(UnseenReads, "after_backward", find_nothing),  # else the first such read is the last
     ):
         yield
 
