@@ -116,7 +116,7 @@ class PendingUpdates(ABC):
 
     def before_fork(self) -> None:
         """See :class:`~lightning_bytescheduler.gradients.other_processes.Forkable`."""
-        self._lock.acquire()
+        self._lock.acquire()  # who has it waits for a task at most, which ends with an abort or the timeout
         if self._gates_closed:
             with suppress(Exception):  # the training thread meets it at its next touch
                 self.flush()
