@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives import faults
 from lightning_bytescheduler.collectives.faults import FaultBoard
 from lightning_bytescheduler.collectives.last_resort import LastResort
 from lightning_bytescheduler.collectives.store_connection import StorePresence
@@ -207,6 +208,17 @@ def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> N
     start = time.monotonic()
     assert host.close()
     assert time.monotonic() - start < 1.0
+
+
+def test_the_host_of_the_store_waits_longer_for_the_living(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_LINGER_S", 0.3)
+    host, other = board(0, hosts_store=True), board(1)
+    host.publish(ValueError("boom"), patience=30.0)  # the other takes its time
+    leaving = threading.Timer(2.0, other.close)
+    leaving.start()
+    assert host.close()
+    leaving.join()
+    assert not other._store_lost
 
 
 def test_a_training_thread_that_does_not_come_back_is_ended(board: MakeBoard, caplog: pytest.LogCaptureFixture) -> None:

@@ -193,8 +193,9 @@ class FaultBoard(FaultWatcher):
     def close(self, timeout: float = _GOODBYE_S) -> bool:
         """Stop watching; idempotent.
 
-        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most, or two once
-        there is a failure: a store that vanishes under them would make torch print alarming things.
+        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most: a store that
+        vanishes under them would make torch print alarming things. Once there is a failure it waits two seconds, and
+        longer only for those that still show signs of life.
 
         Args:
             timeout: In seconds.
@@ -206,12 +207,13 @@ class FaultBoard(FaultWatcher):
             return True  # a forked child ends: thread and connection are its parent's
         self._last_resort.calm()
         now = time.monotonic()
-        with self._changed:
+        with self._changed, self._vital_signs.examined():
             if not self._closing:
                 self._ready_to_leave = True
                 self._wake()
-                while self._left_behind():
-                    deadline = now + (_LINGER_S if self.hopeless else timeout)
+                while behind := self._left_behind():
+                    alive = behind.difference(self._vital_signs.silent())
+                    deadline = now + (timeout if alive or not self.hopeless else _LINGER_S)
                     if not self._within(deadline, awaiting_others=True):
                         break
                 self._closing = True

@@ -15,18 +15,22 @@ _SMALL_BYTES = 4 * 1024
 _FIRST_BYTES = 128 * 1024
 _LAST_BYTES = 8 * 1024 * 1024
 _ENOUGH_S = 0.03
-_REPEATS = 3
+_REPEATS = 2
 _QUICK_S = 0.005  # what is over so soon is repeated more often: a processor's hiccup is as long
 _QUICK_REPEATS = 12
+_REPEATING_S = 0.02  # altogether, as nobody trains meanwhile
 
 
-def _measure(group: dist.ProcessGroup, device: torch.device, size: int) -> float:
-    """Best of several all-reduces of ``size`` bytes, in seconds; the slowest rank's figure, known to all ranks."""
-    best = _best_of(_REPEATS, group, device, size)
-    return min(best, _best_of(_QUICK_REPEATS, group, device, size)) if best < _QUICK_S else best
+def _repeated(group: dist.ProcessGroup, device: torch.device, size: int, once: float) -> float:
+    """Least time of several all-reduces of ``size`` bytes, the first of which took ``once`` seconds."""
+    best = min(once, _least_of(_REPEATS, group, device, size))
+    if best >= _QUICK_S:
+        return best
+    return min(best, _least_of(min(int(_REPEATING_S / best), _QUICK_REPEATS), group, device, size))
 
 
-def _best_of(repeats: int, group: dist.ProcessGroup, device: torch.device, size: int) -> float:
+def _least_of(repeats: int, group: dist.ProcessGroup, device: torch.device, size: int) -> float:
+    """In seconds: the slowest rank's figure, known to all ranks."""
     buffer = torch.zeros(size // 4, device=device)
     best = float("inf")
     for _ in range(repeats):
@@ -50,10 +54,12 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
         group: The scheduler's data group, before the core launches anything.
         device: Where gradients live.
     """
-    samples = [(_SMALL_BYTES, _measure(group, device, _SMALL_BYTES))]
+    small = _repeated(group, device, _SMALL_BYTES, _least_of(1, group, device, _SMALL_BYTES))
     size = _FIRST_BYTES
     while True:
-        samples.append((size, _measure(group, device, size)))
-        if samples[-1][1] >= _ENOUGH_S or size >= _LAST_BYTES:
-            return LinkEstimate.fit(samples)
+        seconds = _least_of(1, group, device, size)
+        if seconds >= _ENOUGH_S or size >= _LAST_BYTES:
+            seconds = _repeated(group, device, size, seconds)
+            if seconds >= _ENOUGH_S or size >= _LAST_BYTES:
+                return LinkEstimate.fit([(_SMALL_BYTES, small), (size, seconds)])
         size *= 4
