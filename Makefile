@@ -14,7 +14,7 @@ PYTHON ?= python3
 # Two files of tests at a time, as ranks wait for one another for half of a training. Failures have bounds on time, and
 # workers of unequal speed are told apart by it: their tests have only their like beside them. What is measured on a
 # link has nothing beside it.
-ROOMS_OF_TIME := $(addprefix tests/,collectives faults outer_loop strategies)
+ROOMS_OF_TIME := $(addprefix tests/,collectives diloco failures faults)
 ROOMS_OF_LINKS := tests/links
 # Needs packages that .venv does not have.
 ROOM_OF_MODELS := tests/real_models

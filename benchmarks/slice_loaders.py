@@ -25,7 +25,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import SliceDataModule
-from lightning_bytescheduler.data.make import make_slices
+from lightning_bytescheduler.slices.make import make_slices
 
 __all__ = ["SHAPES", "compare_loaders"]
 

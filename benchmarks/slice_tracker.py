@@ -12,10 +12,10 @@ from statistics import median
 
 import torch
 
-from lightning_bytescheduler.data.catalogue import SliceCatalogue
-from lightning_bytescheduler.data.slice import Slice
-from lightning_bytescheduler.data.tracker import SliceTracker
-from lightning_bytescheduler.data.tracker_messages import Assignment, Begin, Done, Join, Request
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.messages import Assignment, Begin, Done, Join, Request
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import SliceTracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks.slice_loaders import SHAPES, compare_loaders
 from lightning_bytescheduler import SliceDataModule
-from lightning_bytescheduler.data.make import make_slices
-from lightning_bytescheduler.data.open_source import open_source
-from lightning_bytescheduler.data.slice import Slice
-from lightning_bytescheduler.data.source import SliceSource
-from lightning_bytescheduler.data.store import SliceStore
-from lightning_bytescheduler.data.store_options import StoreOptions
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.open_source import open_source
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.source import SliceSource
+from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
 
 
 class _MappedRows(Dataset):

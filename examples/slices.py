@@ -26,8 +26,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_bytescheduler import SliceDataModule
-from lightning_bytescheduler.data.make import make_slices
-from lightning_bytescheduler.data.serve import SliceServer
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.serve import SliceServer
 
 CHARACTERS = 64  # of each line
 

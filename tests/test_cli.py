@@ -8,7 +8,7 @@ import pytest
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.scheduler.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
 from lightning_bytescheduler.tuning import TrialEntry, append_entries
 from tests.diloco.records import written
 

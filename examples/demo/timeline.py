@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_bytescheduler.scheduler.trace import read_timeline
-from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
+from lightning_bytescheduler.timeline.picture import draw_timeline
+from lightning_bytescheduler.timeline.trace import read_timeline
 
 
 def hidden_share(timeline: Path) -> float:

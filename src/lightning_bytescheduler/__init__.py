@@ -4,13 +4,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.advice.advice import Advice
-from lightning_bytescheduler.callbacks.credit_tuner import CreditTuner
-from lightning_bytescheduler.callbacks.performance_monitor import PerformanceMonitor
-from lightning_bytescheduler.callbacks.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.advice.advise import advise
 from lightning_bytescheduler.checking.notebook import check
 from lightning_bytescheduler.checking.report import CheckReport
-from lightning_bytescheduler.data.slice_dataset import SliceDataset
-from lightning_bytescheduler.data_modules.slices import SliceDataModule
+from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.rank_strategy import refuse_foreign_trainer
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
+from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
+from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -27,13 +29,11 @@ from lightning_bytescheduler.exceptions import (
     TrackerStateError,
     UnsupportedError,
 )
-from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
 from lightning_bytescheduler.simulation import LinkModel
-from lightning_bytescheduler.strategies.advise import advise
-from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.strategies.diloco import DiLoCoStrategy
-from lightning_bytescheduler.strategies.foreign_trainer import refuse_foreign_trainer
-from lightning_bytescheduler.strategies.plan import OverlapPlan
+from lightning_bytescheduler.slices.data_module import SliceDataModule
+from lightning_bytescheduler.slices.dataset import SliceDataset
+from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
     "Advice",

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.advice import advise
 from lightning_bytescheduler.checking import command as check_command
-from lightning_bytescheduler.data.command import add_arguments as add_slices_arguments
-from lightning_bytescheduler.diloco.command import add_arguments as add_rounds_arguments
-from lightning_bytescheduler.diloco.command import rounds_table
+from lightning_bytescheduler.diloco.picture import add_arguments as add_rounds_arguments
+from lightning_bytescheduler.diloco.picture import rounds_table
 from lightning_bytescheduler.exceptions import ByteSchedulerError
-from lightning_bytescheduler.scheduler.trace import TraceSummary, read_timeline
-from lightning_bytescheduler.scheduler.trace_picture import draw_timeline
 from lightning_bytescheduler.simulation.command import add_arguments, predicted_table
-from lightning_bytescheduler.strategies import advise_command
-from lightning_bytescheduler.tuning import command as tuning_command
+from lightning_bytescheduler.slices.command import add_arguments as add_slices_arguments
+from lightning_bytescheduler.timeline.picture import draw_timeline
+from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
+from lightning_bytescheduler.tuning import picture as tuning_command
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]
@@ -175,12 +175,12 @@ def _add_advise(commands: _SubParsers) -> None:
         "expect of each strategy on a network. Without --bandwidth the network is measured: start one process on each "
         "machine, with torchrun.",
     )
-    advise_command.add_arguments(parser)
+    advise.add_arguments(parser)
     parser.set_defaults(run=_advise)
 
 
 def _advise(options: argparse.Namespace) -> int:
-    advice = advise_command.advice_for(options)
+    advice = advise.advice_for(options)
     if advice is not None:
         heading, *rows = advice.table()
         _print_table(advice.measured.profile.name, rows, heading)

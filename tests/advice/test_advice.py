@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.advice.advice import Advice, give_advice
-from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO
-from lightning_bytescheduler.advice.measured_step import MeasuredStep
+from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO, MeasuredStep
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import (
     LayerProfile,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_bytescheduler.advice import repeated_data
-from lightning_bytescheduler.advice.repeated_data import RepeatedData
+from lightning_bytescheduler.advice import profiled_fit
+from lightning_bytescheduler.advice.profiled_fit import RepeatedData
 
 
 def test_it_begins_again() -> None:
@@ -28,7 +28,7 @@ def test_it_counts_the_time_in_which_batches_are_made(monkeypatch: pytest.Monkey
             now += 2.0
             yield batch
 
-    monkeypatch.setattr(repeated_data, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(profiled_fit, "time", SimpleNamespace(perf_counter=lambda: now))
     data = RepeatedData(batches())
     for _ in data:
         now += 100.0  # training

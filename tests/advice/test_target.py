@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.advice.target import call_target, load_target
+from lightning_bytescheduler.advice.advise import call_target, load_target
 from lightning_bytescheduler.exceptions import OptionError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_bytescheduler.checking.run_spec import RankRecord, RunResult, RunSpec
+from lightning_bytescheduler.checking.runs import RankRecord, RunResult, RunSpec
 
 __all__ = ["Trainings", "made"]
 

@@ -8,7 +8,7 @@ import torch
 from lightning_bytescheduler.checking.comparison import compare, first_difference, tensor_distances
 from lightning_bytescheduler.checking.recorder import digest
 from lightning_bytescheduler.checking.report import hide_secrets
-from lightning_bytescheduler.checking.run_spec import RankRecord, RunSpec
+from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
 from tests.checking.runs import made
 
 DDP = RunSpec(strategy="ddp", steps=3)

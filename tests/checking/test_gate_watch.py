@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_bytescheduler.checking.gate_watch import GateWatch
-from lightning_bytescheduler.gradients.bucket_update import UpdateState
+from lightning_bytescheduler.checking.recorder import GateWatch
+from lightning_bytescheduler.ddp.partial_step import UpdateState
 
 
 class Engine:

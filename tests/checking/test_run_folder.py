@@ -5,8 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_bytescheduler.checking.run_folder import end_processes, result_of
-from lightning_bytescheduler.checking.run_spec import RunSpec
+from lightning_bytescheduler.checking.runs import RunSpec, end_processes, result_of
 
 ORPHANED = """
 import os, subprocess, sys

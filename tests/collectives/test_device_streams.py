@@ -16,8 +16,8 @@ import torch
 from lightning_bytescheduler.collectives import device_streams
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
+from lightning_bytescheduler.ddp.pending_updates import TrainingStream
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.gradients.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream

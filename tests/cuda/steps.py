@@ -20,9 +20,8 @@ from torch.optim import SGD, Optimizer
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.gradients.comm_hook import schedule_bucket
-from lightning_bytescheduler.gradients.engine import GradientEngine
-from lightning_bytescheduler.gradients.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.engine import GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import let_go
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.diloco.command import add_arguments, rounds_table
+from lightning_bytescheduler.diloco.picture import add_arguments, rounds_table
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.records import small_run, written
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.projection import Pace, project
+from lightning_bytescheduler.diloco.round_target import Pace, project
 from lightning_bytescheduler.exceptions import OptionError
 
 

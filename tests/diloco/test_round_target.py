@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.projection import Pace
-from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, SampleTarget, fastest_steps
+from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, Pace, SampleTarget, fastest_steps
 from lightning_bytescheduler.exceptions import OptionError
 
 INFINITY = 1e12

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.diloco.robust_mean import RobustMean
-from lightning_bytescheduler.diloco.step_time import StepTime
+from lightning_bytescheduler.diloco.worker_progress import RobustMean, StepTime
 
 
 def after(*seconds):

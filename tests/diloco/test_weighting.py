@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.weighting import require_weighting, update_weight, weight_shares
+from lightning_bytescheduler.diloco.accumulation import require_weighting, update_weight, weight_shares
 from lightning_bytescheduler.exceptions import OptionError
 
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.gradients import engine
-from lightning_bytescheduler.gradients.gate import GatedParameter
+from lightning_bytescheduler.ddp import engine
+from lightning_bytescheduler.ddp.gates import GatedParameter
 
 __all__: list[str] = []
 

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.gradients import engine as engine_module
-from lightning_bytescheduler.gradients import loss_scaler as loss_scaler_module
-from lightning_bytescheduler.gradients import runtime as runtime_module
-from lightning_bytescheduler.gradients.aliases import AliasDetector
-from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
-from lightning_bytescheduler.gradients.engine import GradientEngine
-from lightning_bytescheduler.gradients.gradient_transforms import ClipNorm, ClipValue, Unscale
-from lightning_bytescheduler.gradients.unseen_reads import UnseenReads
+from lightning_bytescheduler.ddp import engine as engine_module
+from lightning_bytescheduler.ddp import loss_scaler as loss_scaler_module
+from lightning_bytescheduler.ddp import plan as planning_module
+from lightning_bytescheduler.ddp import runtime as runtime_module
+from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
+from lightning_bytescheduler.ddp.aliases import AliasDetector
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.ddp.partial_step import BucketUpdate, UpdateState
+from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
+from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.strategies import planning as planning_module
-from lightning_bytescheduler.strategies import scheduled_gradients as scheduled_module
-from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = [
     "backward_waits_for_nothing",

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import nn
 
-from lightning_bytescheduler.gradients import engine as engine_module
+from lightning_bytescheduler.ddp import engine as engine_module
 from tests.parity import checks, rule
 from tests.parity.combined_models import CLIP
 from tests.parity.factors import FACTORS, FORBIDDEN, Combination, allowed, random_combination

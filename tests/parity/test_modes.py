@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 from torch.optim import SGD, AdamW
 
-from lightning_bytescheduler.gradients.merged_buckets import MergedBuckets
-from lightning_bytescheduler.gradients.mode_trial import ModeChoice, ModeFound, ModeTrial
-from lightning_bytescheduler.strategies import scheduled_gradients
+from lightning_bytescheduler.ddp import scheduled_gradients
+from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeFound, ModeTrial
+from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.combined_models import Sparse
 from tests.parity.test_training import MixedTypes

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.optim import AdamW
 
-from lightning_bytescheduler.gradients.openings import Opening
+from lightning_bytescheduler.ddp.gates import Opening
 from tests.parity.checks import train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from lightning.pytorch import LightningModule
 
-from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.fit import Recipe, Run

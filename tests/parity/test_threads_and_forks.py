@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bytescheduler.gradients.bucket_update import BucketUpdate, UpdateState
-from lightning_bytescheduler.gradients.engine import GradientEngine
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.partial_step import BucketUpdate, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.support.fit import Recipe, Run

@@ -11,9 +11,8 @@ from unittest.mock import patch
 import pytest
 from torch.optim import AdamW
 
-from lightning_bytescheduler.callbacks import credit_tuner
-from lightning_bytescheduler.gradients.engine import GradientEngine
-from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, Decision, TuningPoint
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, Decision, TuningPoint, credit_tuner
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.test_training import MixedTypes
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train

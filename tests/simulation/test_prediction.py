@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.simulation import (
-    LinkModel,
-    ModelProfile,
-    lower_bound,
-    network_profile,
-    predict,
-    simulate,
-)
+from lightning_bytescheduler.simulation import LinkModel, ModelProfile, lower_bound, network_profile, predict, simulate
 from lightning_bytescheduler.simulation.picture import draw_prediction
 from lightning_bytescheduler.simulation.prediction import best_ddp, best_scheduled, chosen_schedule
 from tests.simulation.profiles import links, models

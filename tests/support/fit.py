@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
-from lightning_bytescheduler.callbacks.scheduler_hooks import SchedulerHooks
-from lightning_bytescheduler.gradients.gate import GatedParameter
-from lightning_bytescheduler.gradients.gated_optimizer import is_closed
-from lightning_bytescheduler.gradients.pending_updates import PendingUpdates
-from lightning_bytescheduler.strategies.plan import OverlapPlan
+from lightning_bytescheduler.ddp.gates import GatedParameter
+from lightning_bytescheduler.ddp.partial_step import is_closed
+from lightning_bytescheduler.ddp.pending_updates import PendingUpdates
+from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
 

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
-from lightning_bytescheduler.strategies.byte_scheduler import ByteSchedulerStrategy
 
 __all__ = ["LateNetwork"]
 

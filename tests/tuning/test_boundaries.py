@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.tuning.drift import DriftDetector
-from lightning_bytescheduler.tuning.identity import TuningIdentity
+from lightning_bytescheduler.tuning.exploration import DriftDetector
 from lightning_bytescheduler.tuning.link import LinkEstimate
-from lightning_bytescheduler.tuning.measurement import StepTime
+from lightning_bytescheduler.tuning.record import StepTime, TuningIdentity
 
 
 @pytest.mark.parametrize(("seconds", "lasts"), [(1.08, False), (1.12, True), (0.92, False), (0.88, True)])

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import asdict
 
 from lightning_bytescheduler import CreditTuner
-from lightning_bytescheduler.tuning.options import TuningOptions
+from lightning_bytescheduler.tuning.search import TuningOptions
 
 DEFAULTS = {
     "trials": 15,

@@ -8,8 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 
 from lightning_bytescheduler.tuning import PLAIN_DDP, TrialEntry, TuningOptions, TuningPoint, exploration
-from lightning_bytescheduler.tuning.budget import TimeBudget
-from lightning_bytescheduler.tuning.exploration import Exploration
+from lightning_bytescheduler.tuning.exploration import Exploration, TimeBudget
 from tests.tuning.test_credit_tuning import FASTEST, OPTIMUM, bowl
 from tests.tuning.training import SPACE, START, Training, tuning
 

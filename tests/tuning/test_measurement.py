@@ -4,12 +4,10 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.tuning.budget import TimeBudget
-from lightning_bytescheduler.tuning.confirmation import Confirmation
-from lightning_bytescheduler.tuning.drift import DriftDetector
-from lightning_bytescheduler.tuning.measurement import StepTime, is_clearly_slower
-from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
-from lightning_bytescheduler.tuning.turn import Turn
+from lightning_bytescheduler.tuning.credit_tuning import Turn
+from lightning_bytescheduler.tuning.exploration import Confirmation, DriftDetector, TimeBudget
+from lightning_bytescheduler.tuning.record import StepTime, is_clearly_slower
+from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, TuningPoint
 
 A = TuningPoint(credit=2048, partition_size=1024)
 B = TuningPoint(credit=4096, partition_size=1024)

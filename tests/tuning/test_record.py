@@ -8,9 +8,7 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
-from lightning_bytescheduler.tuning.command import RECORD_NAME, add_arguments, tuning_table
-from lightning_bytescheduler.tuning.fixed_options import fixed_options
-from lightning_bytescheduler.tuning.picture import draw_tuning
+from lightning_bytescheduler.tuning.picture import RECORD_NAME, add_arguments, draw_tuning, fixed_options, tuning_table
 from tests.tuning.test_credit_tuning import OPTIMUM, bowl
 from tests.tuning.training import PARAMETERS, START, Training, tuning
 

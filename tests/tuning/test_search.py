@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint, first_guesses
-from lightning_bytescheduler.tuning.first_guesses import distance
-from lightning_bytescheduler.tuning.search import Observation, propose
+from lightning_bytescheduler.tuning.search import Observation, distance, propose
 from tests.tuning.training import SPACE, START
 
 GRID = SPACE.points(octaves=1.0)

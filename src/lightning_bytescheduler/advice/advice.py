@@ -14,15 +14,15 @@ from lightning_bytescheduler.advice.expectations import (
     DDP,
     DDP_BEST,
     Expectation,
+    MeasuredStep,
     ceiling,
     communication_seconds,
     expectations,
 )
-from lightning_bytescheduler.advice.measured_step import MeasuredStep
 from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation import LinkModel
+from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["Advice", "check_link", "give_advice"]
 

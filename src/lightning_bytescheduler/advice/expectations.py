@@ -1,4 +1,7 @@
-"""How long a step takes with each strategy, on a modelled link."""
+"""How long a step takes with each strategy, on a modelled link.
+
+What was measured of a user's model, before any network comes into it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_bytescheduler.advice.measured_step import MeasuredStep
-from lightning_bytescheduler.simulation import LinkModel, ModelProfile, Schedule, clipped_bound, lower_bound, simulate
+from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.networks import ModelProfile
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
+from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 
 __all__ = [
     "BF16",
@@ -18,11 +23,38 @@ __all__ = [
     "DILOCO",
     "DILOCO_OVERHEAD",
     "Expectation",
+    "MeasuredStep",
     "ceiling",
     "communication_seconds",
     "diloco_interval",
     "expectations",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A training step on one worker that talks to nobody.
+
+    Attributes:
+        profile: Its layers; they take as long as the step.
+        waiting: Seconds of the step spent waiting for data.
+        batch_size: Samples in a batch, or ``None`` if the batch does not show it.
+        device: Where it was measured, such as ``cpu`` or ``cuda``.
+        compressed_share: Bytes of the gradients as bf16, as a share of what they are.
+        unused: Names of parameters that got no gradient.
+        synchronised_because: Why ``bytescheduler`` cannot carry updates across steps here, with the way out.
+        norm_needed_by: What needs to know all gradients before an update, such as norm clipping.
+    """
+
+    profile: ModelProfile
+    waiting: float = 0.0
+    batch_size: int | None = None
+    device: str = "cpu"
+    compressed_share: float = 0.5
+    unused: tuple[str, ...] = ()
+    synchronised_because: tuple[str, ...] = ()
+    norm_needed_by: tuple[str, ...] = ()
+
 
 DDP = "ddp"
 DDP_BEST = "ddp, best bucket size"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.simulation import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.networks import LayerProfile, ModelProfile
 
 __all__ = ["BETWEEN_STEPS", "READ_UNSEEN", "UNUSED", "StepTimes", "WatchedParameter", "WatchedStep", "make_profile"]
 

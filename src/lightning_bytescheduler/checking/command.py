@@ -7,9 +7,8 @@ import os
 import sys
 
 from lightning_bytescheduler.checking.procedure import investigate
-from lightning_bytescheduler.checking.progress import Progress
 from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
-from lightning_bytescheduler.checking.script_run import RunFolders, ScriptRuns
+from lightning_bytescheduler.checking.runs import Progress, RunFolders, ScriptRuns
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["STEPS", "TIMEOUT", "add_arguments", "check_numbers", "report_for"]

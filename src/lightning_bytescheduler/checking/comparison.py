@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_bytescheduler.checking.run_spec import RunResult
+from lightning_bytescheduler.checking.runs import RunResult
 
 __all__ = [
     "Difference",

@@ -22,15 +22,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer import trainer as trainer_module
 
-from lightning_bytescheduler.checking.chosen_strategy import strategy_for
 from lightning_bytescheduler.checking.command import STEPS, TIMEOUT, check_numbers
-from lightning_bytescheduler.checking.injected import refuse, watch_fits
+from lightning_bytescheduler.checking.injected import refuse, strategy_for, watch_fits
 from lightning_bytescheduler.checking.procedure import investigate
-from lightning_bytescheduler.checking.progress import Progress
 from lightning_bytescheduler.checking.report import CheckReport
-from lightning_bytescheduler.checking.run_folder import end_processes, result_of, wait_for
-from lightning_bytescheduler.checking.run_spec import RunResult, RunSpec
-from lightning_bytescheduler.checking.script_run import RunFolders
+from lightning_bytescheduler.checking.runs import (
+    Progress,
+    RunFolders,
+    RunResult,
+    RunSpec,
+    end_processes,
+    result_of,
+    wait_for,
+)
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["check"]

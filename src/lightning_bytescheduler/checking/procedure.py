@@ -27,7 +27,7 @@ from lightning_bytescheduler.checking.comparison import (
     first_loss_beyond,
     rounding,
 )
-from lightning_bytescheduler.checking.run_spec import RunResult, RunSpec
+from lightning_bytescheduler.checking.runs import RunResult, RunSpec
 
 __all__ = ["Cause", "Findings", "Launch", "investigate"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checking.procedure import Findings
-from lightning_bytescheduler.checking.run_spec import RunResult
+from lightning_bytescheduler.checking.runs import RunResult
 
 __all__ = ["CheckReport", "hide_secrets"]
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.tensor_calls import wait_unless
+from lightning_bytescheduler.collectives.operations import wait_unless
 
 __all__ = ["AgreedValues"]
 

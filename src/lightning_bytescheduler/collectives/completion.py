@@ -17,10 +17,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.fault_notice import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+from lightning_bytescheduler.failures.notice import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.scheduler.core import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompletionThread", "break_connections", "naming", "wait_in_slices"]

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.core import short_turns
 
 __all__ = ["SchedulerGroups", "leave"]
 

@@ -38,12 +38,10 @@ from lightning_bytescheduler.diloco.messages import (
     Wait,
     WorkerMessage,
 )
-from lightning_bytescheduler.diloco.projection import Pace
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.round_target import RoundTarget
-from lightning_bytescheduler.diloco.step_time import StepTimeState
-from lightning_bytescheduler.diloco.worker_progress import WorkerProgress, WorkerState
+from lightning_bytescheduler.diloco.round_target import Pace, RoundTarget
+from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
 
 __all__ = ["BatchScheduler", "BatchSchedulerState"]
 

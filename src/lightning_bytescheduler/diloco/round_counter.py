@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.messages import (
     UpdateReceived,
     Wait,
 )
-from lightning_bytescheduler.diloco.numbers import require_seconds, require_whole
+from lightning_bytescheduler.diloco.round_options import require_seconds, require_whole
 
 __all__ = ["RoundCounter"]
 

@@ -1,4 +1,6 @@
-"""The record of a run's rounds: what each worker did when. One line of JSON per round.
+"""The file in which worker 0 keeps what each worker did in each round.
+
+The record of a run's rounds: what each worker did when. One line of JSON per round.
 
 Times are seconds of the batch scheduler's clock, when its messages came in. Limits: where sending overlaps with
 training, a worker trains while it is recorded as sending, waiting or receiving.
@@ -7,15 +9,29 @@ training, a worker trains while it is recorded as sending, waiting or receiving.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args
 
+import lightning.pytorch as pl
+
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["RECORD_NAME", "Activity", "RoundRecord", "WorkerRecord", "read_rounds", "waiting_share", "write_round"]
+__all__ = [
+    "RECORD_NAME",
+    "Activity",
+    "RoundFile",
+    "RoundRecord",
+    "WorkerRecord",
+    "read_rounds",
+    "waiting_share",
+    "write_round",
+]
+
+log = logging.getLogger(__name__)
 
 RECORD_NAME = "rounds.jsonl"
 """What a training calls the file."""
@@ -131,3 +147,46 @@ def _record(values: dict[str, object]) -> RoundRecord:
     if not isinstance(record.round, int) or not record.start <= record.end:
         raise ValueError("round")
     return record
+
+
+class RoundFile:
+    """Written by one thread; a disk that is full must not end a training.
+
+    Args:
+        path: Of the file, or ``None`` to write nothing.
+        append: Whether to go on with what is there.
+    """
+
+    def __init__(self, path: Path | None, *, append: bool) -> None:
+        self._path = path
+        self._mode = "a" if append else "w"
+        self._file: IO[str] | None = None
+
+    @classmethod
+    def for_training(cls, trainer: pl.Trainer, path: str | None, *, resumed: bool) -> RoundFile:
+        """The file of a run: as the user said, or in the run's folder. Trial runs have none. Called on all ranks."""
+        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+            return cls(None, append=False)
+        folder = trainer.log_dir or trainer.default_root_dir  # the answer travels among the ranks of a worker
+        if not trainer.is_global_zero:
+            return cls(None, append=False)
+        return cls(Path(folder) / RECORD_NAME if path is None else Path(path), append=resumed)
+
+    def write(self, record: RoundRecord) -> None:
+        """Append a round."""
+        if self._path is None:
+            return
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open(self._mode, encoding="utf-8")
+            write_round(record, self._file)
+        except OSError as error:
+            log.warning("Rounds are not recorded any more: %s", error)
+            self._path = None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

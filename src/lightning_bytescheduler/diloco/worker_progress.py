@@ -1,18 +1,144 @@
-"""What the batch scheduler knows of one worker."""
+"""What the batch scheduler knows of one worker.
+
+A mean that is steady under blips and quick to follow a lasting change.
+
+The mean of the middle half of the last values. When several in a row lie well above it, or well below, things have
+changed for good, and what was before is forgotten. Limits: a lasting change of less than half takes up to the whole
+window to be seen.
+
+How long a worker's step takes, and how many samples it has, from what the worker reported.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import get_args
+from typing import TypedDict, get_args
 
 from lightning_bytescheduler.diloco.messages import Report
-from lightning_bytescheduler.diloco.projection import Pace
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRecord
-from lightning_bytescheduler.diloco.step_time import StepTime
+from lightning_bytescheduler.diloco.round_target import Pace
 
-__all__ = ["WorkerProgress", "WorkerState"]
+__all__ = ["RobustMean", "StepTime", "StepTimeState", "WorkerProgress", "WorkerState"]
+
+_WINDOW = 16
+_CHANGED_AFTER = 5  # values in a row: a blip is shorter
+_CHANGED_BY = 1.5
+
+
+class RobustMean:
+    """Middle half mean of the last sixteen values, each 0 or more.
+
+    Args:
+        values: Observed already.
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._values: deque[float] = deque(values, maxlen=_WINDOW)
+        self._mean = _middle_mean(self.values) if self._values else None
+
+    @property
+    def values(self) -> list[float]:
+        """What it rests on."""
+        return list(self._values)
+
+    @property
+    def mean(self) -> float | None:
+        """The estimate, or ``None`` before the first value."""
+        return self._mean
+
+    def observe(self, value: float) -> None:
+        """Take note of a value."""
+        self._values.append(value)
+        before, recent = self.values[:-_CHANGED_AFTER], self.values[-_CHANGED_AFTER:]
+        if before:
+            mean = _middle_mean(before)
+            if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
+                self._values = deque(recent, maxlen=_WINDOW)
+        self._mean = _middle_mean(self.values)
+
+
+def _middle_mean(values: list[float]) -> float:
+    ordered = sorted(values)
+    cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept)
+
+
+_FIRST_STEPS = 4
+
+
+class StepTimeState(TypedDict):
+    """What to keep of a ``StepTime`` over a restart."""
+
+    seconds: list[float]
+    first: list[float]
+    batch_sizes: list[float]
+
+
+class StepTime:
+    """Robust time and batch size of one worker's steps.
+
+    The first step after a synchronisation is slower than others (caches, queues, allocations) and its time does not
+    count, unless there is nothing else: a worker of one step a round has only first steps.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = RobustMean()
+        self._first: deque[float] = deque(maxlen=_FIRST_STEPS)
+        self._batch_sizes = RobustMean()
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, or ``None`` before the first."""
+        if (mean := self._seconds.mean) is not None:
+            return mean
+        return min(self._first, default=None)  # what makes first steps slow only ever adds
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a step, or ``None`` before the first. A short last batch of an epoch does not change it."""
+        mean = self._batch_sizes.mean
+        return None if mean is None else max(round(mean), 1)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the time rests on more than the first step ever, which may have taken any time."""
+        return self._seconds.mean is not None or len(self._first) > 1
+
+    def observe(self, seconds: float, batch_size: int, *, first: bool = False) -> None:
+        """Take note of a step.
+
+        Args:
+            seconds: What it took. A step of no time is a clock's fault and does not count.
+            batch_size: Its samples.
+            first: Whether it was the first one after a synchronisation.
+        """
+        if seconds <= 0:
+            return
+        self._batch_sizes.observe(batch_size)
+        if first:
+            self._first.append(seconds)
+        else:
+            self._seconds.observe(seconds)
+
+    def state_dict(self) -> StepTimeState:
+        """What to keep over a restart."""
+        return {
+            "seconds": self._seconds.values,
+            "first": list(self._first),
+            "batch_sizes": self._batch_sizes.values,
+        }
+
+    def load_state_dict(self, state: StepTimeState) -> None:
+        """Take over what was kept."""
+        self._seconds = RobustMean(state["seconds"])
+        self._first = deque(state["first"], maxlen=_FIRST_STEPS)
+        self._batch_sizes = RobustMean(state["batch_sizes"])
+
 
 _SILENT_STEPS = 3
 

@@ -2,11 +2,9 @@
 
 from lightning_bytescheduler.simulation.bounds import clipped_bound, ddp_bound, lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import NETWORKS, network_profile
+from lightning_bytescheduler.simulation.networks import NETWORKS, LayerProfile, ModelProfile, network_profile
 from lightning_bytescheduler.simulation.prediction import Prediction, predict
-from lightning_bytescheduler.simulation.profile import LayerProfile, ModelProfile
-from lightning_bytescheduler.simulation.schedule import Bucket, Schedule
-from lightning_bytescheduler.simulation.simulator import Launch, SimulatedRun, simulate
+from lightning_bytescheduler.simulation.simulator import Bucket, Launch, Schedule, SimulatedRun, simulate
 
 __all__ = [
     "NETWORKS",

@@ -65,9 +65,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.numbers import require_whole
-from lightning_bytescheduler.simulation.profile import ModelProfile
+from lightning_bytescheduler.simulation.link import LinkModel, require_whole
+from lightning_bytescheduler.simulation.networks import ModelProfile
 
 __all__ = ["clipped_bound", "ddp_bound", "lower_bound", "norm_seconds", "require_all_reduce"]
 

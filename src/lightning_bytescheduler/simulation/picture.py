@@ -13,8 +13,8 @@ from pathlib import Path
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.bounds import lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.networks import ModelProfile
 from lightning_bytescheduler.simulation.prediction import best_ddp, best_scheduled
-from lightning_bytescheduler.simulation.profile import ModelProfile
 
 __all__ = ["BANDWIDTHS", "WORKERS", "draw_prediction"]
 

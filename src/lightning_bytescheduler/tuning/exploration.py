@@ -1,22 +1,203 @@
-"""Which point is tried next, and when there is nothing left to try."""
+"""Which point is tried next, and when there is nothing left to try.
+
+What looking for something better may cost.
+
+Time lost is what steps took beyond the best that is known. It may add up to a share of the steps taken since the
+search began, and from the start to that share of the first few hundred: with 2% of 500 steps, to ten steps' time.
+That is little. A point that doubles the step time costs one of the ten at each step, and four steps pass before it is
+left for good reason: the one in which it comes into force, two that are measured, and the one in which the change back
+comes into force. So points that are expected to be far off are not tried before it is affordable, and when there is
+nothing affordable to try, training goes on with the best that is known until there is. What no account can prevent is
+that a point turns out far slower than expected when little is left: the steps until this is noticed are lost.
+
+Has the step time changed for good, or was that a blip?
+
+Steps are gathered in windows. When several windows in a row are off in the same direction, by their medians, the
+change has lasted. Anything shorter than a window or two is forgotten.
+
+The fastest few, measured again in turns before one is chosen.
+
+The fastest of many noisy measurements is fast in part by luck, and the machine may have drifted between the first
+trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both. Plain DDP, which has fewer moving parts,
+is left for what is faster beyond chance only: where nothing is to be gained, one of many points always looks faster.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.tuning.budget import TimeBudget
-from lightning_bytescheduler.tuning.confirmation import is_worth_it
-from lightning_bytescheduler.tuning.options import TuningOptions
-from lightning_bytescheduler.tuning.point import PLAIN_DDP, TuningPoint
-from lightning_bytescheduler.tuning.record import TrialEntry
-from lightning_bytescheduler.tuning.search import Observation, Proposal, propose
-from lightning_bytescheduler.tuning.search_space import SearchSpace
+from lightning_bytescheduler.tuning.record import StepTime, TrialEntry
+from lightning_bytescheduler.tuning.search import Observation, Proposal, TuningOptions, propose
+from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["Exploration", "Plan", "Submit"]
+__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "Plan", "Submit", "TimeBudget", "is_worth_it"]
+
+
+class TimeBudget:
+    """Accounts for time lost.
+
+    Args:
+        share: Of the steps' time that may be lost.
+        first_steps: So many steps' share may be lost from the start.
+        lost: Seconds lost so far.
+    """
+
+    def __init__(self, *, share: float, first_steps: int, lost: float = 0.0) -> None:
+        self._share = share
+        self._first_steps = first_steps
+        self.lost = lost
+
+    def left(self, *, steps: int, step_seconds: float) -> float:
+        """Seconds that may still be lost, when ``steps`` of ``step_seconds`` have been taken since the search began."""
+        return self._share * max(self._first_steps, steps) * step_seconds - self.lost
+
+    def lose(self, seconds: float) -> None:
+        """Take down a loss; gains are not set against it."""
+        self.lost += max(seconds, 0.0)
+
+
+_WINDOW = 20  # steps
+_WINDOWS = 3
+_LEAST = 0.1  # of the reference: less is not worth another search
+_CERTAIN_DRIFT = 4.0  # standard errors of a window's median
+
+
+class DriftDetector:
+    """Compares steps with a reference.
+
+    Args:
+        reference: The step time that was measured.
+    """
+
+    def __init__(self, reference: StepTime) -> None:
+        self._reference = reference
+        self._window: list[float] = []
+        self._off = 0  # windows in a row, negative where faster
+
+    def note(self, seconds: float) -> bool:
+        """Take down a step; returns whether the change has lasted. It stays true until a window is as it was."""
+        self._window.append(seconds)
+        if len(self._window) == _WINDOW:
+            self._judge(StepTime.of(self._window))
+            self._window = []
+        return abs(self._off) >= _WINDOWS
+
+    def _judge(self, window: StepTime) -> None:
+        change = window.seconds - self._reference.seconds
+        margin = max(_LEAST * self._reference.seconds, _CERTAIN_DRIFT * (window.error + self._reference.error))
+        if abs(change) <= margin:
+            self._off = 0
+        elif change > 0:
+            self._off = max(self._off, 0) + 1
+        else:
+            self._off = min(self._off, 0) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {"reference": asdict(self._reference), "window": list(self._window), "off": self._off}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> DriftDetector:
+        """Go on from ``state_dict()``."""
+        made = cls(StepTime(**state["reference"]))
+        made._window = list(state["window"])
+        made._off = state["off"]
+        return made
+
+
+TURN_STEPS = 6
+"""Measured steps of a turn."""
+
+_ROUNDS = 4
+_MOST_ROUNDS = 8  # while a point may be worth leaving plain DDP for, and may not
+_WORTH_IT = 0.99  # of plain DDP's time
+_CERTAIN = 2.0  # standard errors
+
+
+class Confirmation:
+    """Whose turn it is, and who wins.
+
+    Args:
+        points: Which to measure, the one to be preferred so far first.
+    """
+
+    def __init__(self, points: Sequence[TuningPoint]) -> None:
+        self._points = tuple(points)
+        self._turns_taken = 0
+        self._samples: list[list[float]] = [[] for _ in self._points]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all turns were taken; a lone point needs none."""
+        rounds, turns = divmod(self._turns_taken, max(len(self._points), 1))
+        if len(self._points) < 2 or rounds >= _MOST_ROUNDS:
+            return True
+        return rounds >= _ROUNDS and not turns and not self._is_undecided()
+
+    def _is_undecided(self) -> bool:
+        times = self.times()
+        plain = times.get(PLAIN_DDP)
+        if plain is None:
+            return False
+        return self.winner().is_plain_ddp and min(time.seconds for time in times.values()) < _WORTH_IT * plain.seconds
+
+    @property
+    def point(self) -> TuningPoint:
+        """Whose turn it is."""
+        return self._points[self._index]
+
+    @property
+    def _index(self) -> int:
+        lap, position = divmod(self._turns_taken, len(self._points))
+        return position if lap % 2 == 0 else len(self._points) - 1 - position
+
+    def take(self, samples: Sequence[float]) -> None:
+        """Take down the steps of this turn, and go on to the next."""
+        self._samples[self._index] += samples
+        self._turns_taken += 1
+
+    def times(self) -> dict[TuningPoint, StepTime]:
+        """What was measured here, so far."""
+        return {
+            point: StepTime.of(samples) for point, samples in zip(self._points, self._samples, strict=True) if samples
+        }
+
+    def winner(self) -> TuningPoint:
+        """The fastest point, of those that were all measured as often; the one that was preferred before otherwise."""
+        times = self.times()
+        if len(times) < len(self._points):
+            return self._points[0]
+        plain = times.get(PLAIN_DDP)
+        if plain is not None:
+            times = {point: time for point, time in times.items() if is_worth_it(time, plain)} or {PLAIN_DDP: plain}
+        return min(times, key=lambda point: times[point].seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "points": [[point.credit, point.partition_size] for point in self._points],
+            "turns_taken": self._turns_taken,
+            "samples": [list(samples) for samples in self._samples],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Confirmation:
+        """Go on from ``state_dict()``."""
+        made = cls([TuningPoint(credit=credit, partition_size=partition) for credit, partition in state["points"]])
+        made._turns_taken = state["turns_taken"]
+        made._samples = [list(samples) for samples in state["samples"]]
+        return made
+
+
+def is_worth_it(time: StepTime, plain: StepTime) -> bool:
+    """Whether it is worth leaving plain DDP for this: it is faster by enough, and not by chance."""
+    return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds
+
 
 Submit = Callable[[Callable[[], Proposal]], "Future[Proposal]"]
 """Starts a computation elsewhere, as ``concurrent.futures.Executor.submit`` does."""

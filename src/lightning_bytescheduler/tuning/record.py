@@ -1,19 +1,83 @@
-"""The record of a search: one JSON object a line, appended as things happen."""
+"""What a search's results hold for: a state of another model, or of another link, says nothing about this one.
+
+How long a step takes, from few steps that are now and then disturbed.
+
+Location is the median and scale the median absolute deviation: neither moves much while fewer than half of the
+steps are disturbed, by a checkpoint elsewhere, a slow disk, or the garbage collector. The median of ``n`` steps has a
+standard error of about ``1.2533 × scale / sqrt(n)``.
+
+The record of a search: one JSON object a line, appended as things happen.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.measurement import StepTime
-from lightning_bytescheduler.tuning.point import TuningPoint
+from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["KINDS", "TrialEntry", "append_entries", "read_record"]
+__all__ = ["KINDS", "StepTime", "TrialEntry", "TuningIdentity", "append_entries", "is_clearly_slower", "read_record"]
+
+_CONSISTENT = 1.4826  # makes the median absolute deviation a normal distribution's standard deviation
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+_LEAST_SCALE = 0.002  # of the location; coarse clocks must not make us certain
+_TRUSTED = 8  # steps; from fewer, the deviation is no estimate of the scale
+_CERTAIN = 3.0  # standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A robust estimate.
+
+    Attributes:
+        seconds: Of a typical step.
+        error: Standard error of ``seconds``.
+        scale: Standard deviation of undisturbed steps, in seconds.
+        steps: How many it was made of.
+    """
+
+    seconds: float
+    error: float
+    scale: float
+    steps: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float], *, usual_noise: float = 0.0) -> StepTime:
+        """Make the estimate.
+
+        Args:
+            samples: Seconds of steps, at least one.
+            usual_noise: Scale of other measurements relative to their location. The scale is taken to be at least
+                this while there are few samples, whose deviation may be small by chance.
+        """
+        ordered = sorted(samples)
+        # Of an even number the lower of the middle two: one of two, or two of four, may be disturbed.
+        seconds = statistics.median_low(ordered)
+        scale = _CONSISTENT * statistics.median_low(abs(sample - seconds) for sample in ordered)
+        noise = usual_noise if len(ordered) < _TRUSTED else 0.0
+        scale = max(scale, seconds * max(_LEAST_SCALE, noise))
+        return cls(seconds, _MEDIAN_ERROR * scale / math.sqrt(len(ordered)), scale, len(ordered))
+
+    @property
+    def noise(self) -> float:
+        """Scale relative to the location."""
+        return self.scale / self.seconds
+
+
+def is_clearly_slower(time: StepTime, reference: StepTime) -> bool:
+    """Whether more steps would not change that ``time`` is the larger one. One step alone is never clear."""
+    margin = _CERTAIN * math.hypot(time.error, reference.error)
+    return time.steps >= 2 and time.seconds - reference.seconds > margin
+
 
 KINDS = ("start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed")
 """The point in force at the start, DDP's behaviour, a guess from outside, a point of the search, a point measured
@@ -130,3 +194,58 @@ def _entry(values: object) -> TrialEntry:
     known = {field.name for field in fields(TrialEntry)}
     # A newer version may say more.
     return TrialEntry(**{name: value for name, value in values.items() if name in known})
+
+
+_SAME_LINK = 2.0  # probes of one link differ; beyond this factor it is another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningIdentity:
+    """Model, workers and link.
+
+    Attributes:
+        parameters: How many are trained.
+        bytes_per_parameter: Size of one gradient element.
+        workers: How many train together.
+        backend: What reduces gradients, such as ``"gloo"``.
+        link: As measured, or ``None`` if it was not.
+        in_shards: Whether gradients are reduced in shards, for which other sizes are good.
+
+    Raises:
+        OptionError: Names the attribute that is not allowed.
+    """
+
+    parameters: int
+    bytes_per_parameter: int
+    workers: int
+    backend: str
+    link: LinkEstimate | None = None
+    in_shards: bool = False
+
+    def __post_init__(self) -> None:
+        for option in ("parameters", "bytes_per_parameter", "workers"):
+            require_whole(option, getattr(self, option), 1)
+        if not isinstance(self.backend, str):
+            raise OptionError("backend", self.backend, "a text")
+
+    def matches(self, other: TuningIdentity) -> bool:
+        """Whether results for one hold for the other. A link that was not measured matches any."""
+        for field in fields(self):
+            if field.name != "link" and getattr(self, field.name) != getattr(other, field.name):
+                return False
+        if self.link is None or other.link is None:
+            return True
+        # Start-up costs are tiny and noisy, so what the model's messages take is compared.
+        size = self.parameters * self.bytes_per_parameter / 64
+        ratio = self.link.seconds(size) / other.link.seconds(size)
+        return 1 / _SAME_LINK <= ratio <= _SAME_LINK
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> TuningIdentity:
+        """Make it from ``state_dict()``."""
+        link = state["link"]
+        return cls(**{**state, "link": None if link is None else LinkEstimate(**link)})

@@ -14,6 +14,10 @@ The search itself is the package ``bayesian-optimization``'s, with four things s
 
 The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A
 call after that takes about ten milliseconds of a processor.
+
+How a search is run.
+
+Where to look first: what a prediction says, before anything was measured.
 """
 
 from __future__ import annotations
@@ -24,10 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.first_guesses import distance
-from lightning_bytescheduler.tuning.point import TuningPoint
-from lightning_bytescheduler.tuning.search_space import SearchSpace
+from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +38,101 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float64]
 
-__all__ = ["Observation", "Proposal", "prepare", "propose"]
+
+__all__ = ["Observation", "Proposal", "TuningOptions", "distance", "first_guesses", "prepare", "propose"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningOptions:
+    """Budgets of a search.
+
+    Attributes:
+        trials: Points that are tried at most, those at the start among them.
+        steps_per_trial: Steps of a trial at most; fewer where the step time is steady, or the point clearly worse.
+        precision: A trial ends when its step time is known with this standard error, as a share.
+        plain_ddp: Whether DDP's own behaviour is among the candidates.
+        least_gain: The search ends when nothing promises to save this share of the step time.
+        cost_share: What may be lost, as a share of the time of the steps since the search began.
+        cost_steps: So many steps' share may be lost from the start.
+        warm_up: First steps that do not count.
+        settle: Steps after a change that do not count; the communication of the last step before it is in them.
+        lead: Steps from a decision to the first one that it governs.
+
+    Raises:
+        OptionError: Names the option that is not allowed.
+    """
+
+    trials: int = 15
+    steps_per_trial: int = 100
+    precision: float = 0.01
+    plain_ddp: bool = True
+    least_gain: float = 0.003
+    cost_share: float = 0.02
+    cost_steps: int = 500
+    warm_up: int = 10
+    settle: int = 1
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        for option, least in (("trials", 1), ("steps_per_trial", 4), ("cost_steps", 1), ("warm_up", 0), ("settle", 0)):
+            require_whole(option, getattr(self, option), least)
+        require_whole("lead", self.lead, 1)
+        for option in ("precision", "least_gain", "cost_share"):
+            if require_positive(option, getattr(self, option)) >= 1:
+                raise OptionError(option, getattr(self, option), "less than 1")
+        if not isinstance(self.plain_ddp, bool):
+            raise OptionError("plain_ddp", self.plain_ddp, "True or False")
+
+    @property
+    def least_steps(self) -> int:
+        """Steps that a point takes until it can be left for good reason: two measured, and both changes' first ones."""
+        return 2 + self.settle + self.lead
+
+
+_APART = 1.5  # octaves: nearer, the second guess would tell little that the first did not
+
+
+def first_guesses(
+    space: SearchSpace,
+    predicted_seconds: Callable[[TuningPoint], float],
+    *,
+    count: int = 2,
+    octaves: float = 1.0,
+) -> tuple[TuningPoint, ...]:
+    """The points that are predicted to be fastest, the best first, and not all in one place.
+
+    A prediction need not be right, only better than nothing: guesses are measured like all others.
+
+    Args:
+        space: Where to look.
+        predicted_seconds: Time of a step at a point, such as a simulation's; called for each point of a grid.
+        count: How many to return at most.
+        octaves: Distance of neighbours in the grid, in doublings.
+
+    Raises:
+        OptionError: If ``count`` or ``octaves`` is not allowed, or a prediction is not a finite number above 0.
+    """
+    require_whole("count", count, 0)
+    predicted = [
+        (require_positive("predicted_seconds", predicted_seconds(point)), point)
+        for point in space.points(octaves=octaves)
+    ]
+    chosen: list[TuningPoint] = []
+    # Of equal predictions the one with least in flight: what is not in flight yet can still be overtaken.
+    for _, point in sorted(predicted, key=lambda entry: (entry[0], entry[1].sizes)):
+        if len(chosen) < count and all(distance(point, other) >= _APART for other in chosen):
+            chosen.append(point)
+    return tuple(chosen)
+
+
+def distance(one: TuningPoint, other: TuningPoint) -> float:
+    """How far apart two points are: doublings of the size that differs more.
+
+    Raises:
+        OptionError: If one of them is plain DDP.
+    """
+    return max(abs(math.log2(a / b)) for a, b in zip(one.sizes, other.sizes, strict=True))
+
 
 _OCTAVES = 0.25  # of the grid of candidates
 _REACH = 2.0  # octaves from the nearest point that is not bad

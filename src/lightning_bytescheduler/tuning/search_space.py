@@ -1,4 +1,11 @@
-"""Which sizes may be tried.
+"""Where a search goes on that was begun in another run.
+
+Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space around
+them, and a search that went on in the same space only would never go on. What was chosen by hand is kept to.
+
+What is tried: a credit and a partition size, or steps as plain DDP takes them.
+
+Which sizes may be tried.
 
 The published tuner searched, for large models, credits of 4 to 64 million parameters and partitions of 2 to 32
 million with an all-reduce, and credits of 1 to 16 million with parameter servers. A model of 256 million
@@ -12,14 +19,69 @@ Sizes are compared on a logarithmic scale, in octaves: doubling a size matters a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.checks import require_positive, require_whole
-from lightning_bytescheduler.tuning.point import TuningPoint
 
-__all__ = ["ALIGNMENT", "ARCHITECTURES", "SearchSpace"]
+__all__ = ["ALIGNMENT", "ARCHITECTURES", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningPoint:
+    """Sizes of the scheduler, or none: ``PLAIN_DDP``.
+
+    Attributes:
+        credit: What may be in flight, in parameters.
+        partition_size: Largest piece sent at once, in parameters; never more than the credit.
+
+    Raises:
+        OptionError: If one is given without the other, is not a positive whole number, or the partition is larger
+            than the credit.
+    """
+
+    credit: int | None
+    partition_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.credit is None and self.partition_size is None:
+            return
+        for option in ("credit", "partition_size"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(
+                    option, value, "a positive whole number of parameters, or None together with the other"
+                )
+        if (self.partition_size or 0) > (self.credit or 0):
+            raise OptionError("partition_size", self.partition_size, f"no more than the credit, {self.credit}")
+
+    @property
+    def is_plain_ddp(self) -> bool:
+        """Whether steps are taken as DDP takes them."""
+        return self.credit is None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Credit and partition size.
+
+        Raises:
+            OptionError: If this is plain DDP, which has none.
+        """
+        if self.credit is None or self.partition_size is None:
+            raise OptionError("point", self, "one with sizes; plain DDP has none")
+        return self.credit, self.partition_size
+
+    def __str__(self) -> str:
+        if self.is_plain_ddp:
+            return "plain DDP"
+        return f"credit {self.credit:,}, partition {self.partition_size:,}"
+
+
+PLAIN_DDP = TuningPoint(credit=None, partition_size=None)
+"""Behave as DDP does: messages of its size, no partitions, a barrier at the end of the step."""
+
 
 ARCHITECTURES = ("all_reduce", "push_pull")
 """How gradients are reduced."""
@@ -159,3 +221,30 @@ def _steps(low: int, high: int, octaves: float) -> Iterator[int]:
 def _aligned(size: float, *, up: bool = False) -> int:
     units = math.ceil(size / ALIGNMENT) if up else round(size / ALIGNMENT)
     return max(units, 1) * ALIGNMENT
+
+
+def resumed_space(state: dict[str, Any], space: SearchSpace, *, given: Collection[str]) -> SearchSpace:
+    """The space of a search's state, where it may be used instead of this run's.
+
+    Args:
+        state: ``CreditTuning.state_dict()``.
+        space: This run's.
+        given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand. Where it is not tuned, the state has to
+            agree.
+
+    Returns:
+        ``space`` itself, where the state's is of another kind or cannot be read.
+    """
+    try:
+        found = SearchSpace(**{name: tuple(bounds) for name, bounds in state["space"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError, OptionError):
+        return space
+    for name in ("credits", "partitions"):
+        ours, theirs = getattr(space, name), getattr(found, name)
+        if _is_tuned(ours) != _is_tuned(theirs) or (name in given and not _is_tuned(ours) and ours != theirs):
+            return space
+    return found
+
+
+def _is_tuned(bounds: tuple[int, int]) -> bool:
+    return bounds[0] < bounds[1]

@@ -1,0 +1,475 @@
+"""Runs the user's command once, unchanged, in processes of its own, with the check's hooks in every Python of it.
+
+One run of the user's training: how it is made, and what it left behind.
+
+What a run leaves in its folder, and whether it came through; bounded waits for its processes.
+
+Says what a check is doing: a live line with rich in a terminal, plain lines otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+__all__ = [
+    "SPEC_VARIABLE",
+    "Progress",
+    "RankRecord",
+    "RunFolders",
+    "RunResult",
+    "RunSpec",
+    "ScriptRuns",
+    "end_processes",
+    "result_of",
+    "steps_taken",
+    "wait_for",
+]
+
+SPEC_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
+"""Environment variable with the path of a :class:`RunSpec`; set in the user's processes only."""
+
+Strategy = Literal["ddp", "configured", "strict", "synchronised"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """How a run is made.
+
+    Attributes:
+        strategy: ``"ddp"``; ``"configured"``, ``bytescheduler`` with the script's options or its defaults;
+            ``"strict"``, always overlapped, each tensor behind a gate of its own and sizes that do not follow the link;
+            ``"synchronised"``, the same partitions without overlap, so that sums are formed in the same order.
+        steps: Optimizer steps after which the fit is stopped.
+        seed: Of all random numbers; each rank adds its own number.
+        devices: What replaces the Trainer's ``devices``, if anything.
+        deterministic: Use deterministic algorithms and one thread.
+        traced: Write down a digest of every weight after each step, and what opened its gate.
+        nudged: Change each gradient by a rounding error before each step.
+        early: Names of parameters that are not to be deferred.
+    """
+
+    strategy: Strategy
+    steps: int
+    seed: int = 20240
+    devices: int | None = None
+    deterministic: bool = False
+    traced: bool = False
+    nudged: bool = False
+    early: tuple[str, ...] = ()
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether ``bytescheduler`` trains."""
+        return self.strategy != "ddp"
+
+    @property
+    def timed(self) -> bool:
+        """Whether its step times say something."""
+        return self.strategy in ("ddp", "configured") and not (self.traced or self.nudged)
+
+    def save(self, path: Path, folder: Path) -> None:
+        """Write it, with the folder that takes what the run leaves behind."""
+        path.write_text(json.dumps({"folder": str(folder), **dataclasses.asdict(self)}))
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[RunSpec, Path]:
+        """What :meth:`save` has written."""
+        values = json.loads(path.read_text())
+        folder = Path(values.pop("folder"))
+        return cls(**{**values, "early": tuple(values["early"])}), folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What one rank wrote down. Digests and numbers are texts: equal texts are equal bits.
+
+    Attributes:
+        rank: The rank.
+        world_size: How many there are.
+        strategy: Name of the strategy's class.
+        steps: Optimizer steps that were taken.
+        losses: The loss of each batch, by ``float.hex``; none where ``training_step`` returns none.
+        loss_steps: For each of them, how many optimizer steps had been taken before its forward pass.
+        initial: Digests of the weights when training began, by name.
+        weights: Digests of weights and buffers at the end, by name.
+        optimizer: Digests of the optimizers' state and hyperparameters at the end, by name.
+        metrics: Logged metrics at the end and each time they were logged, by name and time.
+        seconds: Of each optimizer step.
+        trace: Of a traced run: for each step its digests of weights.
+        openings: Of a traced run: for each step, what opened each parameter's gate, by the parameter's name.
+        untouched: Of a traced run: for each step, parameters that nothing touched before backward.
+        trained: Names of the parameters that are trained, as registered.
+        plan: What overlapped, in words; empty under ``ddp``.
+        needs_norm: Whether updates needed to know the norm of all gradients.
+        as_ddp: Whether steps were taken as DDP takes them at the end.
+        options: The strategy's options, in words.
+    """
+
+    rank: int
+    world_size: int
+    strategy: str
+    steps: int = 0
+    losses: tuple[str, ...] = ()
+    loss_steps: tuple[int, ...] = ()
+    initial: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+    seconds: tuple[float, ...] = ()
+    trace: dict[int, dict[str, str]] = field(default_factory=dict)
+    openings: dict[int, dict[str, str]] = field(default_factory=dict)
+    untouched: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
+    plan: str = ""
+    needs_norm: bool = False
+    as_ddp: bool = False
+    options: dict[str, str] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write it; what is there is whole."""
+        path = folder / f"rank{self.rank}.json"
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps(dataclasses.asdict(self)))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> RankRecord:
+        """What :meth:`save` has written."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        for name in ("losses", "loss_steps", "seconds", "trained"):
+            values[name] = tuple(values[name])
+        for name in ("trace", "openings", "untouched"):  # JSON has texts for keys
+            values[name] = {int(step): entry for step, entry in values[name].items()}
+        values["untouched"] = {step: tuple(names) for step, names in values["untouched"].items()}
+        return cls(**values)
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        spec: How it was made.
+        folder: Where its files are.
+        ranks: What each rank wrote down, by rank; empty unless all did.
+        refused: Why the training cannot be checked, in words; empty if it can.
+        error: What it failed with, in words; empty if it did not.
+        seconds: How long all of it took.
+    """
+
+    spec: RunSpec
+    folder: Path
+    ranks: list[RankRecord] = field(default_factory=list)
+    refused: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a record of every rank."""
+        return bool(self.ranks)
+
+    @property
+    def first(self) -> RankRecord:
+        """What rank 0 wrote down."""
+        return self.ranks[0]
+
+    @property
+    def state_file(self) -> Path:
+        """Rank 0's weights and optimizer state, as ``torch.save`` writes them."""
+        return self.folder / "state.pt"
+
+
+_POLL_SECONDS = 0.1
+_LATE_RANKS_SECONDS = 20.0  # after rank 0 has ended, for the others' records
+_WHOLE_SECONDS = 20.0  # after all records are there, for the processes to end by themselves
+_TERMINATION_SECONDS = 10.0
+_LOG_LINES = 15
+
+
+def steps_taken(folder: Path) -> int | None:
+    """How many steps rank 0 has said to have taken."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / "progress.txt").read_text())
+    return None
+
+
+def wait_for(
+    folder: Path, poll: Callable[[], int | None], *, timeout: float, tell: Callable[[int], None]
+) -> tuple[int | None, bool]:
+    """Wait until the process has ended and every rank has written its record, or it is in vain.
+
+    Args:
+        folder: The run's.
+        poll: Says what the process exited with, ``None`` while it runs.
+        timeout: In seconds.
+        tell: Told how many steps were taken.
+
+    Returns:
+        What it exited with, if it has, and whether time ran out.
+    """
+    began = time.monotonic()
+    ended = complete = world_size = None
+    while True:
+        now = time.monotonic()
+        code = poll()
+        records = list(folder.glob("rank*.json"))
+        if records and world_size is None:
+            world_size = RankRecord.load(records[0]).world_size
+        if len(records) == world_size:
+            complete = complete or now
+            if code is not None or now - complete > _WHOLE_SECONDS:
+                return code, False
+        if code is not None:
+            ended = ended or now
+            if code != 0 or not records or now - ended > _LATE_RANKS_SECONDS:
+                return code, False
+        if now - began > timeout:
+            return code, True
+        taken = steps_taken(folder)
+        if taken is not None:
+            tell(taken)
+        time.sleep(_POLL_SECONDS)
+
+
+def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool, timeout: float) -> RunResult:
+    """What a run came to.
+
+    Args:
+        spec: How it was made.
+        folder: Where it left its files.
+        code: What its process exited with.
+        timed_out: Whether it was ended for that.
+        timeout: In seconds.
+    """
+    result = RunResult(spec=spec, folder=folder)
+    records = _records(folder)
+    if records and len(records) == records[0].world_size:
+        result.ranks = records
+        return result
+    with contextlib.suppress(OSError):
+        result.refused = (folder / "refused.txt").read_text()
+        return result
+    errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
+    told = steps_taken(folder)
+    if timed_out:
+        where = "before its first step" if told is None else f"after step {told}"
+        result.error = f"it did not end within {timeout:g} s, and stood {where} (--timeout allows more)"
+    elif errors:
+        result.error = errors[0]
+    elif code == 0 and not records:
+        result.refused = _NO_FIT if (folder / "started.txt").exists() else _NO_HOOK
+    else:
+        result.error = f"exit code {code}"
+    tail = _tail(folder / "output.txt")
+    if result.error and tail:
+        result.error += f"\n{tail}"
+    return result
+
+
+_NO_FIT = "The script ended without a call of Trainer.fit."
+_NO_HOOK = (
+    "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
+    "Give the command that trains, such as `-- python train.py`."
+)
+
+
+def _records(folder: Path) -> list[RankRecord]:
+    records = [RankRecord.load(path) for path in folder.glob("rank*.json")]
+    return sorted(records, key=lambda record: record.rank)
+
+
+def _tail(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        # A progress bar writes over its line; the last state of it is enough.
+        text = path.read_bytes().decode(errors="replace")
+        lines = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
+        return "\n".join(f"  | {line}" for line in [line for line in lines if line][-_LOG_LINES:])
+    return ""
+
+
+def end_processes(group: int, poll: Callable[[], int | None], folder: Path) -> None:
+    """End what is left of a run: its process group, and ranks that have left the group.
+
+    Args:
+        group: The group's id.
+        poll: Says what its first process exited with.
+        folder: The run's; each of its processes has written down its id there.
+    """
+    _signal_all(group, folder, signal.SIGTERM)
+    deadline = time.monotonic() + _TERMINATION_SECONDS
+    while time.monotonic() < deadline and (poll() is None or _alive(group)):
+        time.sleep(_POLL_SECONDS)
+    _signal_all(group, folder, signal.SIGKILL)
+    while poll() is None and time.monotonic() < deadline + _TERMINATION_SECONDS:
+        time.sleep(_POLL_SECONDS)
+
+
+def _alive(group: int) -> bool:
+    """Whether a process of the group runs; what has ended and waits for nobody's attention is not waited for."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
+def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(group, number)
+    for path in folder.glob("process*.txt"):
+        with contextlib.suppress(OSError, ValueError):
+            process = int(path.stem.removeprefix("process"))
+            # Ids are used again: only a process that was started with this folder is one of the run's.
+            if os.fsencode(folder.parent) in Path(f"/proc/{process}/environ").read_bytes():
+                os.kill(process, number)
+
+
+class Progress:
+    """One line per run.
+
+    Args:
+        stream: Where to; stderr by default.
+        quiet: Say nothing.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._count = 0
+
+    @contextmanager
+    def run(self, what: str, steps: int) -> Iterator[Callable[[int], None]]:
+        """Around a run; yields what to call with the number of steps that were taken.
+
+        Args:
+            what: The run.
+            steps: How many it will take.
+        """
+        self._count += 1
+        label = f"run {self._count}, {what}"
+        began = time.monotonic()
+        with self._live(label, steps) as tell:
+            yield tell
+        self._line(f"{label}: {time.monotonic() - began:.0f} s")
+
+    @contextmanager
+    def _live(self, label: str, steps: int) -> Iterator[Callable[[int], None]]:
+        if self._quiet or not self._stream.isatty():
+            self._line(f"{label} ...")
+            yield lambda _: None
+            return
+        try:
+            from rich.console import Console
+        except ImportError:
+            self._line(f"{label} ...")
+            yield lambda _: None
+            return
+        console = Console(file=self._stream)
+        with console.status(f"{label}: starting") as status:
+            yield lambda taken: status.update(f"{label}: step {min(taken, steps)} of {steps}")
+
+    def _line(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=self._stream, flush=True)
+
+
+_SITE = Path(__file__).parent / "site"
+
+
+class RunFolders:
+    """A temporary folder with one for each run; what is large in it goes when the next but one needs it no more."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="bytescheduler-check-"))
+        self._count = 0
+
+    def next(self, spec: RunSpec) -> tuple[Path, Path]:
+        """Paths of the next run's description and folder."""
+        self._count += 1
+        folder = self.root / f"run{self._count}"
+        folder.mkdir()
+        path = self.root / f"run{self._count}.json"
+        spec.save(path, folder)
+        return path, folder
+
+    def tidy(self, folder: Path) -> None:
+        """Remove what the training has written; records and weights stay until the end."""
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def __enter__(self) -> RunFolders:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class ScriptRuns:
+    """Makes runs of one command.
+
+    Args:
+        command: The program and its arguments.
+        folders: Where runs leave their files.
+        timeout: Of each run, in seconds.
+        progress: Told what goes on.
+    """
+
+    def __init__(self, command: Sequence[str], folders: RunFolders, *, timeout: float, progress: Progress) -> None:
+        self._command = list(command)
+        self._folders = folders
+        self._timeout = timeout
+        self._progress = progress
+
+    def __call__(self, spec: RunSpec, why: str) -> RunResult:
+        """Make one; see :data:`~lightning_bytescheduler.checking.procedure.Launch`."""
+        path, folder = self._folders.next(spec)
+        began = time.monotonic()
+        with self._progress.run(why, spec.steps) as tell, open(folder / "output.txt", "wb") as output:
+            process = subprocess.Popen(
+                self._command,
+                env=_environment(path, spec),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code, timed_out = wait_for(folder, process.poll, timeout=self._timeout, tell=tell)
+            finally:
+                end_processes(process.pid, process.poll, folder)
+        result = result_of(spec, folder, code=code, timed_out=timed_out, timeout=self._timeout)
+        result.seconds = time.monotonic() - began
+        self._folders.tidy(folder)
+        return result
+
+
+def _environment(path: Path, spec: RunSpec) -> dict[str, str]:
+    environment = dict(os.environ)
+    paths = [str(_SITE), *filter(None, [environment.get("PYTHONPATH")])]
+    environment.update({"PYTHONPATH": os.pathsep.join(paths), SPEC_VARIABLE: str(path)})
+    environment.setdefault("PYTHONHASHSEED", "0")
+    environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file is not to be written over
+    environment["WANDB_MODE"] = "disabled"  # also where the script calls wandb.init itself
+    if spec.deterministic:
+        environment.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    return environment

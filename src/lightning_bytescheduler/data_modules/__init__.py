@@ -1,1 +1,0 @@
-"""Thin Lightning adapters around data: what Lightning calls data modules."""

@@ -1,0 +1,304 @@
+"""Ranks agree on the way in which they take steps from here on.
+
+How long steps take, from one backward pass to the next one.
+
+On a GPU by what it has done, not by what it has been told: the host may be whole steps ahead. Events on the training's
+stream take the moments, and are read once the GPU has passed them.
+
+Overlap, or step as DDP does? As DDP, until it is seen that something could be hidden and that hiding it pays.
+
+Deferring updates costs a little on the training thread: gates, one optimizer call per bucket. Where gradients arrive
+faster than that, DDP's own way is the faster one. So steps begin as DDP's, which cost nothing beside DDP, and show how
+long training waits for communication at the end of their backward passes. What all ranks wait for at the same time,
+while their processors have nothing to do, could be hidden. Where that is much of a step, overlapped steps are tried
+soon; where it is some, once the few steps of a trial do not matter beside those that were taken. A trial ends as soon
+as it is clear, and another one is the later the more have failed. On a link that is known to be slow from the start,
+steps begin overlapped, and it is DDP's way that is tried.
+
+Looks, at which ranks exchange what they have seen and rank 0 decides, are before the same steps on all ranks: the first
+one is known beforehand, and how far it is to the next one follows from the step and from what was decided at all looks
+before, which all ranks know (:mod:`~lightning_bytescheduler.ddp.ddp_mode`).
+
+Pure: no clock, no communication.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepTimes", "agree_on_mode"]
+
+Note = Callable[[int, float], None]
+"""Told the number of a step and how long it took, in seconds."""
+
+
+class StepTimes:
+    """Takes the time of one engine's steps.
+
+    Args:
+        device: Where they are computed.
+        clock: Seconds; for a CPU.
+        cuda: Events and streams; replaced by tests.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float], *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._clock = clock
+        self._cuda = cuda
+        self._began: Any = clock() if device.type != "cuda" else None
+        self._unread: deque[tuple[int, Any, Any]] = deque()
+
+    def begin(self, step: int, note: Note) -> None:
+        """``step`` begins where the caller is; ``note`` what is known of steps before it."""
+        if self._device.type != "cuda":
+            now = self._clock()
+            note(step - 1, now - self._began)
+            self._began = now
+            return
+        now = self._cuda.Event(enable_timing=True)
+        now.record(self._cuda.current_stream(self._device))
+        if self._began is not None:
+            self._unread.append((step - 1, self._began, now))
+        self._began = now
+        while self._unread and self._unread[0][2].query():
+            self._read(note)
+
+    def settle(self, note: Note) -> None:
+        """``note`` what is not known yet of steps that have ended; waits for a GPU to pass their ends."""
+        while self._unread:
+            self._unread[0][2].synchronize()
+            self._read(note)
+
+    def _read(self, note: Note) -> None:
+        step, start, end = self._unread.popleft()
+        note(step, start.elapsed_time(end) / 1e3)
+
+
+SHOWN = 32
+"""Last steps whose exposed communication is remembered."""
+
+_FIRST_LOOK = 4  # before this step: the second and third are the first that a look can go by
+_FARTHEST_LOOK = 64  # steps between looks at what is exposed
+_MUCH = 0.2  # of a step: no link like this is met where nothing is to be gained
+_SOME = 0.05
+_LEAST_S = 0.003  # each partition takes a millisecond of processor time: less than a few cannot be hidden
+_TRIAL_STEPS = 5  # until a trial may end, the one in which the last way is still felt and the one under way among them
+_MORE_TRIAL_STEPS = 8  # until it has to
+_CLEAR = 0.05
+_WORTH_IT = 0.98  # of DDP's time; a tie goes to DDP, which has fewer moving parts
+_AFFORDABLE_AFTER = 100  # steps: a trial is five of them, and may make them half as long again
+_FAILED_FACTOR = 4  # so many times the steps taken so far pass until another trial
+_AGAIN_AFTER = 2000  # steps at most until something is tried again
+_CHECK_AFTER = 20  # overlapped steps that were not found by a trial, until DDP's way is tried
+_CHECK_FOUND_AFTER = 100  # those that were
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChoice:
+    """How steps are taken from one look to the next.
+
+    Attributes:
+        as_ddp: As DDP's, or overlapped.
+        trying: Whether that is a trial.
+    """
+
+    as_ddp: bool
+    trying: bool
+
+    @property
+    def kept(self) -> bool:
+        """Whether steps are DDP's when no trial is made."""
+        return self.as_ddp != self.trying
+
+
+@dataclass(frozen=True, slots=True)
+class ModeFound:
+    """What rank 0 has decided, and from what.
+
+    Attributes:
+        as_ddp: Whether steps are taken as DDP's from here on.
+        as_ddp_s: Typical step as DDP's, in seconds; not a number if unknown.
+        overlapped_s: Typical overlapped step, likewise.
+        exposed_s: What could be hidden in a step as DDP's, likewise.
+    """
+
+    as_ddp: bool
+    as_ddp_s: float
+    overlapped_s: float
+    exposed_s: float
+
+
+class ModeTrial:
+    """Says for each step whether it is to be one as DDP's.
+
+    Args:
+        overlapped: Begin overlapped, as the link is known to be slow.
+        first_look: Step before which ranks exchange what they have seen for the first time.
+        affordable_after: Steps after which a trial may be made where only some communication is exposed.
+        check_after: Overlapped steps until DDP's way is tried.
+        again_after: Steps at most until something is tried again.
+    """
+
+    def __init__(
+        self,
+        *,
+        overlapped: bool = False,
+        first_look: int = _FIRST_LOOK,
+        affordable_after: int = _AFFORDABLE_AFTER,
+        check_after: int = _CHECK_AFTER,
+        again_after: int = _AGAIN_AFTER,
+    ) -> None:
+        self._affordable_after = affordable_after
+        self._again_after = again_after
+        self._check_after = min(check_after, again_after)
+        self._in_force = ModeChoice(as_ddp=not overlapped, trying=False)
+        self._since = 1  # first step of the mode in force
+        self._failed = 0  # trials of overlap
+        self._try_from = affordable_after
+        self._seconds: dict[bool, deque[float]] = {mode: deque(maxlen=SHOWN) for mode in (False, True)}
+        self._exposed: deque[float] = deque(maxlen=SHOWN)
+        self._told: bool | None = None
+        self._exposed_by_all: float = math.nan
+        self.next_look = first_look if not overlapped else 1 + self._check_after
+        """Before which step the ranks agree next."""
+
+    # What this rank sees.
+
+    def as_ddp(self, step: int) -> bool:
+        """Whether ``step``, counted from 1, is to be one as DDP's."""
+        return self._in_force.as_ddp
+
+    def is_due(self, step: int) -> bool:
+        """Whether ranks have to agree before ``step``."""
+        return step >= self.next_look
+
+    def note(self, step: int, seconds: float) -> None:
+        """Take down how long ``step`` took, from its backward pass to the next one.
+
+        Not the first of a stretch of steps of one kind: the end of a step of the other kind is in it.
+        """
+        if step > self._since:
+            self._seconds[self._in_force.as_ddp].append(seconds)
+
+    def note_exposed(self, seconds: float) -> None:
+        """Take down what could have been hidden in a step as DDP's; infinite where that cannot be told."""
+        self._exposed.append(seconds)
+
+    @property
+    def exposed(self) -> list[float]:
+        """What was noted of the last steps, `SHOWN` numbers; infinite where nothing was."""
+        return [math.inf] * (SHOWN - len(self._exposed)) + list(self._exposed)
+
+    # What rank 0 decides, and every rank then does.
+
+    def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
+        """Decide before ``step``.
+
+        Args:
+            step: The one that begins.
+            exposed: The least that any rank has noted of each step, as `exposed`: what one rank alone waits for is
+                another one that is late, which no order of communication changes.
+        """
+        kept = self._in_force.kept
+        if self._in_force.trying:
+            if not self._is_clear(step):
+                return self._in_force
+            as_ddp_s, overlapped_s = self._typical(True), self._typical(False)
+            return ModeChoice(as_ddp=not overlapped_s < _WORTH_IT * as_ddp_s, trying=False)
+        if not kept:
+            return ModeChoice(as_ddp=True, trying=True)
+        share = self._share_exposed(exposed)
+        affordable = step >= self._try_from or (share >= _MUCH and not self._failed)
+        return ModeChoice(as_ddp=False, trying=True) if share >= _SOME and affordable else self._in_force
+
+    def settle(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
+        """Do what rank 0 has chosen before ``step``; returns what was found, where that is news and no trial.
+
+        Args:
+            step: The one that begins.
+            choice: Of `choose`, on rank 0.
+            exposed: As for `choose`.
+        """
+        before, self._in_force = self._in_force, choice
+        self._exposed_by_all = self._typical_exposed(exposed)
+        found = None
+        if not choice.trying and choice.as_ddp != self._told and (before.trying or step > _FIRST_LOOK):
+            self._told = choice.as_ddp
+            found = ModeFound(choice.as_ddp, self._typical(True), self._typical(False), self._exposed_by_all)
+        if before.trying and not choice.trying:
+            if choice.as_ddp:  # overlap has been tried, or has been found wanting
+                self._failed += 1
+                self._try_from = step + min(_FAILED_FACTOR * max(step, self._affordable_after), self._again_after)
+            else:
+                self._check_after = _CHECK_FOUND_AFTER if not before.as_ddp else _FAILED_FACTOR * self._check_after
+                self._check_after = min(self._check_after, self._again_after)
+        if choice.as_ddp != before.as_ddp:
+            self._since = step
+            self._seconds[choice.as_ddp].clear()
+            self._exposed.clear()
+        self.next_look = step + self._until_next_look(step, before)
+        return found
+
+    def _until_next_look(self, step: int, before: ModeChoice) -> int:
+        if self._in_force.trying:
+            return _TRIAL_STEPS if not before.trying else _MORE_TRIAL_STEPS
+        if not self._in_force.as_ddp:
+            return self._check_after
+        wait = self._try_from - step if self._failed else 0
+        return max(min(max(step - self._since + 1, _FIRST_LOOK), _FARTHEST_LOOK), wait)
+
+    def _is_clear(self, step: int) -> bool:
+        if step - self._since > _TRIAL_STEPS:
+            return True
+        here, other = self._typical(self._in_force.as_ddp), self._typical(not self._in_force.as_ddp)
+        return not abs(here - other) <= _CLEAR * other  # also if there are no figures
+
+    def _share_exposed(self, exposed: Sequence[float]) -> float:
+        typical, step_s = self._typical_exposed(exposed), self._typical(True)
+        if math.isnan(typical) or math.isnan(step_s) or typical < _LEAST_S:
+            return 0.0
+        return min(typical / step_s, 1.0)
+
+    def _typical_exposed(self, exposed: Sequence[float]) -> float:
+        seen = exposed[SHOWN - len(self._exposed) :]
+        return statistics.median_low(seen) if seen else math.nan
+
+    def _typical(self, as_ddp: bool) -> float:
+        seconds = self._seconds[as_ddp]
+        return statistics.median_low(seconds) if seconds else math.nan
+
+
+def agree_on_mode(
+    trial: ModeTrial, step: int, device: torch.device, on_news: Callable[[ModeFound], None] | None
+) -> None:
+    """Let rank 0 decide, from what all ranks have seen and its own clock; every rank comes here before the same step.
+
+    Why the same step: a look is due at a number of steps that only `ModeTrial.settle` changes, from the step of the
+    look, its own state and rank 0's choice. All ranks begin with the same state and go through the same looks with the
+    same choices, so they come to the same number; by induction, for good. What a rank has timed itself enters nothing
+    but `ModeTrial.choose`, whose result counts on rank 0 alone.
+
+    Args:
+        trial: This rank's; its steps have been noted.
+        step: The one that begins.
+        device: Where the default group wants its tensors.
+        on_news: Told what was found if it is new.
+    """
+    exposed = torch.tensor(trial.exposed, dtype=torch.float64, device=device)
+    dist.all_reduce(exposed, op=dist.ReduceOp.MIN)
+    by_all: list[float] = exposed.tolist()
+    wanted = trial.choose(step, by_all)
+    message = torch.tensor([wanted.as_ddp, wanted.trying], dtype=torch.int64, device=device)
+    dist.broadcast(message, src=0)
+    as_ddp, trying = (bool(number) for number in message.tolist())
+    found = trial.settle(step, ModeChoice(as_ddp=as_ddp, trying=trying), by_all)
+    if found is not None and on_news is not None:
+        on_news(found)

@@ -1,0 +1,288 @@
+"""Functions of PyTorch that reach parameters without a touch, and that open gates first while a fit is under way.
+
+Most functions tell a parameter's class that they are handed it. These do not: they are bound to C++ directly, trace
+what runs into a graph of which a step must not become a part, or compute something else for classes they do not know.
+Each is replaced where PyTorch looks it up, by a function that opens gates and goes on with the original:
+
+- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; what is
+  wrapped is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
+- *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
+- *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
+  open, and what is scripted or traced is known to be read unseen from then on.
+
+What a version of PyTorch does not have is left out. Calls of ``torch.compile`` are in ``compiled_calls.py``.
+
+Gates open at ``torch.autograd.Function.apply``, which dispatches no ``__torch_function__``.
+
+A custom function is how kernels that take a weight's memory (Triton, CUDA extensions) become part of a model. Its
+``apply`` hands the arguments to ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call; while a
+fit defers steps, gates among the arguments open there. ``apply`` itself stays what it is, so this holds for ``apply``
+methods that were kept as functions (``attention = Attention.apply``), for subclasses that override it and call what
+they inherit, and for Dynamo, which recognises custom functions by their ``apply`` and traces what is inside.
+
+Not seen: weights that the arguments only lead to, such as a module's, and kernels that are called without a custom
+function. The first iteration finds those (``first_use.py``), later ones ``unseen_reads.py``. Where PyTorch has no such
+function, none is seen, and all are found that way.
+
+Weights in processes that are started while updates are due.
+
+A forked child has its parent's memory and none of its threads: a gate that is closed there would wait forever. So all
+gates open before a fork, whichever thread forks: the parent waits for what is due, and the child has plain parameters
+and needs nothing of ours. ``subprocess`` replaces the child's memory at once, runs no hooks, and costs nothing.
+
+Processes that get a weight over a pipe (``spawn``, ``forkserver``, queues) have it pickled, which opens its gate; torch
+hands parameters over in shared memory, by their exact class.
+
+Locks: whoever forks takes the lock of each :class:`Forkable` and holds it across the fork, so that the child never
+finds it taken by a thread that it does not have. Two threads that fork take the locks in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._functorch import utils
+from torch.multiprocessing.reductions import reduce_tensor
+
+from lightning_bytescheduler.ddp import compiled_calls
+from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
+from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
+
+__all__ = ["Forkable", "FunctionTouches", "before_forks", "scripted_parameters", "watch_entry_points"]
+
+_NAME = "unwrap_dead_wrappers"
+_functions_lock = threading.Lock()
+_users = 0
+_original: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+
+
+def unwrap_and_open(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Open the gates among ``args``, then do what PyTorch does with them."""
+    open_gates(args)
+    return args if _original is None else _original(args)
+
+
+# Dynamo, where it gave up on a custom function and runs it as it is, must not look into what is around it.
+_replacement: Callable[[tuple[Any, ...]], tuple[Any, ...]] = torch.compiler.disable(unwrap_and_open)
+
+
+class FunctionTouches:
+    """Sees to it that gates open, from :meth:`begin` to :meth:`end`; several may do so at a time, on any thread."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self) -> None:
+        """Begin; again: nothing happens."""
+        global _users, _original
+        if self._begun:
+            return
+        with _functions_lock:
+            self._begun = True
+            _users += 1
+            if _users == 1:
+                found = getattr(utils, _NAME, None)
+                if found is not None and found is not _replacement:
+                    _original = found
+                    setattr(utils, _NAME, _replacement)
+
+    def end(self) -> None:
+        """End, and leave PyTorch as it was once nobody needs this any more; again: nothing happens."""
+        global _users
+        with _functions_lock:
+            if not self._begun:
+                return
+            self._begun = False
+            _users -= 1
+            if _users == 0 and getattr(utils, _NAME, None) is _replacement:
+                setattr(utils, _NAME, _original)
+
+
+class Forkable(Protocol):
+    """What has gates to open before a fork."""
+
+    def before_fork(self) -> None:
+        """Take the lock, and make all parameters plain; must not raise."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Let go of the lock; in the child, forget what only the parent can end."""
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_of_this_thread = threading.local()
+
+
+def before_forks(engine: Forkable) -> None:
+    """Tell ``engine`` of every fork of this process from here on, for as long as it lives."""
+    _watched.add(engine)
+
+
+def _before() -> None:
+    _of_this_thread.held = held = []
+    for engine in sorted(_watched, key=id):
+        engine.before_fork()
+        held.append(engine)
+
+
+def _after(*, in_child: bool) -> None:
+    held, _of_this_thread.held = getattr(_of_this_thread, "held", []), []
+    for engine in reversed(held):
+        engine.after_fork(in_child=in_child)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before,
+        after_in_parent=lambda: _after(in_child=False),
+        after_in_child=lambda: _after(in_child=True),
+    )
+
+
+def _reduce_opened(parameter: nn.Parameter) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """As torch reduces a parameter, and of that class also where the gate stays closed (gradients on their way)."""
+    open_gates((parameter,))
+    rebuild, arguments = reduce_tensor(parameter)
+    return rebuild, tuple(nn.Parameter if value is GatedParameter else value for value in arguments)
+
+
+ForkingPickler.register(GatedParameter, _reduce_opened)
+
+
+_TAKE_THEIR_ARGUMENTS = (
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+    ("torch._functorch.vmap", "_add_batch_dim"),
+    ("torch.overrides", "has_torch_function"),
+    ("torch.overrides", "has_torch_function_unary"),
+    ("torch.overrides", "has_torch_function_variadic"),
+    ("torch", "to_dlpack"),
+    ("torch.utils.dlpack", "to_dlpack"),
+    ("torch.distributed.distributed_c10d", "_check_single_tensor"),
+    ("torch.distributed.distributed_c10d", "_check_tensor_list"),
+)
+_NEED_ALL_OPEN = {
+    ("torch._C", "_create_function_from_trace"): "torch.jit.trace",
+    ("torch._C", "_create_function_from_trace_with_dict"): "torch.jit.trace",
+    ("torch._C", "_create_graph_by_tracing"): "torch.jit.trace",
+    ("torch.jit._recursive", "create_script_module"): "torch.jit.script or torch.jit.trace",
+    ("torch._subclasses.fake_tensor", "FakeTensorMode.__enter__"): "torch.export or another tracer",
+    ("torch._subclasses.functional_tensor", "FunctionalTensorMode.__enter__"): "torch.export or another tracer",
+    ("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode.__enter__"): "torch.export or another tracer",
+    ("torch.fx._symbolic_trace", "Tracer.trace"): "torch.fx.symbolic_trace",
+    ("torch.utils", "swap_tensors"): "torch.utils.swap_tensors",
+    ("torch.cuda.graphs", "CUDAGraph.capture_begin"): "torch.cuda.graph",
+    ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
+}
+
+_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # made of modules, with the ids of their parameters
+
+_lock = threading.Lock()
+_watchers = 0
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def watch_entry_points() -> Callable[[], None]:
+    """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads."""
+    global _watchers
+    with _lock:
+        _watchers += 1
+        if _watchers == 1:
+            _replace_all()
+    left = False
+
+    def leave() -> None:
+        global _watchers
+        nonlocal left
+        with _lock:
+            if left:
+                return
+            left = True
+            _watchers -= 1
+            if not _watchers:
+                while _replaced:
+                    setattr(*_replaced.pop())
+
+    return leave
+
+
+def _replace_all() -> None:
+    for module, name in _TAKE_THEIR_ARGUMENTS:
+        _replace(module, name, _opening_arguments)
+    for (module, name), reason in _NEED_ALL_OPEN.items():
+        _replace(module, name, functools.partial(_opening_everything, reason))
+    _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
+    for owner, name, make in compiled_calls.entry_points():
+        original = getattr(owner, name)
+        _replaced.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+
+def scripted_parameters() -> set[int]:
+    """Ids of parameters of modules that were scripted or traced while entry points were watched, while scripts live.
+
+    A script reads the memory of its parameters, which are those of the module that it was made of, without a touch.
+    """
+    if not _scripts:
+        return set()
+    _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]
+    return {key for _, ids in _scripts for key in ids}
+
+
+def _noting_scripts(original: Any) -> Any:
+    @functools.wraps(original)
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        script = original(module, *args, **kwargs)
+        if ids := [id(parameter) for parameter in module.parameters()]:
+            _scripts.append((weakref.ref(script), ids))
+        return script
+
+    return noting
+
+
+def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError:
+        return
+    *path, attribute = name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    original = None if owner is None else vars(owner).get(attribute)
+    if not callable(original):
+        return
+    _replaced.append((owner, attribute, original))
+    setattr(owner, attribute, make(original))
+
+
+def _opening_arguments(original: Any) -> Any:
+    @functools.wraps(original)
+    def opening(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo follows calls into this function, and must not come to depend on whether gates are closed.
+        if not torch.compiler.is_dynamo_compiling() and any_closed():
+            open_gates((args, kwargs))
+        return original(*args, **kwargs)
+
+    return opening
+
+
+def _opening_everything(reason: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def opening(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not any_closed():
+            return original(*args, **kwargs)
+        stood_aside = open_everything(reason)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            resume(stood_aside)
+
+    return opening

@@ -1,0 +1,172 @@
+"""What a rank says of itself before a training: versions, the strategy, and the options that all ranks must share.
+
+Where this rank is in a fit: which batch of which epoch, and in which hook. Counted by hooks, read by any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+
+import lightning
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.failures.roll_call import Introduction
+from lightning_bytescheduler.failures.standstill import Standing
+
+__all__ = ["FitPosition", "introduce", "parameter_facts", "place_of"]
+
+
+class FitPosition:
+    """One rank's place in one run of the Trainer.
+
+    Args:
+        trainer: Whose run it is.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._runtime: SchedulerRuntime | None = None
+        self._last: Standing | None = None
+        self._batches = 0
+        self._epoch = 0
+        self._epoch_batches = 0
+        self._launched_at_batch = 0
+        self._last_epoch = 0
+
+    def begin(self, runtime: SchedulerRuntime | None) -> None:
+        """The fit has a scheduler now."""
+        self._runtime = runtime
+
+    def begin_epoch(self) -> None:
+        """An epoch has begun; the Trainer counts them up before the last hooks of the one before."""
+        self._epoch = self._trainer.current_epoch
+        self._last_epoch, self._epoch_batches = self._epoch_batches, 0
+
+    def begin_batch(self) -> None:
+        """A batch has begun."""
+        self._batches += 1
+        self._epoch_batches += 1
+        # Else nothing is known of the last one: a rank may be inside of it that gets through.
+        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            self._launched_at_batch = _launched()
+
+    def end(self) -> None:
+        """The run is over; this rank takes no step any more."""
+        self._last = self.standing(ended=True)
+
+    def standing(self, *, ended: bool = False) -> Standing:
+        """For the other ranks."""
+        if self._last is not None:
+            return self._last
+        trainer, runtime = self._trainer, self._runtime
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        ready, expected = progress.current.ready, trainer.fit_loop.max_batches
+        is_last = progress.is_last_batch or ready == expected
+        return Standing(
+            place=place_of(trainer),
+            steps=0 if runtime is None else runtime.engine.steps_offered,
+            awaited_step=0 if runtime is None else runtime.engine.awaited_step,
+            launched=_launched(),
+            ended=ended,
+            batches=self._batches,
+            launched_at_batch=self._launched_at_batch,
+            epoch=self._epoch,
+            epoch_batches=self._epoch_batches,
+            is_last=bool(ready and is_last),
+            through=bool(ready and is_last and progress.current.completed == ready),
+            last_epoch=self._last_epoch,
+            expected=int(expected) if expected != float("inf") else 0,
+        )
+
+
+def place_of(trainer: pl.Trainer) -> str:
+    """The stage, the batch and the hook that a Trainer is in, in words."""
+    module = trainer.lightning_module
+    hook = getattr(module, "_current_fx_name", None)
+    where = f" ({hook})" if hook else ""
+    if trainer.sanity_checking:
+        return f"in the sanity check{where}"
+    step = trainer.fit_loop.epoch_loop.global_step
+    if trainer.validating and trainer.state.fn == "fit":
+        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        return f"in batch {batch} of the validation after step {step}{where}"
+    if trainer.training:
+        return (
+            f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
+        )
+    return f"in {trainer.state.fn}{where}"
+
+
+def _launched() -> int:
+    """Collectives begun on the default group; 0 where nobody counts them."""
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return 0 if count is None else int(count())
+    except RuntimeError:  # this backend does not count
+        return 0
+
+
+_OF_ONE_RANK = ("BYTESCHEDULER_BATCH_SIZE",)  # by design
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs from process to process
+_LOCAL = ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")  # ignored anyway
+
+
+def introduce(
+    rank: int, strategy: str, options: Mapping[str, object], trainer: pl.Trainer | None = None
+) -> Introduction:
+    """Make this rank's introduction.
+
+    Args:
+        rank: This one.
+        strategy: Its name.
+        options: By name, those that must be the same on all ranks.
+        trainer: Whose own options have to be the same too, if any.
+    """
+    facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": _version()}
+    facts.update(options)
+    if trainer is not None:
+        facts["what the Trainer does"] = getattr(trainer.state.fn, "value", trainer.state.fn)
+        facts["precision"] = trainer.precision
+        for option in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"):
+            facts[option] = getattr(trainer, option, None)
+    variables = {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith("BYTESCHEDULER_") and name not in (*_OF_ONE_RANK, *_LOCAL)
+    }
+    return Introduction(
+        rank=rank,
+        facts={name: _text(value) for name, value in facts.items()},
+        noted={
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            **variables,
+        },
+    )
+
+
+def parameter_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
+    """How many parameters are trained, and of which shapes and types."""
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters if p.requires_grad]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    values = sum(torch.Size(shape).numel() for shape, _ in shapes)
+    return {"trained model": f"{len(shapes)} tensors of {values:,} values (digest of shapes and types {digest})"}
+
+
+def _version() -> str:
+    return str(__version__)
+
+
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, str) else _ADDRESS.sub("", str(value))

@@ -1,0 +1,142 @@
+"""fp16 loss scaling without waiting: the scaler learns what became of a step when the gradients are known to be finite.
+
+During a step a stand-in takes the scaler's place. It shares the scaler's state, and hands unscaling and the step to
+the engine; the update of the scale follows when the exchange of norms has told whether a gradient overflowed. Until
+then the scaler itself is gated like a parameter: whoever looks at it (``state_dict()``, ``get_scale()``) waits and sees
+the scale that a synchronous step would have left.
+
+Source: ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.gradient_transforms import Unscale
+
+__all__ = ["can_be_deferred", "is_enabled", "scaling_later"]
+
+
+def can_be_deferred(scaler: object) -> bool:
+    """Whether ``scaler`` is one whose every step is known."""
+    return type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) or isinstance(scaler, _GatedScaler)
+
+
+def is_enabled(scaler: GradScaler) -> bool:
+    """Whether ``scaler`` does anything; told without opening its gate."""
+    return bool(object.__getattribute__(scaler, "_enabled"))
+
+
+@contextmanager
+def scaling_later(scaler: GradScaler, engine: GradientEngine) -> Iterator[GradScaler]:
+    """A stand-in for ``scaler`` during one step of an optimizer."""
+    stand_in = object.__new__(_DeferringScaler)
+    stand_in.scaler, stand_in.engine = scaler, engine
+    stand_in.unscale, stand_in.found_inf = None, None
+    # One state: what is asked of the stand-in is true of the scaler. Taken without opening the gate.
+    object.__setattr__(stand_in, "__dict__", object.__getattribute__(scaler, "__dict__"))
+    yield stand_in
+
+
+class _DeferringScaler(GradScaler):
+    __slots__ = ("engine", "found_inf", "scaler", "unscale")
+
+    scaler: GradScaler
+    engine: GradientEngine
+    unscale: Unscale | None
+    found_inf: torch.Tensor | None
+
+    def __getattribute__(self, name: str) -> Any:
+        _open_for(object.__getattribute__(self, "scaler"))
+        return object.__getattribute__(self, name)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        self.unscale = self.engine.unscale(optimizer, inv_scale)
+        if self.unscale is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self.found_inf = found_inf  # filled in later
+        return {found_inf.device: found_inf}
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        if self.unscale is None:
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        output: float | None = optimizer.step(*args, **kwargs)  # the engine leaves it out if need be
+        return output
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if self.unscale is None or self.found_inf is None:
+            super().update(new_scale)
+            return
+        pending = _PendingUpdate(self.scaler, self.unscale, self.found_inf, new_scale)
+        _close_gate(self.scaler, self.engine.settle_scale)
+        self.engine.scale_later(pending)
+
+
+class _PendingUpdate:
+    """See :class:`~lightning_bytescheduler.ddp.step_transforms.PendingScale`."""
+
+    def __init__(
+        self, scaler: GradScaler, unscale: Unscale, found_inf: torch.Tensor, new_scale: float | torch.Tensor | None
+    ) -> None:
+        self._scaler = scaler
+        self._unscale = unscale
+        self._found_inf = found_inf
+        self._new_scale = new_scale
+
+    def settle(self) -> None:
+        _open_gate(self._scaler)
+        self._found_inf.fill_(float(self._unscale.found_inf()))
+        self._scaler.update(self._new_scale)
+
+    def discard(self) -> None:
+        _open_gate(self._scaler)
+
+
+class _GatedScaler:
+    """Mixed into the class of a scaler whose update is due."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "__class__":
+            _open_for(self)
+        return object.__getattribute__(self, name)
+
+
+_settle: dict[int, Callable[[], None]] = {}  # by id of the scaler, which the pending update keeps alive
+
+
+def _open_for(scaler: object) -> None:
+    settle = _settle.get(id(scaler))
+    if settle is not None:
+        settle()
+
+
+_gated_kinds: dict[type[GradScaler], type[GradScaler]] = {}
+
+
+def _gated(kind: type[GradScaler]) -> type[GradScaler]:
+    if kind not in _gated_kinds:
+        _gated_kinds[kind] = type(kind.__name__, (_GatedScaler, kind), {"__module__": kind.__module__})
+    return _gated_kinds[kind]
+
+
+def _close_gate(scaler: GradScaler, settle: Callable[[], None]) -> None:
+    _settle[id(scaler)] = settle
+    if not isinstance(scaler, _GatedScaler):
+        scaler.__class__ = _gated(type(scaler))
+
+
+def _open_gate(scaler: GradScaler) -> None:
+    _settle.pop(id(scaler), None)
+    if issubclass(type(scaler), _GatedScaler):
+        scaler.__class__ = type(scaler).__mro__[2]

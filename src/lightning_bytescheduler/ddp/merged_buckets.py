@@ -1,0 +1,246 @@
+"""Steps as DDP's: buckets reduced at once, in messages about as large as DDP's, and waited for at the end of backward.
+
+The buckets are smaller than DDP's, as they are what gates a layer, and cannot be changed after DDP has made them. So a
+step without gates merges them as they come. On a CPU that copies them there and back, so they are merged only up to the
+size from which a message's start-up is little beside its bytes (:func:`merged_bytes`).
+
+Where nothing is to be hidden, whatever is done beside DDP's own work is lost. On a CPU, DDP is given futures that are
+completed already, and the hook of the last bucket waits for what is under way: a future that a thread of gloo completes
+takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait.
+
+Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
+data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
+every rank has launched it.
+
+Sparse gradients, which cannot be cut into partitions, and are reduced as DDP reduces them.
+
+What DDP is given in return for a bucket: a future of the bucket's own buffer.
+
+On a GPU a future goes with the streams that are current when it gets its result: whoever waits for it waits for what is
+queued on them then, by stream and not on the host (``torch.futures.Future``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.operations import wait_unless
+from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.tuning.link import LinkEstimate
+
+__all__ = ["BucketFutures", "MergedBuckets", "complete", "merged_bytes", "reduce_sparse"]
+
+
+def reduce_sparse(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average a sparse bucket over all ranks; returns a future of it.
+
+    The default group is in order here: hooks run on the training thread, by bucket index.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("The default process group is gone.")
+    buffer.div_(group.size())
+    reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
+    return reduced
+
+
+def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor
+
+
+class BucketFutures:
+    """Makes the futures of one engine.
+
+    Args:
+        device: Where gradients live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
+        self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
+
+    def new(self) -> torch.futures.Future[torch.Tensor]:
+        """One without a result."""
+        return torch.futures.Future(devices=self._devices)
+
+    def completed(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
+        made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
+        known, future = self._completed.get(index, (None, None))
+        if future is None or known != made_for:
+            future = self.new()
+            future.set_result(buffer)
+            self._completed[index] = (made_for, future)
+        return future
+
+
+def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
+    """Give ``future`` the buffer that ``task`` has reduced, or what it failed with."""
+    if task.error is None:
+        future.set_result(buffer)
+    else:
+        future.set_exception(task.error)  # type: ignore[arg-type]
+
+
+_Waiting = list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]]
+
+_FIRST_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES
+_BYTES = 25 * 1024 * 1024  # DDP's default
+_START_UP_SHARE = 0.1  # of a message's time
+_LOOK_EVERY = timedelta(milliseconds=200)
+
+
+def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
+    """Size from which buckets are not merged any more; the same on all ranks, which know the same link.
+
+    Args:
+        device: Where gradients live.
+        link: As measured, if it was.
+    """
+    if device.type != "cpu":
+        return _BYTES  # several tensors travel as one without being copied
+    if link is None:
+        return _FIRST_BYTES
+    return min(max(int(link.alpha / link.beta / _START_UP_SHARE), _FIRST_BYTES), _BYTES)
+
+
+class MergedBuckets:
+    """The buckets of one backward pass.
+
+    Args:
+        group: The scheduler's data group.
+        device: Where gradients live.
+        futures: Where completed ones are kept from step to step.
+        limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets as they are.
+        processors: That this rank has for itself.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        futures: BucketFutures,
+        *,
+        limit: int = _BYTES,
+        processors: int = 1,
+    ) -> None:
+        self._group = group
+        self._scale = 1.0 / group.size()
+        self._processors = processors
+        self._futures = futures
+        self._waits_here = device.type == "cpu"
+        # Gloo sends several tensors as one on a CPU only.
+        self._merges = device.type == "cpu" or group._get_backend(device).name() != "gloo"
+        self._waiting: _Waiting = []
+        self._waiting_bytes = 0
+        self._works: list[dist.Work] = []  # what is waited for here
+        self._open: list[torch.futures.Future[torch.Tensor]] = []  # what DDP waits for, ended or not
+        self._error: BaseException | None = None
+        self._limit = min(limit, _FIRST_BYTES)
+        self._next_limit = limit
+        self.hideable_s = math.inf
+        """How long this rank has waited at the end with nothing to do; infinite where that is not known."""
+
+    def reduce(self, buffer: torch.Tensor, *, index: int, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Average ``buffer`` over all ranks, in place, together with its neighbours.
+
+        Args:
+            buffer: A bucket.
+            index: Its own.
+            last: Whether it is the backward pass's last one. On a CPU all of them have arrived afterwards.
+
+        Returns:
+            A future of ``buffer``.
+
+        Raises:
+            BaseException: What the reduction failed with, or was ended with by :meth:`fail`.
+        """
+        if self._waits_here:
+            if self._error is not None:
+                raise self._error
+            future = self._futures.completed(index, buffer)
+        else:
+            future = self._futures.new()
+            self._open.append(future)
+            if self._error is not None:
+                self.fail(self._error)
+                return future
+        if self._waiting and self._waiting[0][0].dtype != buffer.dtype:
+            self._send()
+        self._waiting.append((buffer, future))
+        self._waiting_bytes += buffer.numel() * buffer.element_size()
+        if self._waiting_bytes >= self._limit:
+            self._send()
+            self._limit = self._next_limit
+        if last:
+            self.finish()
+        return future
+
+    def finish(self) -> None:
+        """Send what is left, and wait for everything where DDP does not; :meth:`reduce` does so with the last bucket.
+
+        Raises:
+            BaseException: What the reduction failed with, or was ended with by :meth:`fail`.
+        """
+        if self._waiting:
+            self._send()
+        if self._waits_here:
+            self._await()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something has not arrived."""
+        return not (all(future.done() for future in self._open) and all(work.is_completed() for work in self._works))
+
+    def fail(self, error: BaseException) -> None:
+        """End what has not arrived, and what is still to come, with ``error``; for any thread.
+
+        DDP waits for futures inside of torch: nothing else would wake it.
+        """
+        self._error = error
+        for future in list(self._open):
+            if not future.done():
+                with suppress(RuntimeError):  # it has just arrived
+                    future.set_exception(error)  # type: ignore[arg-type]
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._waiting_bytes = 0
+        torch._foreach_mul_([buffer for buffer, _ in waiting], self._scale)
+        for together in [waiting] if self._merges else [[each] for each in waiting]:
+            buffers = [buffer for buffer, _ in together]
+            work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
+            if self._waits_here:
+                self._works.append(work)
+            else:
+                work.get_future().add_done_callback(partial(_arrived, together))
+
+    def _await(self) -> None:
+        start, busy = time.perf_counter(), time.process_time()
+        for work in self._works:
+            wait_unless(work, lambda: self._error, look_every=_LOOK_EVERY)
+        waited = time.perf_counter() - start
+        # Where communication needs the processors on which the model computes, it cannot be hidden behind that.
+        if torch.get_num_threads() >= self._processors:
+            waited -= (time.process_time() - busy) / self._processors
+        self.hideable_s = max(waited, 0.0)
+
+
+def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
+    for buffer, future in waiting:
+        with suppress(RuntimeError):  # it was ended by MergedBuckets.fail
+            try:
+                reduced.value()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(buffer)

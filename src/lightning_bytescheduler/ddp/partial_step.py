@@ -1,0 +1,496 @@
+"""One bucket's gradients on their way, and the optimizer step that is due when they arrive.
+
+States, all moved by the training thread (or whoever touches a parameter) under the engine's lock::
+
+    REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
+    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
+    DUE       after optimizer.step: any touch waits and applies the update
+    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
+              when and in which order parameters are used
+    OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
+              whoever else touches a parameter waits for the lock
+    DONE      parameters are plain again
+
+A gate opens *after* what it guards is done. Whoever touches a parameter meanwhile, on another thread, meets a closed
+gate and waits; if it opened before the step, that thread would read last step's weights, or save for its backward pass
+what the step then changes in place.
+
+Names for ``torch.profiler``, at no cost while nobody profiles.
+
+A gate on an optimizer: whoever asks for its state while updates are due has them applied first.
+
+While it is closed, the optimizer is of a subclass of its class that opens when ``optimizer.state`` or
+``vars(optimizer)`` is read or replaced, and when the optimizer is copied or pickled. What is then handed out is the
+state itself, so its type, length, order and equality are what they always are. Parameter groups may be read and
+changed freely: a deferred step has its own (``partial_step.py``).
+
+Stepping an unmodified optimizer for some of its parameters only.
+
+For optimizers whose update of a parameter depends on that parameter, its gradient, its state and its group's
+hyperparameters alone, stepping bucket by bucket gives the same bits as stepping all at once. The optimizer's own
+``step`` runs on a stand-in for it: an object of its class with its attributes, the state as of the moment the step was
+due, and groups that hold the chosen parameters and the hyperparameters of that moment. Learning-rate schedules move on
+before a deferred step happens (DESIGN 3, trap 4), users replace state and groups, and nobody ever meets a temporary
+group: the optimizer itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import os.path
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch._functorch import pyfunctorch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.scheduler.task import CommTask
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.ddp.engine import GradientEngine
+
+
+__all__ = [
+    "BucketUpdate",
+    "DueStep",
+    "HyperparameterSnapshot",
+    "ParameterGradient",
+    "UpdateState",
+    "attributes_of",
+    "can_have_a_gate",
+    "close_state",
+    "has_step_hooks",
+    "is_closed",
+    "is_per_parameter",
+    "kind_of",
+    "open_state",
+    "plain_mode",
+    "profiled",
+    "snapshot_hyperparameters",
+    "step_partially",
+    "steps_as_its_class",
+    "wants_whole_steps",
+]
+
+
+@contextmanager
+def profiled(name: str) -> Iterator[None]:
+    """Show what happens inside under ``name`` if a profiler is running."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(name):
+            yield
+    else:
+        yield
+
+
+_OPENS = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "state"})
+_OPENS_WHEN_SET = frozenset({"__class__", "__dict__", "state"})
+
+_flushes: dict[int, Callable[[], None]] = {}  # by id of the optimizer; whoever closed the gate keeps it alive
+
+
+class _GatedOptimizer:
+    """Mixed into the class of an optimizer whose updates are due. Nothing goes by its class: threads may open it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return kind_of(cast(Optimizer, self))
+        if name in _OPENS:
+            _open(self)
+            if not issubclass(type(self), _GatedOptimizer):
+                return getattr(self, name)
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OPENS_WHEN_SET:
+            _open(self)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OPENS_WHEN_SET:
+            _open(self)
+        object.__delattr__(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _open(self)  # copy.copy() asks the class for this method
+        return kind_of(cast(Optimizer, self)).__reduce_ex__(cast(Optimizer, self), protocol)
+
+
+def _open(optimizer: object) -> None:
+    flush = _flushes.get(id(optimizer))
+    if flush is not None:
+        flush()
+
+
+_kinds: dict[type[Optimizer], type[Optimizer] | None] = {}
+
+
+def _gated(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """The subclass of ``kind`` with a gate; ``None`` if there can be none."""
+    if kind not in _kinds:
+        attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        plain = kind.__getattribute__ is object.__getattribute__ and kind.__setattr__ is object.__setattr__
+        try:
+            made = types.new_class(kind.__name__, (_GatedOptimizer, kind), {}, lambda space: space.update(attributes))
+            _kinds[kind] = made if plain else None
+        except Exception:  # whatever a class may want of its subclasses
+            _kinds[kind] = None
+    return _kinds[kind]
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The class of ``optimizer``, whether its gate is closed or open."""
+    kind = type(optimizer)
+    return kind.__mro__[2] if issubclass(kind, _GatedOptimizer) else kind
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """``vars(optimizer)``, without opening its gate."""
+    own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
+    return own
+
+
+def can_have_a_gate(optimizer: Optimizer) -> bool:
+    """Whether state and groups are plain attributes of ``optimizer``, and its class may be changed for a while."""
+    own = attributes_of(optimizer)
+    return {"state", "param_groups"} <= own.keys() and _gated(kind_of(optimizer)) is not None
+
+
+def is_closed(optimizer: Optimizer) -> bool:
+    """Whether a gate is closed on ``optimizer``."""
+    return issubclass(type(optimizer), _GatedOptimizer)
+
+
+def close_state(optimizer: Optimizer, flush: Callable[[], None]) -> None:
+    """Call ``flush`` before anybody uses ``optimizer``'s state; ``flush`` has to call :func:`open_state`.
+
+    Args:
+        optimizer: One that :func:`can_have_a_gate`, else nothing happens.
+        flush: Called on whichever thread asks.
+    """
+    gated = _gated(kind_of(optimizer))
+    if gated is not None and not is_closed(optimizer):
+        _flushes[id(optimizer)] = flush
+        object.__setattr__(optimizer, "__class__", gated)
+
+
+def open_state(optimizer: Optimizer) -> None:
+    """Make ``optimizer`` what it was."""
+    _flushes.pop(id(optimizer), None)
+    if is_closed(optimizer):
+        object.__setattr__(optimizer, "__class__", kind_of(optimizer))
+
+
+_C: Any = torch._C  # not all that it has is declared
+# Private, and only needed where a transform of torch.func or a tracer is under way; without them the step raises there.
+_inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
+_modes_before_dispatch: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+
+
+ParameterGradient = tuple[int, nn.Parameter, torch.Tensor]
+"""(index of the parameter group, parameter, gradient to step with)."""
+
+HyperparameterSnapshot = list[dict[str, Any]]
+
+_PER_PARAMETER_NAMES = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
+)
+_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
+
+
+def is_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is known to update each parameter on its own.
+
+    True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
+    """
+    # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__") and _is_torchs(step):
+        step = step.__wrapped__
+    if not _is_torchs(step):
+        return False  # somebody has put something around the class's step, or in its place
+    return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
+
+
+def _is_torchs(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    file = "" if code is None else code.co_filename
+    return os.path.dirname(file) == _TORCH_OPTIM or os.path.basename(file) == "_contextlib.py"  # torch.no_grad()
+
+
+def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
+    """Whether ``optimizer.step`` does what its class's does; learning-rate schedules, which count steps, aside.
+
+    Args:
+        optimizer: Any.
+        step: The instance's step, where something else stands in for it at present.
+    """
+    own = attributes_of(optimizer).get("step") if step is None else step
+    if getattr(own, "_wrapped_by_lr_sched", False):
+        own = getattr(own, "__wrapped__", own)
+    own = getattr(own, "__func__", own)  # of the method that an instance without a step of its own has
+    return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
+
+
+def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
+    """Why an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
+
+    Args:
+        optimizer: Any.
+        step: The instance's own step, where something else stands in for it at present.
+    """
+    name = kind_of(optimizer).__name__
+    if has_step_hooks(optimizer):
+        return f"{name} has step hooks"
+    if not steps_as_its_class(optimizer, step):
+        return f"the step of this {name} was replaced"
+    if not is_per_parameter(optimizer):
+        return f"{name} is not known to update each parameter on its own"
+    if not can_have_a_gate(optimizer):
+        return f"{name} hides its state or its groups"
+    return None
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is called before or after each ``step``, and would be called for each part of one."""
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+    )
+
+
+def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
+    """Copy every group's hyperparameters, without its parameters."""
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # a capturable optimizer's learning rate is changed in place
+    if isinstance(value, (list, dict)):
+        return copy.copy(value)
+    return value
+
+
+class DueStep:
+    """A step that is due: all that it depends on besides parameters and gradients, as of this moment.
+
+    Args:
+        optimizer: Whose step it is, see :func:`wants_whole_steps`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.kind = kind_of(optimizer)
+        self.state = attributes_of(optimizer)["state"]  # not opening the gate
+        self.hyperparameters = snapshot_hyperparameters(optimizer)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._known = len(self.state)
+
+    def complete(self) -> None:
+        """Say that all parts have been taken: what they have added to the state gets the order of a whole step."""
+        if len(self.state) > self._known + 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                position = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+                added = list(self.state)[self._known :]
+                for key in sorted(added, key=lambda key: position.get(id(key), len(position))):
+                    self.state[key] = self.state.pop(key)
+
+
+def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
+    """Take ``due`` for ``chosen``; everything else of the optimizer stays as it is.
+
+    Args:
+        due: The step.
+        chosen: Parameters with the gradients to step with; ``parameter.grad`` is put back afterwards.
+    """
+    by_group: dict[int, list[nn.Parameter]] = {}
+    replaced: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    for group, parameter, gradient in chosen:
+        by_group.setdefault(group, []).append(parameter)
+        if parameter.grad is not gradient:
+            replaced.append((parameter, parameter.grad))
+            parameter.grad = gradient
+    own = attributes_of(due.optimizer)
+    groups = [{**due.hyperparameters[group], "params": params} for group, params in by_group.items()]
+    before = {**own, "state": due.state, "param_groups": groups}
+    # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps. Without the layer
+    # that calls hooks: there were none when the step was due.
+    step: Any = due.kind.step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    stand_in = object.__new__(due.kind)
+    after = attributes_of(stand_in)
+    after.update(before)
+    try:
+        step(stand_in)
+    finally:
+        # What the step notes on its optimizer, for example that it has checked the devices.
+        noted = {name: value for name, value in after.items() if name not in before or value is not before[name]}
+        noted.pop("param_groups", None)
+        own.update(noted)
+        for parameter, gradient_before in replaced:
+            parameter.grad = gradient_before
+
+
+@contextmanager
+def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[None]:
+    """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
+
+    Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
+    or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
+    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms
+    of ``torch.func`` let nobody change what they close over.
+
+    Args:
+        device: Where the parameters live.
+        default_dtype: What was the default at the step boundary.
+    """
+    with ExitStack() as stack:
+        if torch.get_default_dtype() is not default_dtype:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(default_dtype)
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch._C._len_torch_dispatch_stack() or _modes_before_dispatch():
+            stack.enter_context(_disable_current_modes())
+        if _inside_a_transform():
+            stack.enter_context(_outside_transforms())
+        tracing = _C._get_tracing_state()
+        if tracing is not None:
+            stack.callback(_C._set_tracing_state, tracing)
+            _C._set_tracing_state(None)
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
+        yield
+
+
+class UpdateState(enum.Enum):
+    """Where a bucket's update stands."""
+
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+    DUE = "due"
+    STEPPED = "stepped"
+    OPENING = "opening"
+    DONE = "done"
+
+
+class BucketUpdate:
+    """A gate on the parameters of one bucket.
+
+    Args:
+        engine: Applies the update.
+        index: The bucket's index, the same on all ranks.
+        parameters: The bucket's parameters.
+        buffer: The flat gradient, reduced in place.
+        task: The communication.
+    """
+
+    __slots__ = (
+        "buffer",
+        "chosen",
+        "due",
+        "engine",
+        "index",
+        "norm_when_read",
+        "parameters",
+        "state",
+        "task",
+        "touched_by",
+        "transformed",
+    )
+
+    def __init__(
+        self,
+        engine: GradientEngine,
+        index: int,
+        parameters: list[nn.Parameter],
+        buffer: torch.Tensor,
+        task: CommTask,
+    ) -> None:
+        self.engine = engine
+        self.index = index
+        self.parameters = parameters
+        self.buffer = buffer
+        self.task = task
+        self.state = UpdateState.REDUCING
+        self.chosen: list[ParameterGradient] = []
+        self.due: DueStep | None = None
+        self.transformed = 0  # how many of the step's transforms have been applied
+        self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
+        self.touched_by: nn.Parameter | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the gradient is here, reduced."""
+        return self.task.done() and self.task.error is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a touch may find something left to do."""
+        return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
+        if not gradient.numel():  # has no address to go by
+            return True
+        first = self.buffer.data_ptr()
+        return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
+
+    def gateable(self) -> bool:
+        """Whether every parameter's touches can be seen."""
+        return all(can_be_gated(p) for p in self.parameters)
+
+    def close_gate(self) -> None:
+        """Gate the parameters."""
+        arm(self.parameters, self)
+
+    def open_gate(self) -> None:
+        """Make the parameters plain again."""
+        disarm(p for p in self.parameters if gate_of(p) is self)
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        self.touched_by = parameter
+        self.engine.touched(self, gradient_only)
+        gate = gate_of(parameter)
+        if gate is not None and gate is not self:
+            gate.touched(parameter, gradient_only)  # put there while this thread waited
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        self.engine.open_all(reason)

@@ -1,0 +1,460 @@
+"""Decides what can overlap, from what a fit is made of.
+
+What is overlapped in a fit, what is not, and why: ``strategy.plan``.
+
+What keeps a step from crossing the barrier, and which parameters a touch gate cannot see.
+
+Handing an optimizer's step, and what comes before it, to the engine through the calls Lightning makes anyway.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.operations import shards_over
+from lightning_bytescheduler.ddp.aliases import AliasDetector
+from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.gates import can_be_gated
+from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled, scaling_later
+from lightning_bytescheduler.ddp.partial_step import (
+    can_have_a_gate,
+    has_step_hooks,
+    is_per_parameter,
+    steps_as_its_class,
+)
+
+__all__ = [
+    "OverlapPlan",
+    "deferring",
+    "make_plan",
+    "model_reasons",
+    "names_of",
+    "norm_needed_by",
+    "optimizer_reasons",
+    "precision_reasons",
+    "scales_losses",
+    "steps_plainly",
+    "then",
+    "unseen_parameters",
+]
+
+_NAMES_SHOWN = 3
+_HELD = (
+    "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
+    "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapPlan:
+    """Made at the start of a fit from the model, its optimizers, precision and clipping; the same on every rank.
+
+    The first step of a fit is synchronised in any case: DDP has not settled its buckets yet.
+
+    Attributes:
+        steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
+            gradients.
+        reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
+        gradients: ``"all-reduce"``, or ``"reduce-scatter"`` when every update needs to know all gradients' norm: each
+            rank reduces a shard, norms are exchanged, and gradients are gathered under the next forward pass.
+        norm_needed_by: What needs it, in words.
+        gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
+            itself, as it cannot be seen when they are read.
+        as_ddp: Whether steps are taken as DDP takes them at present: because of ``mode="ddp"``, because they cannot
+            overlap, or because little could be hidden or a trial found that faster.
+        pace: Why they are taken as DDP's, or overlap, as far as that was measured; in a few words.
+        early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
+            ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
+        read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
+            this rank, and the step in which it was found. In that step they had, or may have had, the weights of the
+            step before; from the next one on they are waited for.
+        opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
+            gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, and how often.
+        whole_steps: Why steps that were to overlap were not deferred, and how many, so far on this rank: what was not
+            there when the fit began, such as another optimizer, or somebody who keeps its state.
+        held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
+            is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
+            (``p.data = p.data.clone()`` before the fit) keeps the overlap.
+        deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
+            before the first.
+    """
+
+    steps: Literal["overlapped", "synchronised"]
+    reasons: tuple[str, ...] = ()
+    gradients: Literal["all-reduce", "reduce-scatter"] = "all-reduce"
+    norm_needed_by: tuple[str, ...] = ()
+    gated_at_start: tuple[str, ...] = ()
+    as_ddp: bool = False
+    pace: str = ""
+    early_readers: Mapping[str, int] = field(default_factory=dict)
+    read_unseen: Mapping[str, int] = field(default_factory=dict)
+    opened_for: Mapping[str, int] = field(default_factory=dict)
+    whole_steps: Mapping[str, int] = field(default_factory=dict)
+    held_elsewhere: tuple[str, ...] = ()
+    deferred_share: float | None = None
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether updates cross the step boundary."""
+        return self.steps == "overlapped"
+
+    def summary(self) -> str:
+        """One line for the log."""
+        if not self.overlapped:
+            how = ", and taken as DDP takes them" if self.as_ddp else ""
+            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}."
+        if self.as_ddp:
+            return f"steps as ddp's: {self.pace}." if self.pace else "steps are taken as DDP takes them."
+        line = "updates cross the step boundary"
+        if self.norm_needed_by:
+            line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
+        if self.gated_at_start:
+            line += f"; {_some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
+        if self.held_elsewhere:
+            line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
+        return f"{line}."
+
+    def __repr__(self) -> str:
+        how = ", except the first" if self.overlapped else ""
+        lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
+        lines += [f"because {reason}" for reason in self.reasons]
+        if self.pace:
+            lines.append(f"because {self.pace}")
+        if self.overlapped:
+            lines.append(
+                "gradients: all-reduce"
+                if self.gradients == "all-reduce"
+                else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
+            )
+        if self.gated_at_start:
+            lines.append(f"updated early: {_some_of(self.gated_at_start)}")
+        if self.held_elsewhere:
+            lines.append(f"{_some_of(self.held_elsewhere)} {_HELD}")
+        if self.overlapped and self.deferred_share is not None:
+            lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
+        lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
+        lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
+        lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
+        lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
+        body = "\n".join(f"  {line}" for line in lines)
+        return f"OverlapPlan(\n{body}\n)"
+
+
+def _some_of(names: tuple[str, ...]) -> str:
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    if len(optimizers) != 1:
+        return [
+            f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
+        ]
+    optimizer = optimizers[0]
+    reasons = []
+    name = type(optimizer).__name__
+    if not is_per_parameter(optimizer):
+        reasons.append(
+            f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
+        )
+    elif not can_have_a_gate(optimizer):
+        reasons.append(
+            f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)"
+        )
+    if not steps_as_its_class(optimizer):
+        reasons.append(
+            f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "
+            "done in LightningModule.on_train_batch_end, to keep the overlap)"
+        )
+    if has_step_hooks(optimizer):
+        reasons.append(f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)")
+    return reasons
+
+
+def model_reasons(model: nn.Module) -> list[str]:
+    """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    reasons = []
+    sparse = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+    if sparse:
+        reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
+    shared = _sharing_memory(model)
+    if shared:
+        reasons.append(
+            f"parameters {shared[0]!r} and {shared[1]!r} are different tensors over the same memory "
+            "(tie them by assigning the same nn.Parameter to keep the overlap)"
+        )
+    return reasons
+
+
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Two parameters that overlap; neighbours in one storage, as cuDNN wants those of an LSTM, do not."""
+    ranges = sorted(
+        (parameter.data_ptr(), _end(parameter), name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter)
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            return name, other
+    return None
+
+
+def _end(parameter: nn.Parameter) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr() + (reach + 1) * parameter.element_size()
+
+
+def unseen_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that may be read without a touch: their steps are not deferred.
+
+    Those of scripted modules, whose code holds the memory itself, and those of a class of their own. Compiled modules,
+    and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
+    when it runs is found by :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver`, and who keeps an
+    alias by :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector`; where PyTorch does not show aliases,
+    parameters of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count
+    as unseen.
+    """
+    compiled_too = not compiled_calls_are_seen()
+    aliases_show = AliasDetector(()).works
+    unseen: set[int] = set()
+    by_storage: dict[int, int] = {}
+    for parameter in model.parameters():
+        if not can_be_gated(parameter):
+            unseen.add(id(parameter))
+        elif parameter.requires_grad and parameter.numel():
+            by_storage[parameter.untyped_storage().data_ptr()] = id(parameter)
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule) or (compiled_too and _is_compiled(module)):
+            unseen.update(id(p) for p in module.parameters())
+        for owner_of_method in _compiled_methods_owners(module) if compiled_too else ():
+            unseen.update(id(p) for p in owner_of_method.parameters())
+        for alias in () if aliases_show else _plain_tensors(module):
+            owner = by_storage.get(alias.untyped_storage().data_ptr())
+            if owner is not None:
+                unseen.add(owner)
+    return unseen
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
+    )
+
+
+def _compiled_methods_owners(module: nn.Module) -> Iterable[nn.Module]:
+    """Modules of which ``module`` has a compiled method: Dynamo must not meet the gates of what such a method reads."""
+    # Decorated in the class, or compiled later and kept as an attribute.
+    if any(_compiled_from(value) is not None for cls in type(module).__mro__ for value in vars(cls).values()):
+        yield module
+    for value in vars(module).values():
+        owner = getattr(_compiled_from(value), "__self__", None)
+        if isinstance(owner, nn.Module):
+            yield owner
+
+
+def _compiled_from(value: Any) -> Any:
+    """What ``torch.compile`` made the function ``value`` from, or ``None``."""
+    return getattr(value, "_torchdynamo_orig_callable", None) if inspect.isfunction(value) else None
+
+
+def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    """Tensors that ``module`` reads and no gate is ever closed on."""
+    values = [*vars(module).values(), *module._buffers.values()]
+    for value in values:
+        candidates = value if isinstance(value, (list, tuple)) else (value,)
+        for tensor in candidates:
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+                yield tensor
+    for parameter in module._parameters.values():
+        if parameter is not None and not parameter.requires_grad and parameter.numel():
+            yield parameter
+
+
+def steps_plainly(plugin: Precision) -> bool:
+    """Whether the plugin's optimizer step is the closure and ``optimizer.step``, with a known scaler or none."""
+    if isinstance(plugin, MixedPrecision):
+        return type(plugin).optimizer_step is MixedPrecision.optimizer_step and (
+            plugin.scaler is None or can_be_deferred(plugin.scaler)
+        )
+    return type(plugin).optimizer_step is Precision.optimizer_step
+
+
+def scales_losses(plugin: Precision) -> bool:
+    """Whether the plugin scales losses, and leaves out steps with gradients that are not finite."""
+    return isinstance(plugin, MixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler)
+
+
+def then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
+
+    def run() -> Any:
+        output = closure()
+        after()
+        return output
+
+    return run
+
+
+@contextmanager
+def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
+    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``.
+
+    So do the plugin's clipping and the scaler's unscaling. Attributes of the instances are replaced, as learning-rate
+    schedules do with ``optimizer.step``, so precision plugins, hooks and user code see the optimizer itself.
+    """
+    own_step = optimizer.step
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        output = None
+        if closure is not None:
+            with torch.enable_grad():
+                output = closure()
+        engine.step(optimizer, own_step)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
+        return output
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(optimizer, "step", step))
+        for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
+            if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
+                stack.enter_context(_replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
+        if isinstance(plugin, MixedPrecision) and scaler is not None:
+            plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
+            stack.callback(setattr, plugin, "scaler", scaler)
+        yield
+
+
+def _or_else(
+    defer: Callable[[Optimizer, float], bool], clip: Callable[[Optimizer, float], None]
+) -> Callable[[Optimizer, float], None]:
+    def clip_later(optimizer: Optimizer, clip_val: float) -> None:
+        if not defer(optimizer, clip_val):
+            clip(optimizer, clip_val)
+
+    return clip_later
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
+    absent = object()
+    before = attributes.get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def make_plan(
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    plugin: Precision,
+    *,
+    cross_barrier: bool,
+    bucket_views: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    unseen: Iterable[int] = (),
+    held: Iterable[int] = (),
+) -> OverlapPlan:
+    """Decide for this rank.
+
+    Args:
+        module: What is trained.
+        optimizers: All of them.
+        plugin: Precision plugin.
+        cross_barrier: The option.
+        bucket_views: DDP's ``gradient_as_bucket_view``.
+        group: The scheduler's data group.
+        device: Where gradients live.
+        unseen: Ids of parameters that may be read without a touch.
+        held: Ids of parameters whose memory somebody else can read.
+    """
+    reasons = []
+    if not cross_barrier:
+        reasons.append("cross_barrier=False (leave it out to keep the overlap)")
+    if not module.automatic_optimization:
+        reasons.append("optimization is manual (automatic optimization keeps the overlap)")
+    else:
+        reasons += optimizer_reasons(optimizers)
+    if not bucket_views:
+        reasons.append(
+            "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep the "
+            "overlap)"
+        )
+    reasons += precision_reasons(plugin, optimizers)
+    reasons += model_reasons(module)
+    needed_by = norm_needed_by(module, plugin)
+    if needed_by and not shards_over(group, device):
+        reasons.append(
+            f"{' and '.join(needed_by)} on {device.type} needs all gradients before a step, and "
+            f"{dist.get_backend(group)} cannot reduce in shards there (process_group_backend='nccl' keeps the overlap)"
+        )
+    if reasons:
+        return OverlapPlan(steps="synchronised", reasons=tuple(reasons))
+    return OverlapPlan(
+        steps="overlapped",
+        gradients="reduce-scatter" if needed_by else "all-reduce",
+        norm_needed_by=needed_by,
+        gated_at_start=names_of(module, unseen),
+        held_elsewhere=names_of(module, held),
+    )
+
+
+def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
+    """Names of the parameters with these ids."""
+    ids = set(parameters)
+    return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
+
+
+def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Why steps cannot be deferred with this precision plugin; empty if they can. Each reason says how to avoid it."""
+    if not steps_plainly(plugin):
+        return [
+            f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
+            "(precision='16-mixed' or 'bf16-mixed' keeps the overlap)"
+        ]
+    if scales_losses(plugin) and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
+        return ["a fused optimizer unscales gradients in its step (fused=False keeps the overlap)"]
+    return []
+
+
+def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
+    """What needs to know the norm of all gradients before an update, in words. The module has its trainer."""
+    trainer = module.trainer
+    needed = []
+    if is_overridden("configure_gradient_clipping", module):
+        needed.append("configure_gradient_clipping")  # which may clip by norm
+    elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+        needed.append("gradient norm clipping")
+    if scales_losses(plugin):
+        needed.append("fp16 loss scaling")
+    return tuple(needed)

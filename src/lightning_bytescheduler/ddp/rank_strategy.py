@@ -1,0 +1,274 @@
+"""DDP's strategy on ranks that learn of each other's failures, and may leave their gradients to ByteScheduler.
+
+A clear error for the separate ``pytorch_lightning`` package.
+
+Its Trainer accepts only strategies derived from its own classes. Where it is already imported, the names are registered
+there too, bound to an error that says what to import instead.
+
+Lightning's launchers for processes that the main process starts and joins (spawn, fork), with failures published.
+
+There Lightning calls ``on_exception`` and tears down in the main process, when the workers are gone. The other ranks
+have to hear of a failure from the worker it happens in, before it dies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.ddp.fit_position import FitPosition
+from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.roll_call import Introduction, RendezvousWatch, hold_roll_call, require_alike
+
+__all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of", "refuse_foreign_trainer"]
+
+_MESSAGE = (
+    "strategy={name!r} was given to pytorch_lightning's Trainer, but lightning-bytescheduler extends the 'lightning' "
+    "package. Use `import lightning as L` (or `from lightning import pytorch as pl`) for Trainer, LightningModule and "
+    "callbacks alike."
+)
+
+
+def refuse_foreign_trainer(names: Iterable[str]) -> None:
+    """Register ``names`` with ``pytorch_lightning``, if it is imported, as an error with the way out."""
+    foreign = sys.modules.get("pytorch_lightning.strategies")
+    registry = getattr(foreign, "StrategyRegistry", None)
+    if foreign is None or registry is None:
+        return
+    for name in names:
+        if name in registry:
+            continue
+
+        class Refused(foreign.Strategy):  # type: ignore[name-defined, misc]
+            _name = name
+
+            def __new__(cls, **_: Any) -> Any:
+                raise UnsupportedError(_MESSAGE.format(name=cls._name))
+
+        registry.register(name, Refused, description="lightning-bytescheduler needs the 'lightning' package")
+
+
+class PublishingLauncher(_MultiProcessingLauncher):
+    """See Lightning's launcher.
+
+    Args:
+        strategy: Told about failures in each worker; pickled into it with the Trainer.
+        start_method: See Lightning's launcher.
+    """
+
+    _strategy: RankStrategy
+
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Callable[..., Any], *arguments: Any, **keywords: Any
+    ) -> None:
+        try:
+            super()._wrapping_function(process_idx, trainer, function, *arguments, **keywords)
+        except BaseException as error:
+            self._strategy.publish_failure(error)
+            raise
+
+
+_T = TypeVar("_T")
+_TIMEOUT_S = 1800.0
+
+
+class RankStrategy(DDPStrategy):
+    """What both strategies of this package do in a step, and with a failure.
+
+    Args:
+        **options: See DDPStrategy.
+    """
+
+    sigterm_patience_s: ClassVar[float] = 0.0
+    """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
+
+    def __init__(self, **options: Any) -> None:
+        self._board: FaultBoard | None = None
+        self._failed = False
+        self._position: FitPosition | None = None  # where all ranks train together
+        self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
+        super().__init__(**options)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ who takes part
+
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
+        """Around the wait for the other ranks: who is missing is said."""
+        environment = self.cluster_environment
+        if environment is None or ranks == 1 or dist.is_initialized():
+            return nullcontext()
+        self.set_world_ranks()
+        return RendezvousWatch(
+            environment.main_address,
+            environment.main_port,
+            rank=self.global_rank,
+            world_size=ranks,
+            strategy=strategy,
+        )
+
+    def _meet(self, what: str, own: Introduction) -> None:
+        """Make sure with all other ranks that they are in the same training.
+
+        Args:
+            what: Is compared.
+            own: What this rank has to say of it.
+        """
+        board = self._board
+        if board is None:
+            return
+
+        def failure() -> BaseException | None:
+            return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
+
+        with self._explained():
+            seconds = _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
+            place = board.meeting_place(what)
+            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=failure)
+            require_alike(ranks, warn=rank_zero_warn)
+
+    # ------------------------------------------------------------------ one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().validation_step(*args, **kwargs)
+
+    def count_epoch(self) -> None:
+        """An epoch begins."""
+        if self._position is not None:
+            self._position.begin_epoch()
+
+    def count_batch(self) -> None:
+        """A batch begins, unless the ranks have been found to wait for each other."""
+        if self._board is not None and isinstance(self._board.fault, RanksDivergedError):
+            raise self._board.fault  # what came back from a collective that was called off is not to be trained on
+        if self._position is not None:
+            self._position.begin_batch()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
+        step = super().optimizer_step
+        if self._gradients is None:
+            return step(optimizer, closure, model, **kwargs)
+        with self._explained():
+            return self._gradients.step(
+                lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
+            )
+
+    def _register_ddp_hooks(self) -> None:
+        if self._gradients is None:
+            super()._register_ddp_hooks()
+        else:
+            self._gradients.take_over(self.model)
+
+    # ------------------------------------------------------------------ failures
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
+        if not self._failed:
+            with self._explained():
+                super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
+        if self._failed:
+            return obj
+        with self._explained():
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().reduce_boolean_decision(decision, all)
+
+    def publish_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""
+        if self._failed:
+            return
+        self._failed = True
+        board = self._board
+        if board is None:
+            return
+        board.take_over()
+        cause = self._explain(exception)
+        if not isinstance(cause, RankFailedError):
+            board.publish(cause, patience=self.sigterm_patience_s if isinstance(cause, SIGTERMException) else 0.0)
+        if cause is not exception and hasattr(exception, "add_note"):
+            exception.add_note(str(cause))
+        if self._gradients is not None and self._gradients.runtime is not None:
+            self._gradients.runtime.fail(cause)
+        self._end_with(cause)
+        board.close()  # here, as teardown is skipped when another callback's on_exception raises
+
+    def _end_with(self, cause: BaseException) -> None:
+        """End what else this rank does with the others, because of ``cause``."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See DDPStrategy."""
+        self.publish_failure(exception)
+        super().on_exception(exception)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the consequence of another rank's failure into an error that names the rank."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._explain(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        if self._gradients is not None and self._gradients.runtime is not None:
+            return self._gradients.runtime.explain(error)
+        return error if self._board is None else self._board.explain(error)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to be looked at and changed."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks

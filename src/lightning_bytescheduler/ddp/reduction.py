@@ -1,0 +1,380 @@
+"""Makes the communication tasks of one step, and says when their data exists.
+
+How the buckets of one backward pass become communication tasks.
+
+Two ways. *All-reduce*: one task per bucket. *Sharded*, for steps that need the norm of all gradients, or have to know
+whether all are finite, before the first update (norm clipping, fp16 loss scaling)::
+
+    reduce-scatter   of every bucket, while the backward pass runs: each rank has its shard of the reduced gradient
+    norms            one exchange of a number per parameter: now every rank knows every parameter's norm
+    all-gather       by priority, as soon as the bucket's own reduce-scatter is done; under the next forward pass
+
+The bytes are those of the all-reduce (which is a reduce-scatter followed by an all-gather), but the norm is known when
+half of them have travelled. Reduce-scatters precede everything else, as every update waits for the last of them.
+
+Why the ranks agree: tasks are named by (step, kind and index of the bucket), and are launched in the order rank 0
+decides (``launch_order.py``). A gather waits for its bucket's reduce-scatter on this rank, and the exchange for all of
+them. Rank 0 decides on either only after these have ended there, so they precede it in the one order of all ranks: the
+oldest operation still never waits for a younger one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lightning_bytescheduler.collectives.operations import (
+    Operation,
+    all_gather,
+    all_reduce,
+    exchange,
+    reduce_scatter,
+    shard_of,
+)
+from lightning_bytescheduler.collectives.transport import GradientTransport, ReadyMark
+from lightning_bytescheduler.ddp.gradient_transforms import total_norm
+from lightning_bytescheduler.ddp.partial_step import profiled
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+
+__all__ = ["AllReduction", "Reduction", "ShardedReduction", "StepTasks", "bucket_of", "position_of"]
+
+_GATHER = 1 << 20  # added to a bucket's index in the key of its all-gather; DDP has far fewer buckets
+_NORMS = 1 << 21
+_BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
+
+
+def bucket_of(task: CommTask) -> int:
+    """Index of the bucket that a task of a reduction is about."""
+    return task.key[1] % _GATHER
+
+
+def position_of(task: CommTask) -> int:
+    """Position in the forward pass of what a task of a reduction is about."""
+    return task.priority if task.priority > -_BEFORE_GATHERS // 2 else task.priority + _BEFORE_GATHERS
+
+
+class Reduction(Protocol):
+    """Turns the buckets of one backward pass into tasks."""
+
+    def reduce(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        buffer: torch.Tensor,
+        priority: int,
+        on_end: Callable[[CommTask], None] | None = None,
+    ) -> CommTask:
+        """Average ``buffer`` over all ranks, in place.
+
+        Args:
+            index: The bucket's, the same on all ranks.
+            parameters: Whose gradients ``buffer`` holds, one after the other.
+            buffer: The flat gradient.
+            priority: Position in the forward pass.
+            on_end: Called once when the task has ended; on a GPU earlier, when the current stream waits for that.
+
+        Returns:
+            The task that ends when ``buffer`` holds the mean.
+        """
+
+    def close(self) -> None:
+        """Say that there are no more buckets."""
+
+
+class AllReduction:
+    """One all-reduce per bucket; see :class:`Reduction`.
+
+    Args:
+        core: Sends what becomes ready.
+        transport: What a sub-task's start does.
+        step: Of the backward pass, the same on all ranks.
+        device: Where gradients live.
+    """
+
+    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+        self._tasks = StepTasks(core, transport, step, device)
+
+    def reduce(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        buffer: torch.Tensor,
+        priority: int,
+        on_end: Callable[[CommTask], None] | None = None,
+    ) -> CommTask:
+        """See :class:`Reduction`."""
+        tasks = self._tasks
+        ready = ReadyMark(tasks.device)
+        task = tasks.enqueue(
+            f"bucket {index}",
+            buffer,
+            all_reduce,
+            index=index,
+            priority=priority,
+            wire_share=2 * (tasks.world_size - 1) / tasks.world_size,
+            ready=ready,
+            on_end=on_end,
+            joinable=True,
+        )
+        tasks.notify_ready(task, ready)
+        return task
+
+    def close(self) -> None:
+        """See :class:`Reduction`."""
+
+
+class ShardedReduction:
+    """Reduce-scatter and all-gather per bucket, and every parameter's norm in between; see :class:`Reduction`.
+
+    Reduce-scatters end on the transport's thread, which adds up the norms of this rank's shards there: on a GPU aside
+    from what is queued for it, as the host knows by then that the shards exist.
+    A lock guards what both threads see; nothing is called with it held.
+
+    Args:
+        core: Sends what becomes ready.
+        transport: What a sub-task's start does.
+        step: Of the backward pass, the same on all ranks.
+        device: Where gradients live.
+
+    Attributes:
+        norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
+    """
+
+    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+        self.norms: CommTask | None = None
+        self._tasks = StepTasks(core, transport, step, device)
+        self._rank = transport.group.rank()
+        self._position: dict[int, int] = {}  # of a parameter among all, by its id
+        self._lock = threading.Lock()
+        self._shard_norms: dict[int, float] = {}  # by position
+        self._under_way = 1  # reduce-scatters that have not ended, and one for close()
+        self._rows: torch.Tensor | None = None
+        self._norms: list[float] | None = None
+
+    def reduce(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        buffer: torch.Tensor,
+        priority: int,
+        on_end: Callable[[CommTask], None] | None = None,
+    ) -> CommTask:
+        """See :class:`Reduction`."""
+        tasks = self._tasks
+        first = len(self._position)
+        for position, parameter in enumerate(parameters, first):
+            self._position[id(parameter)] = position
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
+        if buffer.is_complex():  # whose norm is that of all its real and imaginary parts
+            buffer = torch.view_as_real(buffer).view(-1)
+        share = (tasks.world_size - 1) / tasks.world_size
+        ready = ReadyMark(tasks.device)
+        with self._lock:
+            self._under_way += 1
+        scatter = tasks.enqueue(
+            f"bucket {index} scatter",
+            buffer,
+            reduce_scatter,
+            index=index,
+            priority=priority - _BEFORE_GATHERS,
+            wire_share=share,
+            ready=ready,
+            # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
+            on_end=lambda task: None if task.error else self._scattered(buffer, first, sizes, gather, task),
+        )
+        gather = tasks.enqueue(
+            f"bucket {index} gather",
+            buffer,
+            all_gather,
+            index=_GATHER + index,
+            priority=priority,
+            wire_share=share,
+            cut_like=scatter,  # shards are those of parts, so both have to have the same ones
+            on_end=on_end,
+            joinable=True,
+        )
+        tasks.notify_ready(scatter, ready)
+        return gather
+
+    def close(self) -> None:
+        """See :class:`Reduction`."""
+        count = len(self._position)
+        with self._tasks.aside():  # not behind the backward pass: the norms are put there before a GPU is through it
+            self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
+        self.norms = self._tasks.enqueue_exchange(self._rows, index=_NORMS, priority=-_BEFORE_GATHERS)
+        self._one_less()
+
+    def norm(self, parameter: nn.Parameter) -> float:
+        """Of a parameter's reduced gradient as it travelled; the same bits on every rank. Needs :attr:`norms` to end.
+
+        Not finite if and only if the gradient is not. Formed without torch, as ranks may have different processors.
+        """
+        if self._norms is None:
+            if self._rows is None:
+                raise RuntimeError("The norms of a backward pass that has not ended were asked for.")
+            with self._tasks.aside():
+                self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
+        return self._norms[self._position[id(parameter)]]
+
+    def _scattered(
+        self, buffer: torch.Tensor, first: int, sizes: Sequence[int], gather: CommTask, scatter: CommTask
+    ) -> None:
+        with self._tasks.aside():
+            norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
+        with self._lock:
+            self._shard_norms.update((first + position, norm) for position, norm in norms.items())
+        gather.notify_ready()
+        self._one_less()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            last = not self._under_way
+        if last and self._rows is not None and self.norms is not None:
+            row = self._rows[self._rank]
+            norms = torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64)
+            with self._tasks.aside():
+                row.copy_(norms)  # a GPU has them when this returns
+            self.norms.notify_ready()
+
+
+def _shard_norms(
+    buffer: torch.Tensor, sizes: Sequence[int], scatter: CommTask, rank: int, world_size: int
+) -> dict[int, float]:
+    """Norms, by position of the parameter in the bucket, over what ``rank`` has reduced."""
+    pieces: list[torch.Tensor] = []
+    owners: list[int] = []
+    position, end_of_parameter = 0, sizes[0] if sizes else 0
+    for sub in scatter.sub_tasks:
+        first, end = (sub.offset + edge for edge in shard_of(sub.size, rank, world_size))
+        while first < end:
+            while first >= end_of_parameter:
+                position += 1
+                end_of_parameter += sizes[position]
+            last = min(end, end_of_parameter)
+            pieces.append(buffer[first:last])
+            owners.append(position)
+            first = last
+    found: dict[int, float] = {}
+    norms = _norms(pieces, None if buffer.dtype in (torch.float32, torch.float64) else torch.float32)
+    odd = [n for n, norm in enumerate(norms) if not math.isfinite(norm)]
+    # Squares of large but finite values overflow; in double precision they do not.
+    for n, norm in zip(odd, _norms([pieces[n] for n in odd], torch.float64), strict=True):
+        norms[n] = norm
+    for owner, norm in zip(owners, norms, strict=True):
+        found[owner] = total_norm((found.get(owner, 0.0), norm))
+    return found
+
+
+def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[float]:
+    """Norms, computed in ``kind``; from a GPU they come in one transfer."""
+    if not pieces:
+        return []
+    norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=kind) for piece in pieces]).tolist()
+    return norms
+
+
+class StepTasks:
+    """Makes the tasks of one step.
+
+    Args:
+        core: Sends what becomes ready.
+        transport: What a sub-task's start does.
+        step: Of the backward pass, the same on all ranks.
+        device: Where gradients live.
+    """
+
+    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+        self.core = core
+        self.step = step
+        self.device = device
+        self.world_size = transport.group.size()
+        self._transport = transport
+
+    def enqueue(
+        self,
+        name: str,
+        buffer: torch.Tensor,
+        operation: Operation,
+        *,
+        index: int,
+        priority: int,
+        wire_share: float,
+        ready: ReadyMark | None = None,
+        cut_like: CommTask | None = None,
+        on_end: Callable[[CommTask], None] | None = None,
+        joinable: bool = False,
+    ) -> CommTask:
+        """Hand a task over.
+
+        Args:
+            name: Of the task.
+            buffer: What is sent.
+            operation: What is done to each part.
+            index: Within the step.
+            priority: See :class:`CommTask`.
+            wire_share: What each rank sends per byte of ``buffer``.
+            ready: When the contents of ``buffer`` exist, if they do not yet.
+            cut_like: See :meth:`ByteCore.enqueue`.
+            on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
+                result, or when the task has failed before.
+            joinable: Whether the result may be used by streams that wait for it, see :meth:`GradientTransport.join`.
+        """
+        streams = self._transport.streams if joinable else None
+        task = CommTask(
+            name,
+            buffer.numel(),
+            launch=partial(self._send, buffer, operation, ready),
+            priority=priority,
+            key=(self.step, index),
+            wire_bytes=wire_share * buffer.element_size(),
+            on_end=on_end if streams is None else streams.forget,
+        )
+        if streams is not None:
+            streams.expect(task, None if on_end is None else partial(on_end, task))
+        try:
+            self.core.enqueue(task, cut_like=cut_like)
+        except BaseException:
+            if streams is not None:
+                streams.forget(task)
+            raise
+        return task
+
+    def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
+        """Say that a task's data exists, as soon as it does."""
+        streams = self._transport.streams
+        if streams is None:
+            task.notify_ready()
+        else:
+            streams.when_ready(ready, task.notify_ready)
+
+    def enqueue_exchange(self, rows: torch.Tensor, *, index: int, priority: int) -> CommTask:
+        """Hand over the exchange of the rows of ``rows``, a single message, which exist when the task is ready."""
+        task = CommTask(
+            "gradient norms",
+            1,
+            launch=lambda sub_task: self._transport.send(rows, sub_task, exchange),
+            priority=priority,
+            key=(self.step, index),
+            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
+        )
+        self.core.enqueue(task)
+        return task
+
+    def aside(self) -> AbstractContextManager[object]:
+        """See :meth:`GradientTransport.aside`."""
+        return self._transport.aside()
+
+    def _send(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None, sub_task: SubCommTask) -> None:
+        with profiled(f"bytescheduler::start {sub_task.name}"):
+            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
+            self._transport.send(part, sub_task, operation, ready)

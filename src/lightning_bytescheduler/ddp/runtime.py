@@ -1,0 +1,336 @@
+"""Everything one ``fit`` needs on one rank, put together and taken apart in one place.
+
+Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
+dispatcher, the transport's thread and, on ranks above 0, the follower of rank 0's launch order. The fault
+board, with its watcher, is there before a runtime and after it.
+
+Sizes that every rank uses, settled once at the start of a fit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.entry_points import watch_entry_points
+from lightning_bytescheduler.ddp.reduction import bucket_of, position_of
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.notice import is_communication_error
+from lightning_bytescheduler.scheduler.core import ByteCore, InterpreterTurns
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, Timeline
+from lightning_bytescheduler.tuning.link import LinkEstimate, SchedulerSizes, default_sizes
+
+__all__ = ["AgreedSizes", "SchedulerRuntime", "agree_on_sizes"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSizes:
+    """Sizes that hold on every rank, and the link they were made for, if it was measured."""
+
+    sizes: SchedulerSizes
+    link: LinkEstimate | None
+
+
+def agree_on_sizes(
+    groups: SchedulerGroups,
+    options: SchedulerOptions,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    in_shards: bool = False,
+) -> AgreedSizes:
+    """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
+
+    Probes the link unless rank 0 has both sizes fixed.
+
+    Args:
+        groups: The scheduler's.
+        options: This rank's.
+        parameters: All of the model.
+        device: Where gradients live.
+        in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
+    """
+    groups.warm_up(device)
+    message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
+    dist.broadcast(message, src=0, group=groups.control)
+    partition, credit, in_shards = message.tolist()
+    link = None
+    trainable = [p for p in parameters if p.requires_grad]
+    count = sum(p.numel() for p in trainable)
+    width = max((p.element_size() for p in trainable), default=4)
+    if partition and credit:
+        bucket = max(partition * width, min(count * width // 64, 25 * 1024 * 1024))
+        sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
+    else:
+        link = probe_link(groups.data, device)
+        sizes = default_sizes(
+            parameters=count,
+            bytes_per_parameter=width,
+            link=link,
+            busy_processor=device.type == "cpu",
+            in_shards=bool(in_shards),
+        )
+        if credit:
+            sizes = SchedulerSizes(
+                partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
+            )
+        elif partition:
+            sizes = SchedulerSizes(
+                partition_size=partition,
+                credit=max(sizes.credit, 2 * partition),
+                bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
+            )
+    return AgreedSizes(sizes=sizes, link=link)
+
+
+_STOP_S = 5.0
+_LANDING_S = 1.5
+_MOMENT_S = 0.5
+_DEFAULT_TIMEOUT_S = 1800.0
+
+
+class SchedulerRuntime:
+    """One rank's scheduler during one fit.
+
+    Args:
+        groups: The scheduler's process groups.
+        board: Where failures are published; not closed with the runtime.
+        agreed: From :func:`agree_on_sizes`.
+        options: This rank's options.
+        parameters: What DDP reduces.
+        device: Where gradients live.
+        timeout: Longest wait for one bucket; ``None`` for half an hour.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: SchedulerGroups,
+        board: FaultBoard,
+        agreed: AgreedSizes,
+        options: SchedulerOptions,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        timeout: timedelta | None,
+    ) -> None:
+        self.statistics = SchedulerStatistics()
+        self.agreed = agreed
+        self._groups = groups
+        self._board = board
+        self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        self._stopped = False
+        self._process = os.getpid()
+        self._closed_in_order = False  # the control group: nobody waits for a decision any more
+        self._collectives_failed = False
+        # Why the weights are not those of a whole number of steps, after a failure.
+        self.lost_weights: SchedulerClosedError | None = None
+        self._busy_until = 0.0
+        parameters = list(parameters)
+        self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
+        self._order = (
+            DecidingOrder(groups.control, self._on_error)
+            if groups.rank == 0
+            else FollowingOrder(groups.control, self._on_error)
+        )
+        self._core = ByteCore(
+            partition_size=agreed.sizes.partition_size,
+            credit=agreed.sizes.credit,
+            order=self._order,
+            observer=self._observe,
+            debug=options.debug,
+        )
+        self._transport = GradientTransport(groups.data, self._on_error, device)
+        if isinstance(self._order, FollowingOrder):
+            self._order.start(self._core.update_order)
+        self.engine = GradientEngine(
+            core=self._core,
+            transport=self._transport,
+            parameters=parameters,
+            device=device,
+            cross_barrier=options.cross_barrier,
+            timeout=self._timeout,
+            statistics=self.statistics,
+            timeline=self._timeline,
+        )
+        self._turns = InterpreterTurns()
+        self._leave_entry_points = watch_entry_points()
+        board.watch(self)
+        # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
+        # would abort the process.
+        atexit.register(self.stop, failed=True)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What gradients travel on."""
+        return self._groups.data
+
+    @property
+    def core(self) -> ByteCore:
+        """The scheduler core; its credit and partition size may be changed on rank 0 at any time."""
+        return self._core
+
+    # What the fault board asks and tells (Watched), on its own thread.
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
+        self._await_landing(step)
+        self._core.abort(fault)
+        self.engine.fail_merged(fault)
+
+    def own_failure(self) -> BaseException | None:
+        """What has stopped the scheduler, on whichever thread."""
+        return self._core.abort_cause
+
+    def phase(self) -> str:
+        """What this rank is doing, in words."""
+        return self.engine.phase
+
+    def steps_handed_over(self) -> int:
+        """How many backward passes have ended."""
+        return self.engine.steps_handed_over
+
+    # What the strategy calls.
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
+        cause = self._core.abort_cause
+        # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
+        if cause is not None and isinstance(error, (RuntimeError, ByteSchedulerError)):
+            error = cause
+        return self._board.explain(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop for good, because of this rank's failure or another's.
+
+        Updates whose gradients have arrived are applied first.
+
+        Args:
+            error: What this rank fails with, as explained by :meth:`explain`.
+        """
+        self._await_landing(self.engine.steps_handed_over)
+        self._core.abort(error)
+        self.engine.fail_merged(error)
+        self.stop(failed=True)
+        try:
+            applied, lost = self.engine.settle()
+        except Exception as not_settled:
+            self.lost_weights = SchedulerClosedError(f"The last updates could not be applied: {not_settled}.")
+            return
+        if lost:
+            self.lost_weights = SchedulerClosedError(
+                f"{lost} of {applied + lost} parameters lack the update of the last step, as gradients did not arrive."
+            )
+            self.lost_weights.__cause__ = error
+
+    def stop(self, *, failed: bool) -> None:
+        """Stop every thread and leave the groups; bounded, never raises, idempotent.
+
+        Args:
+            failed: Whether training ended with an error: then nothing is waited for.
+        """
+        if self._stopped or os.getpid() != self._process:  # threads and connections are the parent's, not a fork's
+            return
+        self._stopped = True
+        self._board.unwatch(self)
+        steps: list[Callable[[], object]] = [
+            lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
+            lambda: self._close_order(failed),
+            # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
+            self._leave_groups,
+            lambda: self._transport.stop(_STOP_S),
+            self._turns.end,
+        ]
+        if self._timeline is not None:
+            steps.append(self._timeline.close)
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                if not failed:
+                    log.warning("While the scheduler was shut down: %s", error)
+        atexit.unregister(self.stop)
+
+    def close(self, *, failed: bool) -> None:
+        """Stop, and make every parameter plain again; see :meth:`stop`."""
+        self.stop(failed=failed)
+        self.engine.close()
+        self._leave_entry_points()
+
+    def _close_order(self, failed: bool) -> None:
+        order = self._order
+        if isinstance(order, DecidingOrder):
+            order.close()
+            self._closed_in_order = order.wait_sent(_MOMENT_S if failed else _STOP_S)
+            return
+        # Rank 0 may come here much later. Its closing message is waited for as long as there is hope, as the receive
+        # that is under way on the control group cannot be called off.
+        deadline = time.monotonic() + (_MOMENT_S if failed else self._timeout)
+        while not order.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline:
+            if self._board.hopeless and not failed:
+                break
+        self._closed_in_order = order.closed
+        order.stop(_STOP_S)
+
+    def _leave_groups(self) -> None:
+        idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
+        self._groups.destroy(data_idle=idle, control_idle=self._closed_in_order)
+
+    def _await_landing(self, step: int | None) -> None:
+        """Give updates of the first ``step`` steps a moment to arrive."""
+        deadline = time.monotonic() + _LANDING_S
+        with suppress(Exception):
+            for task in self.engine.due_tasks():
+                if step is not None and task.key[0] <= step:
+                    task.wait(max(0.0, deadline - time.monotonic()))
+
+    def _on_error(self, error: BaseException) -> BaseException:
+        """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
+        self._collectives_failed = True
+        cause = self._core.abort_cause or self._board.explain(error)
+        if is_communication_error(cause):
+            cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
+            cause.__cause__ = error
+        self._core.abort(cause)
+        return cause
+
+    def _observe(self, sub: SubCommTask) -> None:
+        """Called by the core with each sub-task that ended."""
+        wire_bytes = sub.size * sub.parent.wire_bytes
+        statistics = self.statistics
+        statistics.sub_tasks += 1
+        statistics.bytes_sent += wire_bytes
+        statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
+        self._busy_until = max(self._busy_until, sub.finished_at)
+        if self._timeline is not None:
+            args = {
+                "bytes": wire_bytes,
+                "priority": position_of(sub.parent),
+                "step": sub.parent.key[0],
+                "task": bucket_of(sub.parent),
+                "partition": sub.index,
+            }
+            self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
+            self._timeline.overlapping(
+                sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args
+            )

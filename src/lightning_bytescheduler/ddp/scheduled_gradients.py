@@ -1,0 +1,471 @@
+"""ByteScheduler's communication in a strategy whose ranks train together with DDP: from the wrap of the model on.
+
+The strategy calls it at the places of a step that Lightning hands to strategies, and whenever weights have to be final.
+
+What the strategy tells the user at the start of ``fit``: one line each, on rank 0.
+
+Finds out who reads weights or gradients between steps, and so waits for what could have travelled on.
+
+Also counts steps that are taken whole for a reason that was not there when the fit began.
+
+Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads nothing
+costs nothing, one that reads every hundred steps costs every hundredth step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial
+from lightning_bytescheduler.ddp.ddp_options import check_module
+from lightning_bytescheduler.ddp.engine import schedule_bucket
+from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
+from lightning_bytescheduler.ddp.plan import (
+    OverlapPlan,
+    deferring,
+    make_plan,
+    names_of,
+    norm_needed_by,
+    then,
+    unseen_parameters,
+)
+from lightning_bytescheduler.ddp.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning
+from lightning_bytescheduler.exceptions import SchedulerClosedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.tuning.link import is_slow
+from lightning_bytescheduler.tuning.search_space import TuningPoint
+
+__all__ = ["EarlyReads", "ScheduledGradients", "announce", "announce_mode", "reason_for", "say_unseen"]
+
+log = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 3
+
+
+def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) -> None:
+    """Say which sizes are used and why, what was ignored or clamped, and switch on the debug log.
+
+    Args:
+        options: This rank's options.
+        agreed: What holds on all ranks.
+        world_size: Number of ranks.
+    """
+    sizes = agreed.sizes
+    if options.partition_size and options.credit and options.partition_size > options.credit:
+        rank_zero_warn(
+            f"partition_size={options.partition_size} is above credit={options.credit}; "
+            f"partitions of {sizes.partition_size} parameters are used."
+        )
+    if options.ignored_variables:
+        rank_zero_info(
+            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
+            "process group."
+        )
+    link = ""
+    if agreed.link is not None:
+        link = f"; all-reduce at {1e-6 / agreed.link.beta:.0f} MB/s after {1e3 * agreed.link.alpha:.2f} ms"
+    rank_zero_info(
+        f"bytescheduler: {world_size} ranks, partitions of {sizes.partition_size:,} parameters, "
+        f"credit {sizes.credit:,}, buckets of {sizes.bucket_bytes / 1e6:.2f} MB{link}."
+    )
+    if options.debug:
+        logger = logging.getLogger("lightning_bytescheduler")
+        logger.setLevel(logging.DEBUG)
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
+
+
+def reason_for(found: ModeFound) -> str:
+    """Say in a few words why steps are taken as they are.
+
+    Args:
+        found: What ranks have agreed on, and from what.
+    """
+    if not math.isnan(found.overlapped_s):
+        return f"overlapped steps took {1e3 * found.overlapped_s:.1f} ms, steps as ddp's {1e3 * found.as_ddp_s:.1f} ms"
+    if math.isfinite(found.exposed_s):
+        return f"communication exposed {1e3 * found.exposed_s:.1f} of {1e3 * found.as_ddp_s:.1f} ms"
+    return "it is not known what could be hidden"
+
+
+def announce_mode(found: ModeFound) -> None:
+    """Say which way steps are taken from here on, and why.
+
+    Args:
+        found: What ranks have agreed on, and from what.
+    """
+    way = "steps as ddp's" if found.as_ddp else "steps overlap"
+    rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
+
+
+def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
+    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
+
+    Args:
+        names: Of the parameters.
+        step: In which it was found.
+        certain: Whether they were the weights of the step before; else they may have been.
+        rank: Of this process.
+    """
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
+    message = (
+        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
+        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
+        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
+        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
+    )
+    if rank == 0:
+        rank_zero_warn(message)
+    else:
+        log.error("rank %d: %s", rank, message)
+
+
+_ENOUGH = 20  # steps of which most were read early, before it is worth a line
+_OWNERS = (pl.Callback, pl.LightningModule, Logger)
+
+
+class EarlyReads:
+    """Counts the steps whose updates or gradients were waited for between steps, by who did.
+
+    Args:
+        trainer: Reads while it validates, tests or predicts are none of ours.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._steps: Counter[str] = Counter()
+        self._whole: Counter[str] = Counter()
+        self._first_step: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``."""
+        return dict(self._steps)
+
+    @property
+    def whole_steps(self) -> dict[str, int]:
+        """How many steps were taken whole, by why."""
+        return dict(self._whole)
+
+    def note_whole_step(self, why: str) -> None:
+        """A step that could overlap is taken whole."""
+        self._whole[why] += 1
+        if self._whole[why] == _ENOUGH:
+            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
+
+    def note(self) -> None:
+        """Somebody further up this thread's stack waits; called at most once per step."""
+        if not self._trainer.training:
+            return
+        reader = _reader(sys._getframe(1))
+        if reader is None:
+            return
+        step = self._trainer.global_step
+        self._steps[reader] += 1
+        since = step - self._first_step.setdefault(reader, step) + 1
+        if reader not in self._told and self._steps[reader] >= _ENOUGH and 2 * self._steps[reader] > since:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self._steps[reader]} of the "
+                f"last {since}. They are what DDP would show, but these steps wait for all gradients; looking less "
+                "often keeps the overlap."
+            )
+
+
+def _reader(frame: FrameType | None) -> str | None:
+    """The innermost method of a callback, module or logger on the stack that is not Lightning's own plumbing."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+class ScheduledGradients:
+    """One strategy's scheduler, fit after fit.
+
+    Args:
+        strategy: Its default process group has the ranks that train together.
+        options: This rank's.
+        timeout: Longest wait for one bucket.
+        own_buckets: Whether the user chose the sizes of DDP's buckets.
+        tuning: What finds sizes while training, if anything does.
+    """
+
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        options: SchedulerOptions,
+        *,
+        timeout: timedelta | None,
+        own_buckets: bool,
+        tuning: FitTuning | None = None,
+    ) -> None:
+        self.runtime: SchedulerRuntime | None = None
+        self.statistics: SchedulerStatistics | None = None
+        self._strategy = strategy
+        self._options = options
+        self._timeout = timeout
+        self._own_buckets = own_buckets
+        self._tuning = tuning
+        self._plan: OverlapPlan | None = None
+        self._early_reads: EarlyReads | None = None
+        self._read_unseen: dict[str, int] = {}
+        self._opened_for: Mapping[str, int] = {}
+        self._lost_weights: SchedulerClosedError | None = None
+
+    @property
+    def plan(self) -> OverlapPlan | None:
+        """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
+        module, runtime, reads, share = self._strategy.lightning_module, self.runtime, self._early_reads, None
+        if self._plan is None or reads is None:
+            return self._plan
+        if self.statistics is not None and self.statistics.updates:
+            share = self.statistics.deferred_share
+        if runtime is not None and module is not None:
+            # Not only what was known at the start: reads that nobody sees are found in the first step, and who keeps an
+            # alias may have come later.
+            self._plan = replace(
+                self._plan,
+                gated_at_start=names_of(module, runtime.engine.gated_at_forward_start),
+                held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
+            )
+        return replace(
+            self._plan,
+            early_readers=reads.steps,
+            whole_steps=reads.whole_steps,
+            deferred_share=share,
+            read_unseen=dict(self._read_unseen),
+            opened_for=dict(self._opened_for),
+        )
+
+    # ------------------------------------------------------------------ life cycle
+
+    def prepare(self, board: FaultBoard) -> None:
+        """Agree on sizes with the other ranks, before the model is wrapped."""
+        module, device = self._strategy.lightning_module, self._strategy.root_device
+        if module is None:
+            return
+        check_module(module)
+        self._lost_weights = None
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            return  # DDP has an error for it
+        groups = SchedulerGroups.create(timeout=self._timeout)
+        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))
+        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards)
+        options = self._strategy._ddp_kwargs
+        if not self._own_buckets:
+            options["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
+        elif options.get("bucket_cap_mb") is not None:
+            chosen = max(int(options["bucket_cap_mb"] * 2**20), 1)
+            agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
+        self.runtime = SchedulerRuntime(
+            groups=groups,
+            board=board,
+            agreed=agreed,
+            options=self._options,
+            parameters=parameters,
+            device=device,
+            timeout=self._timeout,
+        )
+        if not self._own_buckets:
+            self.runtime.engine.merged_bytes = merged_bytes(device, agreed.link)
+        self.statistics = self.runtime.statistics
+        announce(self._options, agreed, groups.world_size)
+
+    def take_over(self, model: object) -> None:
+        """Take the place of the communication of ``model``, once it is wrapped."""
+        if self.runtime is not None and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(self.runtime.engine, schedule_bucket)
+            # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+            model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+    def decide(self) -> None:
+        """Decide with the other ranks what overlaps, once everything is set up."""
+        module, runtime = self._strategy.lightning_module, self.runtime
+        if module is None or runtime is None:
+            return
+        engine = runtime.engine
+        engine.gated_at_forward_start = unseen_parameters(module)
+        plan = make_plan(
+            module,
+            self._strategy.optimizers,
+            self._strategy.precision_plugin,
+            cross_barrier=self._options.cross_barrier,
+            bucket_views=self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True),
+            group=runtime.group,
+            device=self._strategy.root_device,
+            unseen=engine.gated_at_forward_start,
+            held=engine.find_held(),
+        )
+        agree = self._strategy.reduce_boolean_decision
+        # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
+        if not agree(plan.overlapped, all=True) and plan.overlapped:
+            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+        engine.sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        engine.cross_barrier = plan.overlapped
+        self._plan, self._early_reads = plan, None
+        if plan.overlapped:
+            self._early_reads = EarlyReads(module.trainer)
+            engine.on_early_wait = self._early_reads.note
+            self._read_unseen = {}
+            engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
+            self._opened_for = engine.opened_for
+            engine.on_whole_step = self._early_reads.note_whole_step
+            self._choose_mode(module, runtime)
+        else:
+            # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
+            engine.mode = agree(
+                self._options.mode == "ddp" or (self._options.mode == "auto" and self._options.cross_barrier), all=True
+            )
+            self._plan = replace(plan, as_ddp=engine.mode is True)
+            if self._tuning is not None:
+                self._tuning.say_untuned("steps cannot overlap")
+        rank_zero_info(f"bytescheduler: {self._plan.summary()}")
+
+    def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime) -> None:
+        """Whether steps that can overlap do; what counts is what rank 0 says."""
+        engine, tuning, device = runtime.engine, self._tuning, self._strategy.root_device
+        mode, link = self._options.mode, runtime.agreed.link
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
+        at_once = tuning is not None and (mode != "auto" or slow or tuning.begins_at_once)
+        message = torch.tensor([MODES.index(mode), slow, at_once], dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
+        if at_once and tuning is not None and tuning.begin(module, runtime, device, self._note_point):
+            return
+        engine.mode = ModeTrial(overlapped=slow) if mode == "auto" else mode == "ddp"
+        engine.on_mode = self._note_mode
+        engine.processors = _own_processors(self._strategy.num_processes)
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=engine.mode is True or (mode == "auto" and not slow))
+
+    def release(self, *, failed: bool) -> None:
+        """Stop every thread, and make every parameter plain again; bounded, idempotent."""
+        self._plan = self.plan  # with the names that the engine knows
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close(failed=failed)
+            self._lost_weights = runtime.lost_weights
+
+    def check_weights(self) -> None:
+        """Make sure that the weights are those of a whole number of steps; they may not be after a failed fit.
+
+        Raises:
+            SchedulerClosedError: If they are not.
+        """
+        lost = self._lost_weights if self.runtime is None else self.runtime.lost_weights
+        if lost is not None:
+            raise lost
+
+    def weights_replaced(self) -> None:
+        """Whatever a failed fit has left behind is gone."""
+        self._lost_weights = None
+
+    # ------------------------------------------------------------------ one step
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass that trains."""
+        if self.runtime is not None:
+            self.runtime.engine.begin_forward()
+        yield
+        if self.runtime is not None:
+            self.runtime.engine.end_forward()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass."""
+        if self.runtime is not None:
+            self.runtime.engine.before_backward()
+        yield
+        if self.runtime is not None:
+            self.runtime.engine.after_backward()
+
+    def step(
+        self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool
+    ) -> Any:
+        """Run the closure; defer the step where its gradients are still on their way.
+
+        Args:
+            take: The strategy's own step, given the closure to run.
+            optimizer: Whose step it is.
+            closure: Computes loss and gradients.
+            deferrable: Whether nothing asks for the step to be taken at once.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            return take(closure)
+        engine = runtime.engine
+        why_whole = wants_whole_steps(optimizer) if engine.cross_barrier else None  # as of now: it may be another one
+        if not engine.cross_barrier or not deferrable or why_whole:
+            if why_whole and self._early_reads is not None:
+                self._early_reads.note_whole_step(why_whole)
+            output = take(closure if deferrable and not why_whole else then(closure, engine.flush))
+            engine.count_synchronised_step(optimizer)
+            return output
+        with deferring(optimizer, engine, self._strategy.precision_plugin):
+            return take(closure)
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
+        if self.runtime is not None:
+            self.runtime.engine.flush()
+
+    def _note_unseen_read(
+        self, names: Mapping[int, str], parameters: Sequence[nn.Parameter], step: int, certain: bool
+    ) -> None:
+        found = [names[id(p)] for p in parameters]
+        self._read_unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._strategy.global_rank)
+
+    def _note_point(self, point: TuningPoint) -> None:
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
+
+    def _note_mode(self, found: ModeFound) -> None:
+        """Every rank comes here before the same step."""
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=found.as_ddp, pace=reason_for(found))
+        announce_mode(found)
+        module, runtime = self._strategy.lightning_module, self.runtime
+        if not found.as_ddp and self._tuning is not None and module is not None and runtime is not None:
+            self._tuning.begin(module, runtime, self._strategy.root_device, self._note_point)
+
+
+def _own_processors(ranks_on_host: int) -> int:
+    """How many processors a rank has for itself: its share of what it may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(allowed // max(ranks_on_host, 1), 1)

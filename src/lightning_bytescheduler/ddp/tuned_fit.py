@@ -1,0 +1,360 @@
+"""Whether a fit is tuned, and from where: settled by rank 0, and known to all ranks, before the first step.
+
+Where tuning looks first: what the simulator says for a model of which only the sizes are known.
+
+How long each layer computes is not known before the first step. It is taken to be in proportion to its gradients, and
+all of it to be as long as the communication, where order matters most. What counts on most links is the link, which was
+measured: how much must be in flight to fill it, and how small a message may be. A guess costs a trial, no more.
+
+Credit, partition size and mode of a fit that is tuned: the same on all ranks in every step.
+
+Rank 0 times steps and lets its tuner decide; `AgreedValues` makes the decision known, and says before which step it
+comes into force. All ranks change all three at that step, between the last step's backward pass and the next one's, so
+no bucket of one step is cut, or merged, in two ways. The credit would not have to change on all ranks, but a rank with
+a smaller window than rank 0's would hold back what rank 0 has let go.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_bytescheduler.collectives.agreed_values import AgreedValues
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.networks import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.simulator import Schedule, simulate
+from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
+from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.record import TuningIdentity
+from lightning_bytescheduler.tuning.search import distance, first_guesses
+from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
+
+__all__ = ["SHORTEST_FIT", "FitTuning", "PointInForce", "likely_points", "space_for"]
+
+_MOST_LAYERS = 24  # neighbours are joined beyond; it takes milliseconds to play a step of so many
+_NEAR = 0.5  # octaves
+_BACKWARD = 2.0  # times the forward pass
+_MESSAGES_IN_FLIGHT = {"gloo": 2, "nccl": 1}  # threads of one, streams of the other
+
+
+def likely_points(
+    space: SearchSpace,
+    *,
+    layer_bytes: Sequence[int],
+    bucket_bytes: int,
+    link: LinkEstimate,
+    workers: int,
+    backend: str,
+    start: TuningPoint,
+) -> tuple[TuningPoint, ...]:
+    """The points that a simulation of a typical model of this size likes best.
+
+    Args:
+        space: Where to look.
+        layer_bytes: Sizes of the layers' gradients, in the order of the forward pass.
+        bucket_bytes: Size at which DDP closes a bucket.
+        link: As measured.
+        workers: How many train together.
+        backend: What reduces gradients.
+        start: What is measured anyway; what is near it is left out.
+    """
+    profile = _typical(layer_bytes, seconds=link.beta * sum(layer_bytes))
+    network = replace(
+        LinkModel.measured(workers=workers, alpha=link.alpha, beta=link.beta),
+        messages_in_flight=_MESSAGES_IN_FLIGHT.get(backend),
+    )
+    width = 4  # of a parameter on the wire; only ratios matter
+
+    def seconds(point: TuningPoint) -> float:
+        credit, partition = point.sizes
+        schedule = Schedule.scheduled(
+            partition_bytes=width * partition, credit_bytes=width * credit, bucket_bytes=bucket_bytes
+        )
+        return simulate(profile, network, schedule, steps=1).step_seconds
+
+    return tuple(point for point in first_guesses(space, seconds) if distance(point, start) >= _NEAR)
+
+
+def _typical(layer_bytes: Sequence[int], *, seconds: float) -> ModelProfile:
+    """A model that computes for ``seconds``, each layer in proportion to its size."""
+    joined: list[int] = []
+    least = sum(layer_bytes) / _MOST_LAYERS
+    for size in layer_bytes:
+        if joined and joined[-1] + size <= least:
+            joined[-1] += size
+        else:
+            joined.append(size)
+    layers = tuple(
+        LayerProfile(
+            name=str(index), parameter_bytes=size, forward_seconds=float(size), backward_seconds=_BACKWARD * size
+        )
+        for index, size in enumerate(joined)
+    )
+    return ModelProfile(name="typical", layers=layers).scaled_to(seconds)
+
+
+_SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
+
+
+class PointInForce:
+    """One rank's.
+
+    Args:
+        core: Whose sizes are changed.
+        engine: Whose mode is changed.
+        values: What ranks agree with; of two numbers.
+        point: What all ranks begin with.
+        tuner: Decides; on rank 0 only.
+        on_change: Told what has come into force.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: ByteCore,
+        engine: GradientEngine,
+        values: AgreedValues,
+        point: TuningPoint,
+        tuner: CreditTuner | None = None,
+        on_change: Callable[[TuningPoint], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._values = values
+        self._tuner = tuner
+        self._on_change = on_change
+        self._clock = clock
+        self._step = 0
+        self._began = 0.0
+        self._put(point)
+
+    def before_forward(self, step: int) -> None:
+        """Every rank comes here at the start of each forward pass.
+
+        Args:
+            step: Number of the step that this pass belongs to, from 1; several passes may belong to one.
+        """
+        if step <= self._step:
+            return
+        now = self._clock()
+        if self._tuner is None:
+            agreed = self._values.before_step(step)
+        else:
+            if self._step:
+                # A decision that not all ranks know yet is none: these steps are still at the old point.
+                self._tuner.note(self._step, now - self._began, as_decided=self._tuner.current == self._point)
+            wanted = self._tuner.current
+            agreed = self._values.before_step(
+                step,
+                (wanted.credit or 0, wanted.partition_size or 0),
+                interval=_SETTLED_INTERVAL if self._tuner.is_settled else 1,
+            )
+        self._step, self._began = step, now
+        if agreed is not None:
+            credit, partition_size = agreed
+            point = TuningPoint(credit=credit, partition_size=partition_size) if credit else PLAIN_DDP
+            if point != self._point:
+                self._put(point)
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks; bounded, idempotent."""
+        self._values.close()
+
+    def _put(self, point: TuningPoint) -> None:
+        self._point = point
+        self._engine.mode = point.is_plain_ddp
+        if not point.is_plain_ddp:
+            self._core.credit, self._core.partition_size = point.sizes
+        self._on_change(point)
+
+
+SHORTEST_FIT = 100
+"""Steps: a fit that is known to be shorter would end before a search has found anything."""
+
+
+class FitTuning:
+    """The strategy's part in tuning: brings a tuner along, and lets it begin and end with each fit.
+
+    Args:
+        options: This rank's; rank 0's count.
+        log_metrics: Whether trials are logged.
+        timeout: Longest wait for another rank.
+    """
+
+    def __init__(self, options: SchedulerOptions, *, log_metrics: bool, timeout: timedelta | None) -> None:
+        self._options = options
+        self._log_metrics = log_metrics
+        self._timeout = timeout
+        self._own: CreditTuner | None = None  # what it knows outlives a fit
+        self._tuner: CreditTuner | None = None  # the user's, or this one, while there is a fit
+        self._in_force: PointInForce | None = None
+
+    @property
+    def _tunes(self) -> bool:
+        return self._options.tunes_credit or self._options.tunes_partition
+
+    def bring_tuner(self, callbacks: list[pl.Callback]) -> None:
+        """Find the user's tuner among the callbacks, or add one to them where something is tuned."""
+        self._tuner = next((callback for callback in callbacks if isinstance(callback, CreditTuner)), None)
+        if self._tuner is None and self._tunes:
+            self._tuner = self._own = self._own or CreditTuner()
+            callbacks.insert(1, self._own)  # behind the strategy's hooks
+
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether this rank's user has asked for tuning, or it is known already what is best.
+
+        Otherwise a fit is tuned from when on it is known that overlapped steps pay.
+        """
+        tuner = self._tuner
+        return tuner is not None and (tuner is not self._own or self._options.tunes_partition or tuner.knows_something)
+
+    def begin(
+        self,
+        module: pl.LightningModule,
+        runtime: SchedulerRuntime,
+        device: torch.device,
+        on_change: Callable[[TuningPoint], None],
+    ) -> bool:
+        """Have this fit tuned from here on, if rank 0's options say so. Every rank calls this at the same point.
+
+        Args:
+            module: What is trained.
+            runtime: What is tuned.
+            device: Where the default group wants its tensors.
+            on_change: Told what comes into force.
+
+        Returns:
+            Whether it is tuned; the same on all ranks.
+        """
+        if not self._tunes:
+            self.say_untuned(
+                "there is no size to find (mode='auto' without credit=, credit_tuning=True or partition_tuning=True)"
+            )
+        left = module.trainer.max_steps - module.trainer.global_step
+        short = self._tuner is self._own and module.trainer.max_steps >= 0 and left < SHORTEST_FIT
+        tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None
+        folder = _record_folder(module.trainer)
+        first = None if tuner is None else self._first_point(tuner, module, runtime, folder)
+        message = torch.tensor(_numbers(first), dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        is_tuned, credit, partition_size = message.tolist()
+        if not is_tuned:
+            return False
+        self._in_force = PointInForce(
+            core=runtime.core,
+            engine=runtime.engine,
+            values=AgreedValues(2, timeout=self._timeout, failure=lambda: runtime.core.abort_cause),
+            point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
+            tuner=tuner,
+            on_change=on_change,
+        )
+        runtime.engine.on_forward = self._in_force.before_forward
+        return True
+
+    def say_untuned(self, reason: str) -> None:
+        """Say why a tuner that the user has asked for has nothing to do."""
+        if self._tuner is not None and self._tuner is not self._own:
+            rank_zero_info(f"bytescheduler: CreditTuner tunes nothing, as {reason}.")
+
+    def end(self, callbacks: list[pl.Callback]) -> None:
+        """Stop the tuner, and take back the one that was brought along; bounded, idempotent."""
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            tuner.stop()
+        in_force, self._in_force = self._in_force, None
+        if in_force is not None:
+            in_force.close()
+        if self._own in callbacks:
+            callbacks.remove(self._own)
+
+    def _first_point(
+        self, tuner: CreditTuner, module: pl.LightningModule, runtime: SchedulerRuntime, folder: str | None
+    ) -> TuningPoint:
+        sizes, link = runtime.agreed.sizes, runtime.agreed.link
+        trained = [p for p in module.parameters() if p.requires_grad]
+        width = max(p.element_size() for p in trained)
+        count = sum(p.numel() for p in trained)
+        workers, backend = dist.get_world_size(), dist.get_backend(runtime.group)
+        start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
+        # A parameter that is larger than DDP's limit has a bucket of its own.
+        largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
+        space = space_for(count, start, self._options, largest_bucket=largest_bucket)
+        guesses: tuple[TuningPoint, ...] = ()
+        if link is not None:
+            guesses = likely_points(
+                space,
+                layer_bytes=[p.numel() * width for p in trained],
+                bucket_bytes=sizes.bucket_bytes,
+                link=link,
+                workers=workers,
+                backend=backend,
+                start=start,
+            )
+        by_hand = {"credits": self._options.credit, "partitions": self._options.partition_size}
+        given = [name for name, size in by_hand.items() if size is not None]
+        return tuner.begin(
+            space=space,
+            start=start,
+            identity=TuningIdentity(
+                parameters=count,
+                bytes_per_parameter=width,
+                workers=workers,
+                backend=backend,
+                link=link,
+                in_shards=runtime.engine.sharded,
+            ),
+            guesses=guesses,
+            given=given,
+            plain_ddp=self._options.mode == "auto",
+            folder=folder,
+            log_metrics=self._log_metrics,
+        )
+
+
+def _record_folder(trainer: pl.Trainer) -> str | None:
+    """Where a run's files go; every rank has to ask, as the answer travels on the default group."""
+    if trainer.loggers:
+        return trainer.log_dir
+    given = os.path.abspath(trainer.default_root_dir) != os.getcwd()
+    return trainer.default_root_dir if given else None
+
+
+def _numbers(first: TuningPoint | None) -> list[int]:
+    if first is None:
+        return [0, 0, 0]
+    return [1, first.credit or 0, first.partition_size or 0]
+
+
+def space_for(parameters: int, start: TuningPoint, options: SchedulerOptions, *, largest_bucket: int) -> SearchSpace:
+    """Where to look, with what is not tuned kept as it is.
+
+    Args:
+        parameters: How many are trained.
+        start: Sizes without tuning.
+        options: What is tuned.
+        largest_bucket: In parameters.
+    """
+    credit, partition_size = start.sizes
+    space = SearchSpace.for_model(parameters, largest_bucket=largest_bucket)
+    if not (options.tunes_partition and space.tunes_partitions):  # a small model has but one partition size
+        space = SearchSpace.for_model(parameters, partition_size=partition_size)
+    space = space.including(start)
+    if options.tunes_credit:
+        return space
+    low, high = space.partitions
+    return replace(space, credits=(credit, credit), partitions=(low, min(high, credit)))

@@ -1,0 +1,250 @@
+"""The options of the strategy ``diloco``: checked, and made into what the rooms below understand.
+
+Options of what the ranks of a DiLoCo worker train together with: some are for the scheduler, others for DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.ddp.ddp_options import (
+    check_bucket_cap,
+    check_ddp_options,
+    known_ddp_options,
+    require_known,
+)
+from lightning_bytescheduler.diloco.accumulation import require_weighting
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
+from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.round_options import RoundOptions, require_positive, require_share, require_whole
+from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, RoundTarget, SampleTarget
+from lightning_bytescheduler.diloco.runtime import OuterOptions
+from lightning_bytescheduler.diloco.wire import WIRE_DTYPES, WireFormat
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.options import SchedulerOptions, require_size
+
+__all__ = ["INNER", "DiLoCoOptions", "common_options", "ddp_options", "description", "scheduler_options"]
+
+_SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
+_REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
+
+
+def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
+    """The scheduler's options among those that were given.
+
+    Raises:
+        OptionError: If one has a value that is not allowed, or has no meaning inside a worker.
+    """
+    for option in _REFUSED:
+        if given.get(option):
+            raise OptionError(
+                "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
+            )
+    own = {name: given[name] for name in _SCHEDULED if name in given}
+    return SchedulerOptions.resolve(**own, credit_tuning=False, partition_tuning=False)
+
+
+def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of DistributedDataParallel among those that were given.
+
+    Raises:
+        OptionError: If there is no such option.
+        UnsupportedError: If the scheduler cannot honour one.
+    """
+    scheduled = inner == "bytescheduler"
+    if scheduled:
+        check_ddp_options(given)
+        given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
+    check_bucket_cap(given.get("bucket_cap_mb"))
+    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], where="inner_options")
+    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
+
+
+INNER = ("ddp", "bytescheduler")
+"""How the ranks of one worker can train together."""
+
+_NODE = "node"
+_STEPS = 100
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCoOptions:
+    """What the user asked for; see ``DiLoCoStrategy`` for what each option means.
+
+    Raises:
+        OptionError: Names the option that is not allowed, and what would be.
+    """
+
+    samples_per_round: int | None
+    inner_steps: int | None
+    equal_steps: bool
+    outer_steps: int | None
+    outer_lr: float | None
+    outer_momentum: float | None
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
+    weighting: str
+    fragments: int
+    overlap_steps: int
+    mixing: float | None
+    wire_dtype: str
+    lead_steps: int
+    batch_size: int | Sequence[int] | str | None
+    partition_size: int
+    credit: int
+    rounds_file: str | None
+    inner: str | None
+    inner_size: int | str | None
+    inner_options: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        if self.samples_per_round is not None:
+            require_whole("samples_per_round", self.samples_per_round, 1)
+            if self.inner_steps is not None:
+                raise OptionError("inner_steps", self.inner_steps, "left out where samples_per_round ends a round")
+            if self.equal_steps:
+                raise OptionError("equal_steps", self.equal_steps, "left out where samples_per_round ends a round")
+        if self.inner_steps is not None:
+            require_whole("inner_steps", self.inner_steps, 1)
+        if not isinstance(self.equal_steps, bool):
+            raise OptionError("equal_steps", self.equal_steps, "True or False")
+        if self.outer_steps is not None:
+            require_whole("outer_steps", self.outer_steps, 1)
+        self._check_outer_optimizer()
+        require_weighting("weighting", self.weighting)
+        FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise OptionError("wire_dtype", self.wire_dtype, f"one of {', '.join(map(repr, WIRE_DTYPES))}")
+        require_whole("lead_steps", self.lead_steps, 1)
+        require_size("partition_size", self.partition_size)
+        require_size("credit", self.credit)
+        self._check_batch_size()
+        if self.rounds_file is not None and (not isinstance(self.rounds_file, str) or not self.rounds_file):
+            raise OptionError("rounds_file", self.rounds_file, "the path of a file, or None")
+        self._check_inner()
+
+    def _check_outer_optimizer(self) -> None:
+        if self.outer_optimizer is not None:
+            if not callable(self.outer_optimizer):
+                raise OptionError("outer_optimizer", self.outer_optimizer, "a function that makes an optimizer")
+            for option in ("outer_lr", "outer_momentum"):
+                if getattr(self, option) is not None:
+                    raise OptionError(option, getattr(self, option), "left out where outer_optimizer is given")
+        if self.outer_lr is not None:
+            require_positive("outer_lr", self.outer_lr)
+        if self.outer_momentum is not None:
+            require_share("outer_momentum", self.outer_momentum)
+
+    def _check_batch_size(self) -> None:
+        sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
+        if not sizes:
+            raise OptionError("batch_size", self.batch_size, "one for each worker")
+        for size in sizes:
+            resolve_batch_size(size, environ={})
+
+    def _check_inner(self) -> None:
+        if self.inner is None:
+            for option in ("inner_size", "inner_options"):
+                if getattr(self, option) is not None:
+                    raise OptionError(option, getattr(self, option), "left out where inner is")
+            return
+        if self.inner not in INNER:
+            raise OptionError("inner", self.inner, f"{' or '.join(map(repr, INNER))}, or None")
+        size = self.inner_size
+        if size != _NODE and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
+        if self.inner_options is not None and not isinstance(self.inner_options, Mapping):
+            raise OptionError("inner_options", self.inner_options, f"options of {self.inner!r} by name, or None")
+        if self.batch_size == "auto":
+            raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
+
+    def ranks_per_worker(self, *, on_node: int) -> int:
+        """How many ranks train together as one worker.
+
+        Args:
+            on_node: How many run on each machine.
+        """
+        if self.inner is None:
+            return 1
+        return on_node if self.inner_size == _NODE else int(self.inner_size or 1)
+
+    def check_ranks(self, *, ranks: int, on_node: int, rank: int, node: int) -> None:
+        """Make sure that workers can be made of the ranks that were launched.
+
+        Args:
+            ranks: How many there are.
+            on_node: How many run on each machine.
+            rank: This one.
+            node: The machine it runs on.
+
+        Raises:
+            OptionError: If they cannot.
+        """
+        size = self.ranks_per_worker(on_node=on_node)
+        if ranks % size:
+            raise OptionError("inner_size", self.inner_size, f"a number that divides that of all processes, {ranks}")
+        if self.inner_size == _NODE and rank // size != node:
+            raise OptionError(
+                "inner_size",
+                self.inner_size,
+                f"a number where the ranks of a machine do not follow one another (rank {rank} is on machine {node})",
+            )
+        workers = ranks // size
+        if isinstance(self.batch_size, (list, tuple)) and len(self.batch_size) != workers:
+            raise OptionError("batch_size", self.batch_size, f"one for each worker, of which there are {workers}")
+
+    @property
+    def target(self) -> RoundTarget:
+        """What ends a round."""
+        if self.samples_per_round is not None:
+            return SampleTarget(self.samples_per_round)
+        steps = _STEPS if self.inner_steps is None else self.inner_steps
+        return FixedSteps(steps) if self.equal_steps else FastestSteps(steps)
+
+    @property
+    def fragment_options(self) -> FragmentOptions:
+        """How the model is synchronised."""
+        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+
+    def outer(self, timeout: timedelta | None) -> OuterOptions:
+        """What a worker's threads have to know.
+
+        Args:
+            timeout: Longest wait for other workers. All of them live or the job ends, so nobody is given up before.
+        """
+        seconds = _TIMEOUT_S if timeout is None else timeout.total_seconds()
+        return OuterOptions(
+            target=self.target,
+            rounds=RoundOptions(
+                outer_steps=self.outer_steps,
+                lead_steps=self.lead_steps,
+                quorum=0.0,
+                grace=seconds,
+                silent_after=seconds,
+                first_step_limit=seconds,
+            ),
+            wire=WireFormat(dtype=self.wire_dtype),
+            overlap_steps=self.overlap_steps,
+            partition_size=self.partition_size,
+            credit=self.credit,
+            timeout=seconds,
+        )
+
+
+def common_options(options: DiLoCoOptions) -> dict[str, object]:
+    """What must be the same on all ranks, by name."""
+    own = ("rounds_file", "batch_size", "outer_optimizer")
+    return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
+
+
+def description(module: nn.Module, options: DiLoCoOptions) -> str:
+    """What must be the same on all ranks, in words."""
+    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
+    alike = replace(options, outer_optimizer=None, rounds_file=None, batch_size=None)
+    return f"{parameters} {alike}"

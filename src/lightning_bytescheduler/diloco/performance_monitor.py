@@ -1,0 +1,114 @@
+"""Tells the batch scheduler about each step without waiting, and shows how the rounds of DiLoCo go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+__all__ = ["PerformanceMonitor"]
+
+_SHOWN = "round", "to_go", "steps_left", "share"
+
+
+class PerformanceMonitor(pl.Callback):
+    """Measures each batch for the strategy ``diloco``, which adds this callback if there is none.
+
+    Nothing here waits for another worker or for the network. On a GPU the loss of a step is read one step later, so
+    that reading it does not wait for the step either.
+
+    Logged at Lightning's ``log_every_n_steps``, by worker 0 as everything: ``diloco/round``; ``diloco/to_go``, what is
+    to go in it, in samples or steps; ``diloco/steps_left``, those of this worker, once they are known;
+    ``diloco/share``, this worker's share of the samples of the last round; and the means over the last round and all
+    workers, ``diloco/loss`` and ``diloco/samples_per_second``. The first four are shown in the progress bar.
+
+    Args:
+        log_metrics: Whether to log.
+
+    Raises:
+        OptionError: If ``log_metrics`` is neither True nor False.
+    """
+
+    def __init__(self, *, log_metrics: bool = True) -> None:
+        if not isinstance(log_metrics, bool):
+            raise OptionError("log_metrics", log_metrics, "True or False")
+        self._log_metrics = log_metrics
+        self._last_loss: Tensor | None = None
+
+    def batch_samples(self, batch: Any) -> int:
+        """How many samples a batch has: the length of the first tensor in it. To be overridden where that is not so.
+
+        Raises:
+            UnsupportedError: If there is no tensor in it.
+        """
+        for tensor in _tensors(batch):
+            return len(tensor)
+        raise UnsupportedError(
+            f"The samples of a batch of type {type(batch).__name__} cannot be counted: there is no tensor in it. "
+            "Derive a class from PerformanceMonitor whose batch_samples(batch) says it, and pass it to the Trainer."
+        )
+
+    def batch_tokens(self, batch: Any) -> int:
+        """How many tokens a batch has: the elements of its first tensor, if those are whole numbers, else 0."""
+        for tensor in _tensors(batch):
+            return 0 if tensor.is_floating_point() else tensor.numel()
+        return 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the batch, and log how the round goes."""
+        from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy  # which imports this module
+
+        strategy = trainer.strategy
+        if not isinstance(strategy, DiLoCoStrategy):
+            return
+        strategy.note_batch(
+            samples=self.batch_samples(batch), tokens=self.batch_tokens(batch), loss=self._loss(outputs)
+        )
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if self._log_metrics and not trainer.barebones and every and not trainer.global_step % every:
+            shown = strategy.progress()
+            names = {True: [], False: []}  # type: dict[bool, list[str]]
+            for name in shown:
+                names[name in _SHOWN].append(name)
+            for in_bar, which in names.items():
+                pl_module.log_dict(
+                    {f"diloco/{name}": shown[name] for name in which},
+                    on_step=True,
+                    on_epoch=False,
+                    prog_bar=in_bar,
+                    rank_zero_only=False,
+                )
+
+    def _loss(self, outputs: Any) -> float | None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return None
+        loss = loss.detach()
+        if loss.device.type == "cpu":
+            return _finite(loss)
+        before, self._last_loss = self._last_loss, loss
+        return None if before is None else _finite(before)
+
+
+def _finite(loss: Tensor) -> float | None:
+    return float(loss) if bool(torch.isfinite(loss)) else None
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors in a batch that have a length, in order."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)

@@ -1,0 +1,325 @@
+"""Where Lightning's training loop and the rounds of DiLoCo meet: after each batch, when all of its hooks have run.
+
+Lightning asks its epoch loop there whether to validate. The answer is given here instead: an update is sent if it is
+due, and a validation, the end of an epoch or of the training happen at the end of a round, at the same one on all
+workers. What each worker would do by itself is only what it asks the others for.
+
+The ranks of one worker agree after each batch: what one of them would do, all do. From there on they make the same
+decisions, from what they have agreed on and what their session says, which is the same on all of them.
+
+The strategy's own callback: first in line at the moments a strategy alone would come to too late.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+from lightning_bytescheduler.diloco.session import WorkerSession
+from lightning_bytescheduler.diloco.world import WorkerGroup
+
+__all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "SharedData"]
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "lightning_bytescheduler.diloco"
+"""Where a checkpoint keeps the outer state."""
+
+
+class RoundHooks(pl.Callback):
+    """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
+
+    Args:
+        strategy: Whose hooks these are.
+    """
+
+    def __init__(self, strategy: DiLoCoStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the other workers."""
+        self._strategy.begin_rounds()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Train on, if all ranks of the worker do.
+
+        Raises:
+            StopIteration: If another rank of it stops, and training is over.
+        """
+        if not self._strategy.begin_epoch():
+            raise StopIteration
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on after all workers stood still.
+
+        Raises:
+            StopIteration: If another worker stopped there, and training is over.
+        """
+        if not self._strategy.go_on():
+            raise StopIteration
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the epoch ends for all."""
+        self._strategy.end_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Bring all workers to the global weights, before other callbacks look at them."""
+        self._strategy.end_rounds()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the outer state."""
+        state = self._strategy.outer_state_dict()
+        if state is not None:
+            checkpoint[CHECKPOINT_KEY] = state
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Carry on from it; a checkpoint of another strategy has none."""
+        self._strategy.load_outer_state_dict(checkpoint.get(CHECKPOINT_KEY))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Publish the failure before other callbacks or the teardown can block."""
+        try:
+            self._strategy.publish_failure(exception)
+        except Exception:  # Lightning would skip the teardown, and hide what training failed with
+            log.exception("The failure could not be published.")
+
+
+class SharedData(Protocol):
+    """Training data that is handed out to all workers as they need it, so that no worker has a share of its own."""
+
+    def awaits_others(self) -> bool:
+        """Whether other workers hold all that is left of the epoch."""
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch of the data, if nothing is left of this one. All workers stand still."""
+
+
+class RoundBoundaries:
+    """Takes the place of the epoch loop's decision to validate, from :meth:`attach` to :meth:`detach`.
+
+    Args:
+        trainer: Whose loop it is.
+        session: This worker's.
+        group: The ranks of this worker.
+        first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
+        together: What holds while all workers validate together.
+        shared_data: The training data, if all workers share it.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        session: WorkerSession,
+        *,
+        group: WorkerGroup,
+        first_worker: bool,
+        together: Callable[[], AbstractContextManager[None]],
+        shared_data: SharedData | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._group = group
+        self._first_worker = first_worker
+        self._together = together
+        self._shared_data = shared_data
+        self._open = ExitStack()
+        self._clock = clock
+        self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
+        self._own_decision: Callable[..., bool] = self._loop._should_check_val_fx
+        self._least: tuple[Any, Any] = (trainer.fit_loop.min_epochs, self._loop.min_steps)
+        self._began = clock()
+        self._global_step = trainer.global_step
+        self._samples = 0
+        self._tokens = 0
+        self._loss: float | None = None
+        self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
+        self._epoch_ended = False  # for all; where data is shared
+        self._has_batch = False  # since the last decision
+        self._training_ended = False  # for the ranks of this worker, which have agreed on it
+
+    def attach(self) -> None:
+        """Begin to decide."""
+        self._loop._should_check_val_fx = self._after_batch
+        self._began = self._clock()
+
+    def detach(self) -> None:
+        """Leave the loop as it was."""
+        self._open.close()
+        self._loop.__dict__.pop("_should_check_val_fx", None)
+        self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
+
+    def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+        """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
+        self._samples += samples
+        self._tokens += tokens
+        self._loss = loss
+        self._has_batch = True
+
+    def before_batch(self) -> bool:
+        """Go on after all workers stood still; returns whether training goes on."""
+        self._session.check()
+        if not self._session.halted:
+            return True
+        self._open.close()
+        goes_on = self._session.pass_on()
+        self._began = self._clock()
+        if not goes_on:
+            self._stop()
+        return goes_on
+
+    def before_epoch_end(self) -> None:
+        """See to it that the epoch ends for all.
+
+        With overlap, the round that this worker's last batch fell into may have ended for another reason. Where data is
+        shared, the same goes for a worker that takes part in rounds while others train on what is left; and one that
+        comes too late for anything has an epoch without a batch.
+        """
+        session, trainer = self._session, self._trainer
+        empty = self._shared_data is not None and not self._epoch_ended
+        to_end = self._epoch_to_end or empty
+        self._epoch_to_end = self._epoch_ended = False
+        while to_end and not session.over:
+            self._open.close()
+            if not session.pass_on():
+                self._stop()
+                return
+            self._end_epoch_for_all(used_up=True)
+            if self._halt(own_epoch_ends=True):
+                trainer.validating = True
+                self._loop.val_loop.run()
+                trainer.training = True
+            to_end = session.halted and session.boundary is not None and not session.boundary.epoch
+        self._epoch_ended = False
+
+    def after_validation(self) -> None:
+        """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
+        if self._session.halted and self._group.any(self._trainer.should_stop):
+            self._trainer.should_stop = True
+
+    def before_epoch(self) -> bool:
+        """Returns whether all ranks of this worker train on; called by those that would."""
+        self._training_ended = self._group.any(False)
+        return not self._training_ended
+
+    def before_end(self) -> None:
+        """Training ends on this rank, and so on all ranks of its worker."""
+        if not self._training_ended:
+            self._training_ended = self._group.any(True)
+
+    def _after_batch(self, data_fetcher: Any) -> bool:
+        session, loop, trainer = self._session, self._loop, self._trainer
+        stepped = trainer.global_step != self._global_step
+        own_epoch = loop._num_ready_batches_reached()
+        # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
+        used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
+        self._has_batch = False
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        wants_validation, epoch, used_up, stops = self._agree(
+            stepped, self._own_decision(data_fetcher), own_epoch, used_up, stops
+        )
+        if stops:
+            trainer.should_stop = True
+        if stepped:
+            self._count_step()
+        stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
+        if epoch and not stop:
+            self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
+            self._epoch_to_end = session.boundary is not None and not session.boundary.epoch
+        elif stop:
+            session.end_round_for_all(epoch=epoch, validate=wants_validation, stop=stop)
+            self._epoch_to_end = epoch and session.boundary is not None and not session.boundary.epoch
+        else:
+            if wants_validation and self._first_worker:
+                session.ask(validate=True)
+            if stepped and not session.halted and session.is_due():
+                session.end_round()
+        if stepped:
+            self._began = self._clock()
+        return session.halted and self._halt(own_epoch)
+
+    def _agree(self, stepped: bool, *facts: bool) -> tuple[bool, ...]:
+        """What is so on any rank of this worker; with a step, its samples are taken together too."""
+        loss = self._loss
+        own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
+        numbers = self._group.total([*map(float, facts), *(own if stepped else ())])
+        if stepped:
+            samples, tokens, measured, losses = numbers[len(facts) :]
+            self._samples, self._tokens = round(samples), round(tokens)
+            self._loss = losses / measured if measured else None
+        return tuple(number > 0 for number in numbers[: len(facts)])
+
+    def _awaits_others(self) -> bool:
+        if self._shared_data is None or self._session.halted or self._session.over:
+            return False
+        return self._shared_data.awaits_others()
+
+    def _end_epoch_for_all(self, *, used_up: bool, validate: bool = False) -> None:
+        """End the epoch, or stand still with all others for another reason.
+
+        Where there is nothing left for this worker but others still train, it takes part in their rounds with what it
+        has done so far, which is nothing after the first one.
+        """
+        session = self._session
+        session.settle()
+        while used_up and self._awaits_others():
+            session.end_round()
+            session.settle()
+        if not session.halted and not session.over:
+            session.end_round_for_all(epoch=True, validate=validate)
+
+    def _count_step(self) -> None:
+        self._global_step = self._trainer.global_step
+        self._session.count(
+            samples=self._samples, seconds=self._clock() - self._began, tokens=self._tokens, loss=self._loss
+        )
+        self._samples = self._tokens = 0
+
+    def _reaches_limit(self, epoch: bool) -> bool:
+        fit_loop = self._trainer.fit_loop
+        if fit_loop.max_steps != -1 and self._trainer.global_step >= fit_loop.max_steps:
+            return True
+        last = fit_loop.max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= int(fit_loop.max_epochs)
+        return epoch and last
+
+    def _halt(self, own_epoch_ends: bool) -> bool:
+        """All workers stand still: do here what the end of this round is for. Returns whether to validate."""
+        boundary = self._session.boundary
+        if boundary is None:
+            return False
+        if boundary.epoch and self._shared_data is not None:
+            self._epoch_ended = True
+            if not boundary.stop:  # else worker 0 may be through with everything
+                self._shared_data.end_epoch()
+        if boundary.epoch and not own_epoch_ends:
+            # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
+            self._loop.batch_progress.is_last_batch = True
+            self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if boundary.stop:
+            self._stop()
+        if boundary.validate:
+            self._open.enter_context(self._together())
+        return boundary.validate
+
+    def _stop(self) -> None:
+        """Leave the loops, also if this worker has not done what it was to do at least."""
+        self._trainer.should_stop = True
+        self._trainer.fit_loop.min_epochs = None
+        self._loop.min_steps = None

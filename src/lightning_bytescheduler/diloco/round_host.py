@@ -1,0 +1,286 @@
+"""Runs the batch scheduler for a job: one thread on worker 0, fed by a mailbox.
+
+Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used
+up, or for a validation. The host tells the others, and says with each round's end what is to happen there. Where
+anything is, nobody starts the next round before all have passed. Where all workers take equally many steps in a round,
+those that are behind the one that asks go on until they have taken as many.
+
+What workers that exchange updates with one another did in a round, from what the batch scheduler saw.
+
+A worker that is through before the others can send nothing until they come: to the scheduler it is sending.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torchmetrics import MeanMetric
+
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
+from lightning_bytescheduler.diloco.mailbox import Boundary, Control, EndRound, Passed, RoundStatus, StepMetrics
+from lightning_bytescheduler.diloco.messages import (
+    PARAMETER_SERVER,
+    Done,
+    Envelope,
+    MergeUpdates,
+    Message,
+    Report,
+    ScheduleUpdate,
+    SendingUpdate,
+    UpdateArrived,
+    UpdateNow,
+    UpdateReceived,
+)
+from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
+from lightning_bytescheduler.diloco.round_target import FixedSteps, RoundTarget
+
+__all__ = ["RoundHost", "with_common_waiting"]
+
+
+def with_common_waiting(record: RoundRecord, sent_at: Mapping[str, float]) -> RoundRecord:
+    """The same round, in which a worker waits until all are through, and sends only from then on.
+
+    Args:
+        record: By the batch scheduler.
+        sent_at: When each worker was through, by the same clock.
+    """
+    last = max(sent_at.values(), default=record.end)
+    workers = []
+    for worker in record.workers:
+        spans: list[tuple[Activity, float, float]] = []
+        for activity, start, end in worker.spans:
+            if activity == "sending" and start < last:
+                spans.append(("waiting", start, min(last, end)))
+                start = min(last, end)
+            if start < end:
+                spans.append((activity, start, end))
+        workers.append(replace(worker, spans=tuple(spans)))
+    return replace(record, workers=tuple(workers))
+
+
+_LOOK_S = 1.0
+_STATUS_EVERY_S = 0.5
+_SILENT_STEPS = 3
+
+
+class RoundHost:
+    """The batch scheduler with its thread, ``bytescheduler-batch-scheduler``.
+
+    Args:
+        target: What ends a round.
+        options: Of the batch scheduler; it waits for all ``workers``.
+        workers: Names of all workers.
+        post: Sends a message to a worker, without waiting.
+        on_round: Called on the thread with each round that has ended.
+        on_silence: Called on the thread with the workers that have not been heard of for long, every now and then.
+        on_error: Called on the thread with what it failed with.
+        silent_after: Seconds of silence, on top of three steps, after which ``on_silence`` is called.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        target: RoundTarget,
+        options: RoundOptions,
+        *,
+        workers: Sequence[str],
+        post: Callable[[str, Message | Control], None],
+        on_round: Callable[[RoundRecord], object],
+        on_silence: Callable[[list[str]], object],
+        on_error: Callable[[BaseException], object],
+        silent_after: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers = tuple(workers)
+        self._equal = isinstance(target, FixedSteps)
+        everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
+        self._scheduler = BatchScheduler(target, everyone, observer=self._round_ended)
+        self._post = post
+        self._on_round = on_round
+        self._on_silence = on_silence
+        self._on_error = on_error
+        self._silent_after = silent_after
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Message | Control | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
+        # What follows is the thread's.
+        self._wishes = EndRound(worker="", round=0)
+        self._ending: UpdateNow | ScheduleUpdate | None = None  # what all were told when one asked for a round's end
+        self._passing: dict[str, bool] | None = None  # who has passed the end of a round, and whether it stops
+        self._held: list[Envelope] = []
+        self._sent_at: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._looked = 0.0
+        self._rates: dict[str, MeanMetric] = {}
+        self._loss = _own_mean()
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
+
+    def start(self, state: BatchSchedulerState | None = None) -> None:
+        """Begin, or carry on from what :attr:`state` was."""
+        if state is not None:
+            self._scheduler.load_state_dict(state)
+        self._thread.start()
+
+    def handle(self, message: Message | Control) -> None:
+        """Take in a message; returns at once."""
+        self._inbox.put(message)
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread; returns whether it ended within ``timeout`` seconds."""
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def state_dict(self) -> BatchSchedulerState:
+        """What to keep over a restart. For any thread."""
+        with self._lock:
+            return self._scheduler.state_dict()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                tick = self._scheduler.next_tick
+                wait = _LOOK_S if tick is None else min(max(tick - self._clock(), 0.0), _LOOK_S)
+                try:
+                    message = self._inbox.get(timeout=wait)
+                except queue.Empty:
+                    with self._lock:
+                        self._deliver(self._scheduler.tick(now=self._clock()))
+                else:
+                    if message is None:
+                        return
+                    with self._lock:
+                        self._take(message)
+                self._look_for_silence()
+        except BaseException as error:
+            self._on_error(error)
+
+    def _take(self, message: Message | Control) -> None:
+        now = self._clock()
+        if isinstance(message, EndRound):
+            self._note_wish(message)
+        elif isinstance(message, Passed):
+            self._note_passed(message)
+        elif isinstance(message, StepMetrics):
+            self._note_metrics(message)
+        elif isinstance(message, (Report, SendingUpdate, UpdateArrived, UpdateReceived)):
+            if isinstance(message, SendingUpdate):
+                self._sent_at[message.worker] = now
+            self._deliver(self._scheduler.handle(message, now=now))
+            if isinstance(message, (Report, UpdateReceived)):
+                self._answer(message.worker, message.round, now)
+        else:
+            self._deliver(self._scheduler.handle(message, now=now))  # type: ignore[arg-type]  # Join or Leave
+
+    def _answer(self, worker: str, round: int, now: float) -> None:
+        if self._ending is not None and round == self._ending.round:
+            self._post(worker, self._ending)  # the first may have come before it had started
+        elif now - self._told.get(worker, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
+            self._told[worker] = now
+            self._post(worker, RoundStatus(round=self._scheduler.round, left=max(self._scheduler.left, 0)))
+
+    def _note_wish(self, wish: EndRound) -> None:
+        held = self._wishes
+        self._wishes = replace(
+            held,
+            epoch=held.epoch or wish.epoch,
+            validate=held.validate or wish.validate,
+            stop=held.stop or wish.stop,
+        )
+        round = self._scheduler.round
+        if wish.now and (self._ending is None or self._ending.round != round):
+            self._ending = ScheduleUpdate(round=round, counter=wish.steps) if self._equal else UpdateNow(round=round)
+            for worker in self._workers:
+                self._post(worker, self._ending)
+
+    def _note_passed(self, message: Passed) -> None:
+        if self._passing is None:
+            return
+        self._passing[message.worker] = message.stop
+        if len(self._passing) < len(self._workers):
+            return
+        stops, self._passing = any(self._passing.values()), None
+        held, self._held = self._held, []
+        if stops:
+            held = [Envelope(worker, Done(round=message.round)) for worker in self._workers]
+        self._deliver(tuple(held))
+
+    def _note_metrics(self, message: StepMetrics) -> None:
+        rate = self._rates.setdefault(message.worker, _own_mean())
+        rate.update(message.seconds / message.samples, message.samples)
+        if message.loss is not None:
+            self._loss.update(message.loss, message.samples)
+
+    def _deliver(self, envelopes: Sequence[Envelope]) -> None:
+        over = any(isinstance(envelope.message, Done) for envelope in envelopes)
+        for envelope in envelopes:
+            if envelope.to != PARAMETER_SERVER:
+                if self._passing is None:
+                    self._post(envelope.to, envelope.message)
+                else:
+                    self._held.append(envelope)
+            elif isinstance(envelope.message, MergeUpdates):
+                self._announce(envelope.message.round, over=over)
+
+    def _announce(self, round: int, *, over: bool) -> None:
+        """Tell everybody that a round is over, before they hear of the next one."""
+        samples = self._ended.samples
+        boundary = Boundary(
+            round=round,
+            samples=samples,
+            shares={one.worker: one.samples / samples for one in self._ended.workers} if samples else {},
+            metrics=self._take_metrics(),
+            epoch=self._wishes.epoch,
+            validate=self._wishes.validate,
+            stop=self._wishes.stop or over,
+        )
+        self._wishes = EndRound(worker="", round=0)
+        self._ending = None
+        for worker in self._workers:
+            self._post(worker, boundary)
+        if boundary.halts:
+            self._passing = {}
+
+    def _take_metrics(self) -> dict[str, float]:
+        metrics = {}
+        if self._rates:
+            seconds = [float(rate.compute()) for rate in self._rates.values()]
+            metrics["samples_per_second"] = sum(1 / one for one in seconds if one)
+        if self._loss.update_called:
+            metrics["loss"] = float(self._loss.compute())
+        self._rates = {}
+        self._loss.reset()
+        return metrics
+
+    def _round_ended(self, record: RoundRecord) -> None:
+        self._ended = with_common_waiting(record, self._sent_at)
+        self._sent_at = {}
+        self._on_round(self._ended)
+
+    def _look_for_silence(self) -> None:
+        now = self._clock()
+        if self._passing is not None or now - self._looked < self._silent_after:
+            return
+        silent = [
+            worker.name
+            for worker in self._scheduler.workers.values()
+            if worker.is_training
+            and worker.step_time.seconds is not None
+            and now > worker.heard + _SILENT_STEPS * worker.step_time.seconds + self._silent_after
+        ]
+        if silent:
+            self._looked = now
+            self._on_silence(silent)
+
+
+def _own_mean() -> MeanMetric:
+    """A mean that is not reduced over the default group, whose other ranks know nothing of it."""
+    return MeanMetric(sync_on_compute=False)

@@ -1,0 +1,491 @@
+"""A rank that trains with others as one worker, and whose leader speaks for it.
+
+Counters of one worker in one training.
+
+A worker's part in the rounds, as each of its ranks goes through it: steps, updates, and standing still with all.
+
+On every rank of a worker the same calls lead to the same places, at the same steps; see ``WorkerGroup`` for why. What
+is said to other workers is the leader's business (``LeadingSession``); the worker's other ranks follow it
+(``FollowingSession``).
+
+Speaks for a worker: counts its steps, sends its update when it is time to, and hands on what the others make of it.
+
+All but :meth:`~LeadingSession.receive` and :meth:`~LeadingSession.fail` is called by the training thread, which waits
+for other workers at two places only: for an update that is to be merged now, and for the start of a round.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_bytescheduler.diloco.mailbox import (
+    Boundary,
+    Closed,
+    Control,
+    EndRound,
+    Passed,
+    RoundStatus,
+    StepMetrics,
+    decode,
+    encode,
+)
+from lightning_bytescheduler.diloco.messages import Join, Message, SendingUpdate, UpdateArrived
+from lightning_bytescheduler.diloco.outer_state import OuterState, TrainedWeights
+from lightning_bytescheduler.diloco.round_counter import RoundCounter
+from lightning_bytescheduler.diloco.update_exchange import Exchange, UpdateExchange
+from lightning_bytescheduler.diloco.world import WorkerGroup
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+
+__all__ = ["FollowingSession", "LeadingSession", "SessionStatistics", "WorkerSession"]
+
+
+@dataclass(slots=True)
+class SessionStatistics:
+    """Where a worker's time went.
+
+    Attributes:
+        rounds: That have ended.
+        steps: Taken.
+        samples: Processed.
+        merged_samples: Of all workers, in rounds that have ended.
+        exchange_s: That the training thread waited for updates, its own and the others'.
+        start_s: That it waited for a round to start.
+    """
+
+    rounds: int = 0
+    steps: int = 0
+    samples: int = 0
+    merged_samples: int = 0
+    exchange_s: float = 0.0
+    start_s: float = 0.0
+
+
+class WorkerSession(ABC):
+    """One rank of a worker, in one training. All but :meth:`fail` is for the training thread.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        overlap_steps: Steps between sending an update and merging the answer.
+        flush: Called on the training thread before weights are read or replaced: brings them up to date.
+    """
+
+    def __init__(
+        self, *, worker: str, group: WorkerGroup, overlap_steps: int, flush: Callable[[], None] = lambda: None
+    ) -> None:
+        self.worker = worker
+        self.statistics = SessionStatistics()
+        self.boundary: Boundary | None = None
+        self._group = group
+        self._overlap_steps = overlap_steps
+        self._flush = flush
+        self._failure: BaseException | None = None
+        self._sent = False  # an update that is not merged yet
+        self._steps_since_sent = 0
+        self._halted = False
+        self._over = False
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """The round this worker is in."""
+
+    @property
+    def over(self) -> bool:
+        """Whether training is over for all workers."""
+        return self._over
+
+    @property
+    def halted(self) -> bool:
+        """Whether all workers stand still at the end of a round."""
+        return self._halted
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known on this rank is left out."""
+        if self.boundary is None:
+            return {}
+        return {"share": self.boundary.shares.get(self.worker, 0.0), **self.boundary.metrics}
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
+        if self._failure is None:
+            self._failure = error
+        self._group.abort(error)
+
+    def check(self) -> None:
+        """Raise what another thread or rank has failed with, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def begin(self) -> None:
+        """Join, and wait for all workers and the first round."""
+        self._join()
+        self._start_round()
+
+    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+        """Take note of a step, and report it without waiting.
+
+        With overlap, this merges what was sent ``overlap_steps`` ago, and waits for it if it must.
+
+        Args:
+            samples: Of the step, on all ranks of the worker together.
+            seconds: That it took, from the end of the step before.
+            tokens: Of the step, where updates are weighted by them.
+            loss: Of the step.
+        """
+        self.check()
+        self._report(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+        self.statistics.steps += 1
+        self.statistics.samples += samples
+        if self._sent:
+            self._steps_since_sent += 1
+            if self._steps_since_sent >= self._overlap_steps:
+                self._conclude()
+
+    def is_due(self) -> bool:
+        """Whether the update is to be sent before another step is taken: as the leader knows it now."""
+        return self._group.any(self._is_due())
+
+    @abstractmethod
+    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
+        """Say what is to happen at the end of this round, and whether that is to be soon."""
+
+    def end_round(self) -> None:
+        """Send the update. Without overlap, merge the answer too, and start the next round unless all halt."""
+        self.settle()
+        if self._halted:
+            return
+        self._flush()
+        self._send_update()
+        self._sent = True
+        self._steps_since_sent = 0
+        if not self._overlap_steps:
+            self._conclude()
+
+    def settle(self) -> None:
+        """Merge what is under way, if anything is."""
+        if self._sent:
+            self._conclude()
+
+    def end_round_for_all(self, *, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
+        """End the round for all workers, with something that all of them stand still for."""
+        self.settle()
+        if self._halted:  # another worker was first
+            return
+        self.ask(now=True, epoch=epoch, validate=validate, stop=stop)
+        self.end_round()
+        self.settle()
+
+    def pass_on(self, *, stop: bool = False) -> bool:
+        """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
+        if self._over or not self._halted or self.boundary is None:
+            return not self._over
+        self._say_passed(self.boundary.round, stop=stop)
+        self._halted = False
+        self._start_round()
+        return not self._over
+
+    def finish(self) -> None:
+        """End the training for all workers."""
+        if self._over:
+            return
+        if self._sent or not self._halted:
+            self.end_round_for_all(stop=True)
+        if not self._over:
+            self.pass_on(stop=True)
+
+    def _conclude(self) -> None:
+        self._sent = False
+        self._flush()
+        boundary = self._merge()
+        self.statistics.rounds += 1
+        self.statistics.merged_samples += boundary.samples
+        self.boundary = boundary
+        if not boundary.halts:
+            self._start_round()
+            return
+        # Where all stand still, all fragments are synchronised, and everybody has the global weights.
+        self._halted = True
+        self._merge_rest(boundary.round)
+        self._over = boundary.stop
+
+    def _start_round(self) -> None:
+        self._over = self._group.any(self._await_round())
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Become one of the workers."""
+
+    @abstractmethod
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        """Tell of a step."""
+
+    @abstractmethod
+    def _is_due(self) -> bool:
+        """Whether the update is to be sent now, as far as this rank decides it."""
+
+    @abstractmethod
+    def _send_update(self) -> None:
+        """Begin to send what the round's steps have made of its fragment."""
+
+    @abstractmethod
+    def _merge(self) -> Boundary:
+        """Wait for the end of the round, and let the trained weights follow."""
+
+    @abstractmethod
+    def _merge_rest(self, round: int) -> None:
+        """Synchronise the fragments that did not belong to this round."""
+
+    @abstractmethod
+    def _say_passed(self, round: int, *, stop: bool) -> None:
+        """Say that this worker is through with what all stood still for."""
+
+    @abstractmethod
+    def _await_round(self) -> bool:
+        """Wait for the next round and begin it; returns whether there is none, as far as this rank decides it."""
+
+
+_SLICE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    round: int
+    fragment: int
+    exchange: Exchange
+
+
+class LeadingSession(WorkerSession):
+    """The first rank of a worker, often the only one.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        state: The global weights.
+        exchange: What updates travel through.
+        overlap_steps: See :class:`WorkerSession`.
+        flush: See :class:`WorkerSession`.
+        post: Sends a message to the host, without waiting.
+        timeout: Longest wait for the other workers, in seconds.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        group: WorkerGroup,
+        state: OuterState,
+        exchange: UpdateExchange,
+        overlap_steps: int,
+        flush: Callable[[], None],
+        post: Callable[[Message | Control], None],
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
+        self.left: int | None = None
+        self._state = state
+        self._exchange = exchange
+        self._post = post
+        self._timeout = timeout
+        self._clock = clock
+        self._changed = threading.Condition()
+        # What follows changes under the condition.
+        self._counter = RoundCounter(worker)
+        self._boundaries: dict[int, Boundary] = {}
+        # The training thread's own.
+        self._update: _Sent | None = None
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self._counter.round
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until the update is sent, or ``None`` while nobody knows."""
+        return self._counter.steps_left
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known is left out."""
+        known = {"round": self._counter.round, "to_go": self.left, "steps_left": self.steps_left}
+        return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
+
+    # ------------------------------------------------------------------ other threads
+
+    def receive(self, message: Message | Control) -> None:
+        """Take in what the host says."""
+        with self._changed:
+            if isinstance(message, Boundary):
+                self._boundaries[message.round] = message
+            elif isinstance(message, RoundStatus):
+                self.left = message.left
+            elif not isinstance(message, (EndRound, Passed, StepMetrics, Closed)):
+                self._counter.receive(message)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """See WorkerSession."""
+        with self._changed:
+            super().fail(error)
+            self._changed.notify_all()
+        self._exchange.abort(error)
+
+    # ------------------------------------------------------------------ the training thread
+
+    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
+        """See WorkerSession."""
+        round, steps = self._counter.round, self._counter.steps
+        self._post(
+            EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
+        )
+
+    def _join(self) -> None:
+        self._post(Join(worker=self.worker))
+
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        with self._changed:
+            report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
+        self._state.count(samples=samples, tokens=tokens)
+        self._post(report)
+        self._post(StepMetrics(worker=self.worker, round=report.round, samples=samples, seconds=seconds, loss=loss))
+
+    def _is_due(self) -> bool:
+        with self._changed:
+            return self._counter.due
+
+    def _send_update(self) -> None:
+        with self._changed:
+            round, message = self._counter.round, self._counter.send()
+        self._post(message)
+        fragment = self._state.trained.fragment_of(round)
+        self._update = _Sent(round, fragment, self._send(fragment, message))
+
+    def _merge(self) -> Boundary:
+        sent, self._update = self._update, None
+        if sent is None:
+            raise RuntimeError("Cannot merge an update: none was sent.")
+        began = self._clock()
+        mean, total = sent.exchange.wait(self._timeout)
+        self.statistics.exchange_s += self._clock() - began
+        boundary = self._await_boundary(sent.round)
+        self._state.merge(sent.fragment, mean, total=total, exactly=boundary.halts)
+        self._group.tell(encode(boundary))
+        self._group.share(self._state.trained.of(sent.fragment))
+        return boundary
+
+    def _merge_rest(self, round: int) -> None:
+        trained = self._state.trained
+        exchanges = [(fragment, self._send(fragment)) for fragment in trained.others(round)]
+        began = self._clock()
+        for fragment, exchange in exchanges:
+            mean, total = exchange.wait(self._timeout)
+            self._state.merge(fragment, mean, total=total, exactly=True)
+        self.statistics.exchange_s += self._clock() - began
+        for fragment, _ in exchanges:
+            self._group.share(trained.of(fragment))
+
+    def _say_passed(self, round: int, *, stop: bool) -> None:
+        self._post(Passed(worker=self.worker, round=round, stop=stop))
+
+    def _await_round(self) -> bool:
+        self._wait(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
+        with self._changed:
+            if self._counter.finished:
+                return True
+            message = self._counter.start()
+        self._post(message)
+        return False
+
+    def _send(self, fragment: int, message: SendingUpdate | None = None) -> Exchange:
+        update, weight = self._state.update(fragment)
+
+        def arrived(error: BaseException | None) -> None:
+            if error is None and message is not None:
+                self._post(UpdateArrived(worker=self.worker, round=message.round))
+
+        return self._exchange.start(f"fragment {fragment}", update, weight=weight, on_end=arrived)
+
+    def _await_boundary(self, round: int) -> Boundary:
+        self._wait(lambda: round in self._boundaries, f"the end of round {round}")
+        return self._boundaries.pop(round)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        began = self._clock()
+        with self._changed:
+            while not ready():
+                self.check()
+                waited = self._clock() - began
+                if waited >= self._timeout:
+                    raise SchedulerTimeoutError(
+                        f"{self.worker} waited {waited:.0f} s for {what}: not all workers have got there. Raise the "
+                        "strategy's timeout if that may take longer."
+                    )
+                self._changed.wait(min(_SLICE_S, self._timeout - waited))
+        self.statistics.start_s += self._clock() - began
+
+
+class FollowingSession(WorkerSession):
+    """Goes along with its leader, and takes over the weights that it merges.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        trained: What is trained.
+        overlap_steps: See :class:`WorkerSession`.
+        flush: See :class:`WorkerSession`.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        group: WorkerGroup,
+        trained: TrainedWeights,
+        overlap_steps: int,
+        flush: Callable[[], None],
+    ) -> None:
+        super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
+        self._trained = trained
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self.statistics.rounds + 1
+
+    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
+        """See WorkerSession; the leader does."""
+
+    def _join(self) -> None:
+        pass
+
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        pass
+
+    def _is_due(self) -> bool:
+        return False
+
+    def _send_update(self) -> None:
+        pass
+
+    def _merge(self) -> Boundary:
+        boundary = decode(self._group.tell().encode())
+        if not isinstance(boundary, Boundary):
+            raise RuntimeError(f"The leader told of no round's end, but of {boundary!r}.")
+        self._group.share(self._trained.of(self._trained.fragment_of(boundary.round)))
+        return boundary
+
+    def _merge_rest(self, round: int) -> None:
+        for fragment in self._trained.others(round):
+            self._group.share(self._trained.of(fragment))
+
+    def _say_passed(self, round: int, *, stop: bool) -> None:
+        pass
+
+    def _await_round(self) -> bool:
+        return False

@@ -1,0 +1,200 @@
+"""The slices of a ``SliceDataModule`` under ``diloco``: one tracker at worker 0 hands them out to all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_bytescheduler.diloco.mailbox import Caller, CallServer
+from lightning_bytescheduler.diloco.world import WorkerWorld
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.slices.data_module import SliceDataModule
+from lightning_bytescheduler.slices.messages import (
+    Answer,
+    Begin,
+    Call,
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Progress,
+    Quarantine,
+    Receipt,
+    Renew,
+    Reply,
+    Request,
+    Verdict,
+    decode,
+    encode,
+)
+from lightning_bytescheduler.slices.tracked_training import TrackedTraining
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+
+__all__ = ["SharedSlices", "share_slices", "training_of"]
+
+_MAILBOX = "slices"
+_THREAD = "bytescheduler-slice-tracker"
+_STOP_S = 5.0
+_MOMENT_S = 0.5
+
+
+class SharedSlices:
+    """One worker's way to the tracker, a ``TrackerHost``. At worker 0 it has a thread, which answers the others.
+
+    Epochs of the data are the strategy's, which ends them for all workers at once: see ``RoundBoundaries``.
+
+    Args:
+        store: That all workers share.
+        worker: Number of this one.
+        workers: How many there are.
+        timeout: Longest wait for worker 0, in seconds.
+        check: Raises what another worker has failed with, if any.
+    """
+
+    waits = False
+
+    def __init__(
+        self, store: dist.Store, *, worker: int, workers: int, timeout: float, check: Callable[[], None]
+    ) -> None:
+        self.worker = worker
+        self.workers = workers
+        self._store = store
+        self._timeout = timeout
+        self._check = check
+        self._server: CallServer | None = None
+        self._client: _RemoteTracker | None = None
+
+    def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
+        """See ``TrackerHost``. Worker 0 is waited for with the first call."""
+        if self.worker != 0:
+            self._client = _RemoteTracker(Caller(self._store, _MAILBOX, timeout=self._timeout, check=self._check))
+            return self._client
+        tracker = make()
+        if self._server is None:
+            self._server = CallServer(self._store, _MAILBOX, name=_THREAD, answer=_Answers(tracker))
+        return tracker
+
+    def finish(self) -> None:
+        """The training is over here: ask nothing more. Worker 0 waits for the others, which may be in their last step.
+
+        Raises:
+            Exception: What another worker has failed with.
+        """
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.await_farewells(self.workers - 1, timeout=self._timeout, check=self._check)
+
+    def close(self, *, failed: bool) -> bool:
+        """Stop answering and calling; bounded, idempotent. Returns whether the thread has ended."""
+        if self._client is not None:
+            self._client.close(quietly=failed)
+        return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
+
+
+def share_slices(
+    trainer: pl.Trainer, world: WorkerWorld, *, timeout: float, check: Callable[[], None]
+) -> SharedSlices | None:
+    """Have the workers of a fit share its slices, if its data module is one of slices.
+
+    Args:
+        trainer: Before the setup of its data.
+        world: Where this rank is.
+        timeout: See :class:`SharedSlices`.
+        check: See :class:`SharedSlices`.
+
+    Raises:
+        UnsupportedError: If several ranks train together as one worker: they need equally many batches.
+    """
+    data = _slices_of(trainer)
+    if data is None:
+        return None
+    if world.inner_size > 1:
+        raise UnsupportedError(
+            "A SliceDataModule hands its slices out to workers of one process. Leave inner out, or use data loaders, "
+            "whose samples are split among all processes."
+        )
+    slices = SharedSlices(world.store, worker=world.worker, workers=world.workers, timeout=timeout, check=check)
+    data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
+    data.bind_tracker(slices)
+    return slices
+
+
+def _slices_of(trainer: pl.Trainer) -> SliceDataModule | None:
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    return data if isinstance(data, SliceDataModule) else None
+
+
+def training_of(trainer: pl.Trainer) -> TrackedTraining | None:
+    """What workers share in a fit, after its setup."""
+    data = _slices_of(trainer)
+    training = None if data is None else data.training
+    return training if isinstance(training, TrackedTraining) else None
+
+
+class _Answers:
+    def __init__(self, tracker: LocalTracker) -> None:
+        self._calls: dict[type[Any], Callable[[Any], Reply]] = {
+            Join: tracker.join,
+            Request: tracker.request,
+            Begin: tracker.begin,
+            Progress: tracker.progress,
+            Done: tracker.done,
+            Quarantine: tracker.quarantine,
+            Renew: tracker.renew,
+            Leave: tracker.leave,
+        }
+
+    def __call__(self, text: str) -> str:
+        message = decode(text)
+        return encode(self._calls[type(message)](message))
+
+
+class _RemoteTracker:
+    """A ``TrackerClient``; once closed, it only lets its worker leave."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._closed = False
+
+    def close(self, *, quietly: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            if not quietly:
+                self._caller.bid_farewell()
+
+    def join(self, message: Join) -> Joined:
+        return cast(Joined, self._ask(message))
+
+    def request(self, message: Request) -> Answer:
+        return cast(Answer, self._ask(message))
+
+    def begin(self, message: Begin) -> Receipt:
+        return self._tell(message)
+
+    def progress(self, message: Progress) -> Receipt:
+        return self._tell(message)
+
+    def done(self, message: Done) -> Receipt:
+        return self._tell(message)
+
+    def quarantine(self, message: Quarantine) -> Receipt:
+        return self._tell(message)
+
+    def renew(self, message: Renew) -> Receipt:
+        return self._tell(message)
+
+    def leave(self, message: Leave) -> Receipt:
+        return self._tell(message)
+
+    def _tell(self, message: Call) -> Receipt:
+        if self._closed:  # the training is over, and worker 0 may have gone
+            return Receipt(verdict=Verdict.JOIN_AGAIN)
+        return cast(Receipt, self._ask(message))
+
+    def _ask(self, message: Call) -> Reply:
+        return cast(Reply, decode(self._caller.call(encode(message))))

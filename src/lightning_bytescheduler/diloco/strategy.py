@@ -1,0 +1,523 @@
+"""``Trainer(strategy="diloco")``: workers of unequal speed train on their own, and average now and then.
+
+Makes what a rank needs for the rounds of one fit: more if it leads its worker than if it follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.ddp.fit_position import introduce
+from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
+from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
+from lightning_bytescheduler.diloco.batch_size_trial import measured_batch_size, with_batch_size
+from lightning_bytescheduler.diloco.options import (
+    DiLoCoOptions,
+    common_options,
+    ddp_options,
+    description,
+    scheduler_options,
+)
+from lightning_bytescheduler.diloco.outer_state import OuterState, TrainedWeights
+from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
+from lightning_bytescheduler.diloco.round_boundaries import RoundBoundaries, RoundHooks
+from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
+from lightning_bytescheduler.diloco.runtime import FollowingRuntime, OuterOptions, OuterRuntime
+from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.shared_slices import SharedSlices, share_slices, training_of
+from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
+from lightning_bytescheduler.diloco.world import JointCollectives, WorkerGroup, WorkerWorld
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.roll_call import hold_roll_call, require_alike
+
+__all__ = ["DiLoCoStrategy", "make_runtime"]
+
+log = logging.getLogger(__name__)
+
+
+def make_runtime(
+    module: nn.Module,
+    *,
+    options: DiLoCoOptions,
+    outer: OuterOptions,
+    world: WorkerWorld,
+    group: WorkerGroup,
+    board: FaultBoard,
+    flush: Callable[[], None],
+    on_round: Callable[[RoundRecord], object],
+) -> OuterRuntime | FollowingRuntime:
+    """Start what runs beside the training.
+
+    Args:
+        module: What is trained.
+        options: The user's.
+        outer: The same, as the rooms below understand them.
+        world: Where this rank is.
+        group: The ranks of its worker.
+        board: Where failures are published.
+        flush: Brings the weights up to date.
+        on_round: Called with each round that has ended, on worker 0's leader.
+    """
+    trained = TrainedWeights(module, options.fragment_options)
+    if not group.leads:
+        return FollowingRuntime(
+            world=world, group=group, board=board, trained=trained, overlap_steps=outer.overlap_steps, flush=flush
+        )
+    state = OuterState(
+        trained,
+        weighting=options.weighting,
+        lr=options.outer_lr,
+        momentum=options.outer_momentum,
+        factory=options.outer_optimizer,
+    )
+    return OuterRuntime(
+        world=world, group=group, board=board, state=state, options=outer, flush=flush, on_round=on_round
+    )
+
+
+class DiLoCoStrategy(WorkerStrategy):
+    """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
+
+    Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,
+    all workers' changes to the weights are averaged, by samples processed, and an outer optimizer steps the *global*
+    weights along the mean. A scheduler that knows each worker's pace tells each after how many steps to send its
+    changes, so that all end a round together (seed 004).
+
+    What Lightning's notions mean here:
+
+    * Each worker is one process, or ``inner_size`` of them that train together (``inner``), and a Lightning world of
+      its own: ``trainer.world_size`` is its number of processes, and the default process group has these ranks.
+      ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed samplers split the
+      data among all processes, and ``batch_size`` is each process's.
+    * The ranks of a worker take every step together, whose samples are those of all of them. One of them, the leader,
+      speaks with the other workers: updates travel once for each worker, and the leader hands on what they are merged
+      to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of the data,
+      takes its worker along.
+    * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
+      first: the round ends, its changes are merged, and training is over for all. No worker takes more than
+      ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
+      on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
+    * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
+      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``. It always ends a
+      round.
+    * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
+      epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
+      part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
+      (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
+      what was trained on since its begin for done too. Each worker's batch size is an option of the module. Such
+      workers are of one process.
+    * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all ranks
+      together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
+      of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
+    * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written amid a round
+      has those of the end of the round before. It is a plain Lightning checkpoint of worker 0's leader, with the outer
+      state under one key more; training can go on from it with another number of workers, of any number of ranks, each
+      with worker 0's optimizer.
+    * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
+    * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
+
+    Args:
+        accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
+        parallel_devices: See DDPStrategy.
+        cluster_environment: See DDPStrategy.
+        checkpoint_io: See DDPStrategy.
+        precision_plugin: See DDPStrategy.
+        process_group_backend: Of each worker's default group; between workers it is always gloo.
+        timeout: Longest wait for other workers.
+        start_method: See DDPStrategy.
+        samples_per_round: A round is over when all workers together have processed so many samples.
+        inner_steps: A round is over when the fastest worker has taken so many steps; slower ones take fewer, by their
+            speed. 100 unless one of the two is given.
+        equal_steps: All workers take ``inner_steps`` steps, however long the slowest takes (published DiLoCo).
+        outer_steps: Rounds after which training is over, if nothing else has ended it.
+        outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
+        outer_momentum: Its momentum; 0.9 if left out.
+        outer_optimizer: Makes another optimizer, for a list of tensors.
+        weighting: How much a worker's changes count: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
+        fragments: Into how many the model is cut; each round synchronises one, in turn.
+        overlap_steps: Steps that a worker goes on for while its changes travel; 0 waits.
+        mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
+            out.
+        wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network.
+        lead_steps: How many steps of the slowest worker before its end a round is decided.
+        batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
+            batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
+            data loader's if that is not set either.
+        partition_size: Largest piece of an update sent at once, in parameters.
+        credit: What may be in flight at once, in parameters.
+        rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
+            ``rounds.jsonl`` in the run's folder if left out.
+        inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``; each process is a
+            worker if left out.
+        inner_size: How many ranks that follow one another form a worker; ``"node"`` for those of a machine.
+        inner_options: For :class:`~torch.nn.parallel.DistributedDataParallel`; with ``"bytescheduler"`` also
+            ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and ``debug`` of
+            :class:`ByteSchedulerStrategy`, whose sizes are not tuned here.
+
+    Raises:
+        OptionError: If an option or environment variable has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        samples_per_round: int | None = None,
+        inner_steps: int | None = None,
+        equal_steps: bool = False,
+        outer_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
+        weighting: str = "samples",
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        mixing: float | None = None,
+        wire_dtype: str = "fp32",
+        lead_steps: int = 3,
+        batch_size: int | Sequence[int] | str | None = None,
+        partition_size: int = 1_000_000,
+        credit: int = 2_000_000,
+        rounds_file: str | None = None,
+        inner: Literal["ddp", "bytescheduler"] | None = None,
+        inner_size: int | Literal["node"] | None = None,
+        inner_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = DiLoCoOptions(
+            samples_per_round=samples_per_round,
+            inner_steps=inner_steps,
+            equal_steps=equal_steps,
+            outer_steps=outer_steps,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_optimizer=outer_optimizer,
+            weighting=weighting,
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+            wire_dtype=wire_dtype,
+            lead_steps=lead_steps,
+            batch_size=batch_size,
+            partition_size=partition_size,
+            credit=credit,
+            rounds_file=rounds_file,
+            inner=inner,
+            inner_size=inner_size,
+            inner_options=inner_options,
+        )
+        self._world: WorkerWorld | None = None
+        self._runtime: OuterRuntime | FollowingRuntime | None = None
+        self._boundaries: RoundBoundaries | None = None
+        self._statistics: SessionStatistics | None = None
+        self._file: RoundFile | None = None
+        self._slices: SharedSlices | None = None
+        self._kept_state: dict[str, Any] | None = None
+        self._added: list[pl.Callback] = []
+        self._open = ExitStack()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_options(inner, inner_options or {}),
+        )
+        if inner == "bytescheduler":
+            given = self._options.inner_options or {}
+            self._gradients = ScheduledGradients(
+                self,
+                scheduler_options(given),
+                timeout=timeout,
+                own_buckets=any(given.get(option) is not None for option in ("bucket_cap_mb", "bucket_cap_mb_list")),
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks that train together as one worker."""
+        return self._options.ranks_per_worker(on_node=self.num_processes)
+
+    @property
+    def statistics(self) -> SessionStatistics | None:
+        """Counters of the current fit, or of the last one; ``None`` before the first."""
+        return self._statistics
+
+    # ------------------------------------------------------------------ life cycle
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
+        self._release()  # a failed fit whose teardown was skipped
+        self._failed = False
+        super().setup_environment()
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            hooks = RoundHooks(self)
+            callbacks_of(trainer).insert(0, hooks)
+            self._added = [hooks]
+            if self.inner_size > 1:
+                self._open.enter_context(own_sigterm(trainer))
+            if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
+                monitor = PerformanceMonitor()
+                callbacks_of(trainer).insert(1, monitor)
+                self._added.append(monitor)
+            if self._world is not None:
+                seconds = self._options.outer(self._timeout).timeout
+                self._slices = share_slices(trainer, self._world, timeout=seconds, check=self._check_others)
+
+    def setup_distributed(self) -> None:
+        """Make this worker's process groups, and those between workers."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        self._options.check_ranks(
+            ranks=self.ranks, on_node=self.num_processes, rank=self.global_rank, node=self.node_rank
+        )
+        device = self.root_device
+        if self.cluster_environment is not None:
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        with self._watched_rendezvous("diloco", self.ranks):
+            self._world = WorkerWorld.join(
+                rank=self.global_rank,
+                size=self.ranks,
+                inner_size=self.inner_size,
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                meet=self._meet_all,
+                device_id=device if device.type != "cpu" else None,
+            )
+        self._joint = JointCollectives(self._world.everyone)
+        self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
+
+    def _meet_all(self, store: dist.Store) -> None:
+        """Make sure with the other ranks that they are in the same training; before there are groups."""
+        own = introduce(self.global_rank, "diloco", common_options(self._options))
+        seconds = self._options.outer(self._timeout).timeout
+        require_alike(hold_roll_call(store, own, world_size=self.ranks, timeout=seconds), warn=rank_zero_warn)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """See DDPStrategy."""
+        super().setup(trainer)
+        if self._gradients is not None:
+            self._gradients.decide()
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._open.enter_context(self._validating_together())
+
+    def configure_ddp(self) -> None:
+        """Give all ranks the same weights; the model is wrapped where several ranks train together."""
+        module, joint = self.lightning_module, self._joint
+        if module is None or joint is None:
+            raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
+        with self._explained():
+            joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
+            joint.broadcast([*module.parameters(), *module.buffers()])
+            if self.inner_size == 1:
+                return
+            if self._gradients is not None and self._board is not None:
+                self._gradients.prepare(self._board)
+            super().configure_ddp()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give training data this worker's batch size; see DDPStrategy."""
+        module = self.lightning_module
+        if module is None or module.trainer.state.stage != RunningStage.TRAINING:
+            return dataloader
+        size = resolve_batch_size(self._options.batch_size, worker=self.worker)
+        if size == "auto":
+            if self.inner_size > 1:
+                raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
+            size = measured_batch_size(module, dataloader, workers=self.workers)
+            log.info("[rank %d] batches of %d samples are used", self.global_rank, size)
+        return dataloader if size is None else with_batch_size(dataloader, size)
+
+    def teardown(self) -> None:
+        """Stop every thread, leave all groups; see DDPStrategy."""
+        try:
+            self._release()
+        finally:
+            super().teardown()
+            self._failed = False
+
+    def _release(self) -> None:
+        self._open.close()
+        if self._boundaries is not None:
+            self._boundaries.detach()
+            self._boundaries = None
+        slices, self._slices = self._slices, None
+        if slices is not None:
+            slices.close(failed=self._failed)
+        runtime, self._runtime = self._runtime, None
+        idle = not self._failed
+        if runtime is not None:
+            idle = runtime.stop(failed=self._failed) and idle
+        if self._gradients is not None:
+            self._gradients.release(failed=self._failed)
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        for callback in self._added:
+            if trainer is not None and callback in callbacks_of(trainer):
+                callbacks_of(trainer).remove(callback)
+        self._added = []
+        self._kept_state = None
+        world, self._world = self._world, None
+        self._joint = None
+        if world is not None:
+            world.leave(idle=idle)
+
+    # ------------------------------------------------------------------ rounds (called by callbacks)
+
+    def begin_rounds(self) -> None:
+        """Wait for the other workers, and begin the first round."""
+        module, world, board = self.lightning_module, self._world, self._board
+        if module is None or world is None or board is None:
+            return
+        options, trainer = self._options, module.trainer
+        outer = options.outer(self._timeout)
+        group = WorkerGroup(world.inside, timeout=outer.timeout)
+        self._file = RoundFile.for_training(trainer, options.rounds_file, resumed=self._kept_state is not None)
+        self._runtime = make_runtime(
+            module,
+            options=options,
+            outer=outer,
+            world=world,
+            group=group,
+            board=board,
+            flush=self.flush,
+            on_round=self._file.write,
+        )
+        self._statistics = self._runtime.session.statistics
+        self._boundaries = RoundBoundaries(
+            trainer,
+            self._runtime.session,
+            group=group,
+            first_worker=world.worker == 0,
+            together=self._validating_together,
+            shared_data=None if self._slices is None else training_of(trainer),
+        )
+        with self._explained():
+            self._runtime.start(self._kept_state)
+            self._boundaries.attach()
+        self._kept_state = None
+
+    def begin_epoch(self) -> bool:
+        """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
+        if self._boundaries is None:
+            return True
+        with self._explained():
+            return self._boundaries.before_epoch()
+
+    def on_validation_end(self) -> None:
+        """See DDPStrategy."""
+        super().on_validation_end()
+        if self._boundaries is not None:
+            with self._explained():
+                self._boundaries.after_validation()
+
+    def go_on(self) -> bool:
+        """Go on after all workers stood still; returns whether training goes on."""
+        if self._boundaries is None:
+            return True
+        with self._explained():
+            return self._boundaries.before_batch()
+
+    def end_epoch(self) -> None:
+        """See to it that the epoch ends for all workers."""
+        if self._boundaries is not None:
+            with self._explained():
+                self._boundaries.before_epoch_end()
+
+    def end_rounds(self) -> None:
+        """End the training for all workers, with the global weights on each."""
+        if self._runtime is not None:
+            with self._explained():
+                if self._boundaries is not None:
+                    self._boundaries.before_end()
+                self._runtime.session.finish()
+                if self._slices is not None:
+                    self._slices.finish()
+
+    def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+        """Take note of a batch; reported to the scheduler with the step that it is part of."""
+        if self._boundaries is not None:
+            self._boundaries.note_batch(samples=samples, tokens=tokens, loss=loss)
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known is left out."""
+        return {} if self._runtime is None else self._runtime.session.progress()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def outer_state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps beside the weights."""
+        if not isinstance(self._runtime, OuterRuntime) or self._failed:
+            return None
+        return self._runtime.state_dict()
+
+    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Have the rounds carry on from what a checkpoint kept."""
+        self._kept_state = state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See DDPStrategy; during a fit, with the global weights."""
+        if not isinstance(self._runtime, OuterRuntime) or not self.is_global_zero:
+            return super().lightning_module_state_dict()
+        self.flush()
+        with self._runtime.state.shown():
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        with nullcontext() if self._board is None else self._board.patient():
+            super().save_checkpoint(*args, **kwargs)
+
+    def _end_with(self, cause: BaseException) -> None:
+        if self._slices is not None:
+            self._slices.close(failed=True)
+        if self._runtime is not None:
+            self._runtime.fail(cause)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``diloco`` and its variants, named as DDP's are."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            strategy_registry.register(
+                f"diloco{suffix}",
+                cls,
+                description=f"Low-communication training of uneven workers ({start_method})",
+                start_method=start_method,
+            )

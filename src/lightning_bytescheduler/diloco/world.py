@@ -1,0 +1,366 @@
+"""The ranks that train together as one worker: what they sum up, and what the first of them tells the others.
+
+One rank of each worker, its leader, speaks with the other workers. What it decides has to hold at the same step on all
+ranks of its worker, which each step's gradients join: a rank that took part in an update a step before or after the
+others would wait in one collective while they wait in another.
+
+All of this runs on the training thread, on a gloo group that nothing else uses, so that the calls of the ranks match by
+their order. Calls are made where all ranks of a worker come by in the same order: after each batch, at the end of a
+round, and where all stand still. Whether a rank gets to a call depends on nothing but what such a call has told it
+before; so by induction over the calls, all ranks make the same ones.
+
+Process groups of workers that train on their own, launched as one job.
+
+One rendezvous store joins all ranks. A worker is one of them, or several that follow one another and train together;
+the first of those is its leader. A worker's default process group is made from a view of the store which only it sees,
+so that whatever uses the default group stays inside the worker. Other groups, over gloo, are known to this package
+alone: *updates* joins the leaders, for pseudo-gradients, used by the exchange's threads; *everyone* is for what all
+ranks do at the same moment, such as a validation; *inside* joins the ranks of a worker, for what its leader tells them.
+The last two are used by the training thread.
+
+Collectives of all ranks together, for the moments in which all workers do the same, such as a validation.
+
+On a gloo group of their own, with tensors in host memory, so that any device and backend will do. For one thread.
+Waits end with the group's timeout, the strategy's, or when a rank that has died closes its connections.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
+
+__all__ = ["JointCollectives", "WorkerGroup", "WorkerWorld", "worker_name"]
+
+_TIMEOUT = timedelta(minutes=30)
+_INSIDE = 4  # times the timeout: who waits for a leader has a shorter limit of its own, see WorkerGroup
+
+# By rank and size, for as long as the process lives, as torch keeps that of a default group; and how often it was used.
+_stores: dict[tuple[int, int], dist.Store] = {}
+_joined: dict[tuple[int, int], int] = {}
+
+
+def worker_name(number: int) -> str:
+    """What a worker is called in messages and records."""
+    return f"worker{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWorld:
+    """One rank's place among the workers.
+
+    Attributes:
+        rank: Among all ranks.
+        size: Number of ranks.
+        inner_size: Ranks of one worker.
+        store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
+        everyone: All ranks.
+        updates: The leaders; ``None`` on other ranks.
+        inside: The ranks of this worker; ``None`` if it has but one.
+    """
+
+    rank: int
+    size: int
+    inner_size: int
+    store: dist.Store
+    everyone: dist.ProcessGroup
+    updates: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker."""
+        return self.rank // self.inner_size
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.size // self.inner_size
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout: timedelta | None,
+        inner_size: int = 1,
+        meet: Callable[[dist.Store], object] = lambda _: None,
+        **options: Any,
+    ) -> WorkerWorld:
+        """Meet the other ranks, and make this worker's default process group; every rank calls this.
+
+        Args:
+            rank: Among all ranks.
+            size: Number of ranks.
+            inner_size: Ranks of one worker; divides ``size``.
+            backend: Of the default group.
+            timeout: Of collectives; half an hour if ``None``.
+            meet: Called with a part of the store, before anything is made that needs all ranks to agree.
+            **options: For ``init_process_group``.
+
+        Raises:
+            UnsupportedError: If there is a default process group already.
+        """
+        if dist.is_initialized():
+            raise UnsupportedError(
+                "Strategy 'diloco' makes a default process group for each worker, but there is one already, as after "
+                "a training with another strategy in the same process. Call torch.distributed.destroy_process_group() "
+                "before, or use another process."
+            )
+        timeout = _TIMEOUT if timeout is None else timeout
+        if (rank, size) not in _stores:
+            _stores[rank, size] = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+        _joined[rank, size] = _joined.get((rank, size), 0) + 1
+        # Two stores of one process on one port are one store, so that sizes are kept apart as well.
+        store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
+        meet(dist.PrefixStore("meeting", store))
+        worker, place = divmod(rank, inner_size)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(worker_name(worker), store),
+            rank=place,
+            world_size=inner_size,
+            timeout=timeout,
+            **options,
+        )
+
+        def group(name: str, rank: int, size: int, timeout: timedelta = timeout) -> dist.ProcessGroup:
+            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+            return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
+
+        # In one order on all ranks. Nobody waits for a rank that has to come by elsewhere before.
+        return cls(
+            rank=rank,
+            size=size,
+            inner_size=inner_size,
+            store=store,
+            everyone=group("everyone", rank, size),
+            updates=group("updates", worker, size // inner_size) if place == 0 else None,
+            inside=group(f"inside-{worker}", place, inner_size, _INSIDE * timeout) if inner_size > 1 else None,
+        )
+
+    def leave(self, *, idle: bool) -> None:
+        """Give up all groups; local, does not wait for other ranks.
+
+        Args:
+            idle: Whether nothing is under way. Gloo cannot call anything off, and a group's end waits for it; groups
+                that are not idle are kept for as long as the process lives.
+        """
+        if not idle:
+            groups = [self.everyone, self.updates, self.inside]
+            if dist.is_initialized() and self.inner_size > 1:
+                groups.append(dist.group.WORLD)
+            for group in groups:
+                if group is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_DIMENSIONS = 16  # as many as any tensor here may have
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class JointCollectives:
+    """All-reduce, all-gather and broadcast over all ranks.
+
+    Args:
+        group: Over all ranks; gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def reduce(self, tensor: Tensor, operation: Any = "mean") -> Tensor:
+        """The reduced tensor, new.
+
+        Args:
+            tensor: Of the same shape on all ranks.
+            operation: ``"mean"`` (also ``None``), ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or one of torch's.
+        """
+        name = "mean" if operation is None else str(operation).rsplit(".", 1)[-1].lower()
+        copy = tensor.detach().to("cpu", copy=True)
+        if name in ("mean", "avg") and not copy.is_floating_point():
+            copy = copy.float()
+        reduce_with(self.group, copy, _OPERATIONS[name]).wait()
+        if name in ("mean", "avg"):
+            copy /= self.group.size()
+        return copy.to(tensor.device)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, which must have the same shape, stacked by rank."""
+        copy = tensor.detach().to("cpu").contiguous()
+        parts = [torch.empty_like(copy) for _ in range(self.group.size())]
+        self.group.allgather([parts], [copy]).wait()
+        return torch.stack(parts).to(tensor.device)
+
+    def gather_uneven(self, tensor: Tensor, group: object = None) -> list[Tensor]:
+        """The tensors of all ranks, of any shape and the same type, by rank.
+
+        Args:
+            tensor: This rank's.
+            group: Is ignored; torchmetrics passes one.
+        """
+        shape = torch.full((_DIMENSIONS,), -1)
+        shape[: tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
+        shapes = [tuple(size for size in row if size >= 0) for row in self.gather(shape).tolist()]
+        sizes = [math.prod(one) for one in shapes]
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        rows = self.gather(padded)
+        return [row[:size].reshape(one) for row, size, one in zip(rows, sizes, shapes, strict=True)]
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Fill tensors with those of rank 0."""
+        for tensor in tensors:
+            copy = tensor.detach().to("cpu", copy=True).contiguous()
+            broadcast_from_first(self.group, copy).wait()
+            tensor.copy_(copy)
+
+    def check_alike(self, text: str, what: str) -> None:
+        """Make sure that all ranks have the same text.
+
+        Args:
+            text: What is to be the same.
+            what: The same in words.
+
+        Raises:
+            UnsupportedError: If a rank's text differs from rank 0's; on every rank, with the ranks' numbers.
+        """
+        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()))
+        digests = self.gather(digest)
+        different = [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
+        if different:
+            ranks = ", ".join(map(str, different))
+            raise UnsupportedError(f"All processes need {what}, but those of rank {ranks} differ from rank 0's.")
+
+
+_SLICE = timedelta(seconds=1)
+_PATIENCE = 3.0  # times the timeout: the leader may wait that long for several things, and says so when time is up
+
+
+class WorkerGroup:
+    """One rank's place among the ranks of its worker. For one thread, but for :meth:`abort`.
+
+    Args:
+        group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which asks and tells nobody.
+        timeout: Longest wait for other workers, in seconds.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group = group
+        self._timeout = _PATIENCE * timeout
+        self._clock = clock
+        self._cause: BaseException | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks train together."""
+        return 1 if self._group is None else self._group.size()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its worker."""
+        return self._group is None or self._group.rank() == 0
+
+    def abort(self, cause: BaseException) -> None:
+        """Raise ``cause`` from whatever is waited for, now or later. For any thread."""
+        if self._cause is None:
+            self._cause = cause
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of all ranks' numbers, in fp64; the same on each rank."""
+        if self._group is None:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        self._wait(reduce_with(self._group, sums, dist.ReduceOp.SUM))
+        values: list[float] = sums.tolist()
+        return values
+
+    def any(self, fact: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.total([float(fact)])[0] > 0
+
+    def tell(self, text: str = "") -> str:
+        """The leader's text, on all ranks.
+
+        Args:
+            text: Other ranks' are not looked at.
+        """
+        if self._group is None:
+            return text
+        letters = list(text.encode()) if self.leads else []
+        length = torch.tensor([len(letters)])
+        self._broadcast(length)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if self.leads:
+            content = torch.tensor(letters, dtype=torch.uint8)
+        self._broadcast(content)
+        return bytes(content.tolist()).decode()
+
+    @torch.no_grad()
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Fill tensors with the leader's, bit for bit.
+
+        Args:
+            tensors: Of the same shapes and types on all ranks.
+        """
+        if self._group is None:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        for same in by_type.values():
+            flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
+            self._broadcast(flat)
+            if not self.leads:
+                parts = flat.split([tensor.numel() for tensor in same])
+                for tensor, part in zip(same, parts, strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._group is not None and tensor.numel():
+            self._wait(broadcast_from_first(self._group, tensor))
+
+    def _wait(self, work: dist.Work) -> None:
+        deadline = self._clock() + self._timeout
+
+        def failure() -> BaseException | None:
+            if self._cause is None and self._clock() >= deadline:
+                return SchedulerTimeoutError(
+                    f"A rank waited {self._timeout:.0f} s for the ranks that it trains with. Raise the strategy's "
+                    "timeout if a step, or the wait for other workers, may take longer."
+                )
+            return self._cause
+
+        wait_unless(work, failure, look_every=_SLICE)

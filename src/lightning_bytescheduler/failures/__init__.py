@@ -1,0 +1,1 @@
+"""Who failed, and why: every rank gets to know, and none waits for good."""

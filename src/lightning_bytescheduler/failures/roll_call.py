@@ -1,0 +1,273 @@
+"""Names the ranks that are missing while the others look for each other, before there is a process group.
+
+torch waits there in silence. Here a thread, ``bytescheduler-rendezvous``, writes to the same store, on a connection of
+its own, that this rank has come, and says now and then who has not. Nothing happens in the first two seconds, in which
+most jobs meet. The thread ends within seconds of the wait that it watches.
+
+Whether everyone is in the same training: asked over the rendezvous store, before ranks wait for each other in it.
+
+Each rank introduces itself with a few facts, as JSON, and reads what all others say. A fact that has to be equal and is
+not is an error on every rank, which names ranks, hosts and values. A rank that does not come, as one that runs plain
+DDP, is named after half a minute. All of it goes through the training thread's own connection, in requests that do not
+block; nothing is sent through process groups.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
+
+__all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
+
+log = logging.getLogger(__name__)
+
+_WARN_S = 30.0
+_SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
+_RANKS_SHOWN = 16
+_ABSENT = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: Which it is.
+        host: Where it runs.
+        facts: By name: what has to be the same on all ranks.
+        noted: By name: what may differ, but is worth saying.
+    """
+
+    rank: int
+    facts: Mapping[str, str]
+    noted: Mapping[str, str] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Introduction:
+        """Read what :meth:`encode` wrote."""
+        fields = json.loads(text)
+        return cls(rank=fields["rank"], host=fields["host"], facts=fields["facts"], noted=fields["noted"])
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return json.dumps({"rank": self.rank, "host": self.host, "facts": dict(self.facts), "noted": dict(self.noted)})
+
+
+def hold_roll_call(
+    store: dist.Store,
+    own: Introduction,
+    *,
+    world_size: int,
+    timeout: float,
+    failure: Callable[[], BaseException | None] = lambda: None,
+    warn_after: float | None = None,
+) -> list[Introduction]:
+    """Introduce this rank, and wait until all others have done so.
+
+    Args:
+        store: A view of the rendezvous store, which every rank uses for this roll call only.
+        own: This rank's.
+        world_size: Number of ranks.
+        timeout: Longest wait for the others, in seconds.
+        failure: Asked while others are waited for: why they will not come, if they will not.
+        warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
+
+    Returns:
+        All introductions, by rank.
+
+    Raises:
+        SchedulerTimeoutError: If ranks are still missing; names them.
+        BaseException: What ``failure`` says.
+    """
+    store.set(str(own.rank), own.encode())
+    started, pause, warn_at = time.monotonic(), _SHORTEST_S, _WARN_S if warn_after is None else warn_after
+    keys = [str(rank) for rank in range(world_size)]
+    while not store.check(keys):
+        cause = failure()
+        if cause is not None:
+            raise cause
+        waited = time.monotonic() - started
+        if waited >= min(warn_at, timeout):
+            here = [rank for rank, key in enumerate(keys) if store.check([key])]
+            missing = [rank for rank in range(world_size) if rank not in here]
+            hosts = sorted({Introduction.decode(store.get(keys[rank])).host for rank in here})
+            text = _missing(missing, here, hosts, waited)
+            if waited >= timeout:
+                raise SchedulerTimeoutError(text)
+            if missing and here[0] == own.rank:
+                log.warning("bytescheduler: %s", text)
+            warn_at *= 2
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_S)
+    return [Introduction.decode(text) for text in _values(store, keys)]
+
+
+def require_alike(introductions: Sequence[Introduction], *, warn: Callable[[str], object] | None = None) -> None:
+    """Make sure that all ranks are in the same training.
+
+    Args:
+        introductions: Of all ranks, by rank.
+        warn: Told what differs and may.
+
+    Raises:
+        RanksDifferError: Names each fact that differs, and who says what.
+    """
+    differences = _differences(introductions, [one.facts for one in introductions])
+    noted = _differences(introductions, [one.noted for one in introductions])
+    if differences:
+        also = f" ({'; '.join(noted)})" if noted else ""
+        raise RanksDifferError(
+            f"The ranks are not in the same training: {'; '.join(differences)}{also}. "
+            "Start all of them with the same packages, the same code, the same options and variables."
+        )
+    if noted and warn is not None:
+        warn(f"bytescheduler: not the same on all ranks: {'; '.join(noted)}.")
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 1, 2 and 7 more``."""
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _missing(missing: Sequence[int], here: Sequence[int], hosts: Sequence[str], waited: float) -> str:
+    return (
+        f"{names_of(missing)} of {len(missing) + len(here)} did not join this training within {waited:.0f} s "
+        f"(here: {names_of(here)}, on {', '.join(hosts[:_RANKS_SHOWN])}). Is it started there, and with the same "
+        "strategy? A process with strategy='ddp' waits for others without joining."
+    )
+
+
+def _values(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
+    if getattr(store, "has_extended_api", lambda: False)():
+        return list(store.multi_get(list(keys)))  # one request, however many ranks there are
+    return [store.get(key) for key in keys]
+
+
+def _differences(introductions: Sequence[Introduction], said: Sequence[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for facts in said for name in facts)
+    differences = []
+    for name in names:
+        by_value: dict[str, list[Introduction]] = {}
+        for one, facts in zip(introductions, said, strict=True):
+            by_value.setdefault(facts.get(name, _ABSENT), []).append(one)
+        if len(by_value) > 1:
+            parts = [f"{value} on {_who(ones)}" for value, ones in by_value.items()]
+            differences.append(f"{name} is {', but '.join(parts)}")
+    return differences
+
+
+def _who(introductions: Sequence[Introduction]) -> str:
+    hosts = sorted({one.host for one in introductions})[:_RANKS_SHOWN]
+    return f"{names_of([one.rank for one in introductions])} ({', '.join(hosts)})"
+
+
+_FIRST_S = 2.0
+_MISSED_S = 30.0
+_LOOK_S = 1.0
+_CONNECT_S = 2.0
+_STOP_S = 5.0
+
+
+class RendezvousWatch:
+    """Around the wait for other ranks.
+
+    Args:
+        host: Where rank 0 opens the store.
+        port: Where rank 0 opens the store.
+        rank: This rank.
+        world_size: Number of ranks.
+        strategy: Its name, for the others.
+        warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, rank: int, world_size: int, strategy: str, warn_after: float | None = None
+    ) -> None:
+        self._host, self._port = host, port
+        self._rank, self._world_size, self._strategy = rank, world_size, strategy
+        self._warn_after = _MISSED_S if warn_after is None else warn_after
+        self._met = threading.Event()
+        self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
+
+    def __enter__(self) -> RendezvousWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._met.set()
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        started, warn_at = time.monotonic(), self._warn_after
+        store: dist.Store | None = None
+        differ = False
+        pause = min(_FIRST_S, self._warn_after)
+        while not self._met.wait(pause):
+            pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # all ranks ask about all
+            try:
+                store = store or self._connect()
+                waited = time.monotonic() - started
+                here = {} if store is None else self._here(store)
+                new = not differ and any(text.split(" ")[0] != self._strategy for text in here.values())
+                differ = differ or new  # that will not get better
+                if waited >= warn_at or new:
+                    warn_at *= 2 if waited >= warn_at else 1
+                    self._say(store is not None, here, waited)
+            except RuntimeError:  # the store has gone; whoever waits for it will say so
+                store = None
+
+    def _connect(self) -> dist.Store | None:
+        """The store, once it is there, with this rank's name in it."""
+        try:  # torch would knock at a closed door for long, and aloud
+            socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
+        except OSError:
+            return None
+        tcp = dist.TCPStore(
+            self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+        )
+        store = dist.PrefixStore(self._prefix, tcp)
+        store.set(str(self._rank), f"{self._strategy} on {socket.gethostname()}")
+        return store
+
+    def _here(self, store: dist.Store) -> dict[int, str]:
+        """Who has come, with strategy and host."""
+        ranks = [rank for rank in range(self._world_size) if store.check([str(rank)])]
+        return {rank: store.get(str(rank)).decode() for rank in ranks}
+
+    def _say(self, reached: bool, here: dict[int, str], waited: float) -> None:
+        if not reached:
+            log.warning(
+                "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. Is rank 0 started, and "
+                "can it be reached from %s?",
+                self._rank, waited, self._host, self._port, socket.gethostname(),
+            )  # fmt: skip
+            return
+        if min(here, default=self._rank) != self._rank:
+            return  # the first one speaks for all
+        missing = [rank for rank in range(self._world_size) if rank not in here]
+        odd = [f"rank {rank} runs {text}" for rank, text in here.items() if text.split(" ")[0] != self._strategy]
+        who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
+        log.warning(
+            "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s",
+            self._world_size, self._host, self._port, waited, who,
+            "; ".join(f"rank {rank} ({text})" for rank, text in list(here.items())[:16]),
+            f" They do not run the same strategy: {'; '.join(odd[:16])}." if odd else "",
+        )  # fmt: skip

@@ -1,0 +1,366 @@
+"""Finds out, while this rank waits, whether the ranks wait for each other for good.
+
+For the fault board's thread. A rank tells where it stands four times a second, but looks at the others only when it has
+been waiting for a while itself, so that a training which goes on costs the store nothing more.
+
+Where a rank stands in a training, as it tells the others, and what may be concluded from where all of them stand.
+
+Ranks that train together run one program: on each, the training thread hands over gradients and joins collectives of
+the default group in the same order. So each rank's history is a beginning of the same sequence. A rank that waits for
+something which another one can reach only after it has got what *it* waits for, waits for good. That is what
+:func:`find_standstill` looks for; time is no proof, however long it takes.
+
+Whether a thread waits inside a collective of the default process group; read off its stack, from another thread.
+
+That costs the watched thread nothing, and sees collectives whoever called them: Lightning, torchmetrics, the user. What
+is not recognised, such as a wait for a handle of an asynchronous call, counts as not waiting. With NCCL the host hardly
+ever waits inside a collective, so that little is seen there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from types import FrameType
+
+import torch.distributed as dist
+
+__all__ = ["Blocked", "Standing", "Standstill", "StandstillWatch", "blocked_in", "explain_death", "find_standstill"]
+
+_RANKS_SHOWN = 16
+_EVEN = (
+    "Give each as many: leave Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as "
+    "DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or bound all with "
+    "Trainer(limit_train_batches=N)."
+)
+_ALIKE = (
+    "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
+    "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition."
+)
+_MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
+"""Collectives that no rank gets through before all have come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One rank's place in a fit.
+
+    Attributes:
+        place: In words: the batch, the epoch and the hook.
+        steps: Backward passes whose gradients it has handed over completely.
+        launched: Collectives it has begun on the default group.
+        awaited_step: The step whose gradients its training thread waits for; 0 for none.
+        collective: What its training thread is inside of on the default group: that of number ``launched``.
+        begins_batch: Whether that is Lightning's own at the start of each batch.
+        ended: Whether it has left the fit.
+        batches: That it has begun in this fit.
+        launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
+            collective; else 0.
+        epoch: The epoch it is in, or was in last.
+        epoch_batches: Batches that it has begun in that epoch.
+        is_last: Whether none comes after those.
+        through: Whether the last of them has ended, too.
+        last_epoch: Batches of the epoch before; 0 if there was none.
+        expected: How many batches its epochs have; 0 if unknown.
+    """
+
+    place: str = ""
+    steps: int = 0
+    launched: int = 0
+    awaited_step: int = 0
+    collective: str = ""
+    begins_batch: bool = False
+    ended: bool = False
+    batches: int = 0
+    launched_at_batch: int = 0
+    epoch: int = 0
+    epoch_batches: int = 0
+    is_last: bool = False
+    through: bool = False
+    last_epoch: int = 0
+    expected: int = 0
+
+    @classmethod
+    def decode(cls, text: bytes) -> Standing:
+        """Read what :meth:`encode` wrote."""
+        return cls(**json.loads(text))
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def waits(self) -> bool:
+        """Whether its training thread waits for other ranks."""
+        return bool(self.awaited_step or self.collective)
+
+    @property
+    def has_or_begins(self) -> int:
+        """Batches that it has begun, the one that it is about to begin among them."""
+        return self.batches + self.begins_batch
+
+    def describe(self) -> str:
+        """In words."""
+        expected = f" of {self.expected}" if self.expected else ""
+        if self.ended:
+            return f"has ended the fit after {self.batches} batches, {self.epoch_batches} of epoch {self.epoch}"
+        waits = ""
+        if self.awaited_step:
+            waits = f", waits for the gradients of step {self.awaited_step}"
+        elif self.begins_batch:
+            waits = (
+                f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
+            )
+        elif self.collective:
+            waits = f", waits in {self.collective}, collective {self.launched} of the default group"
+        batches = (
+            f"has ended epoch {self.epoch} after {self.epoch_batches} batches"
+            if self.through
+            else f"has begun {self.epoch_batches}{expected} batches of epoch {self.epoch}"
+        )
+        return f"is {self.place}{waits} ({batches}, {self.batches} in all, and handed over {self.steps} gradients)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standstill:
+    """Ranks that wait for each other for good.
+
+    Attributes:
+        certain: Whether the numbers alone prove it. Otherwise a network that lets nothing through for a while would
+            look the same, and it has to be seen for longer.
+        text: Where each rank stands, what led to it, and the ways out.
+    """
+
+    certain: bool
+    text: str
+
+
+def explain_death(standings: Mapping[int, Standing]) -> str:
+    """Say where ranks stood before one of them died, and that uneven data may be the reason, if it may; else nothing.
+
+    Two different collectives that meet make gloo end the process; nobody gets to say anything.
+
+    Args:
+        standings: What each told last.
+    """
+    if not standings:
+        return ""
+    where = f"Last, {_where(standings)}."
+    return f"{where} {_EVEN}" if _uneven(standings) else where
+
+
+def find_standstill(standings: Mapping[int, Standing]) -> Standstill | None:
+    """Tell whether the ranks wait for each other for good.
+
+    Args:
+        standings: Of all ranks, each known to have stayed the same for a while.
+
+    Returns:
+        ``None`` if they may go on: if one of them is not waiting, or will get what it waits for.
+    """
+    pairs = list(permutations(standings.values(), 2))
+    if any(_waits_for_the_gone(one, other) for one, other in pairs):
+        return Standstill(certain=True, text=_explain(standings))
+    if not all(standing.ended or standing.waits for standing in standings.values()):
+        return None  # whoever computes may still come
+    for proof, certain in ((_crossed, True), (_passed_by, False)):
+        if any(proof(one, other) for one, other in pairs):
+            return Standstill(certain=certain, text=_explain(standings))
+    return None
+
+
+def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
+    """The other has left the fit, and never handed over the gradients that this one waits for."""
+    if not other.ended or one.ended:
+        return False
+    lacks_gradients = other.steps < one.awaited_step
+    return lacks_gradients or (one.begins_batch and one.has_or_begins > other.batches)
+
+
+def _crossed(one: Standing, other: Standing) -> bool:
+    """Each waits for what the other does only afterwards."""
+    if one.ended or other.ended:
+        return False
+    if one.awaited_step > other.steps and other.collective:
+        if other.launched > one.launched:
+            return True
+        # What the other is inside of was, here, what begins a batch that the other has not come to.
+        began = one.batches > other.batches and one.launched_at_batch == other.launched
+        return began and not other.begins_batch
+    if one.collective and other.collective and one.launched == other.launched:
+        return one.collective != other.collective or one.begins_batch != other.begins_batch
+    return False
+
+
+def _passed_by(one: Standing, other: Standing) -> bool:
+    """The other is still inside of a collective that nobody leaves before all have come, and this one is beyond it."""
+    if one.ended or other.ended or other.collective not in _MUTUAL or one.launched < other.launched:
+        return False
+    gradients = one.awaited_step > other.steps
+    return gradients or (bool(one.collective) and one.launched > other.launched)
+
+
+def _explain(standings: Mapping[int, Standing]) -> str:
+    if _uneven(standings):
+        return f"The ranks have different numbers of batches, and wait for each other: {_where(standings)}. {_EVEN}"
+    return f"The ranks wait for each other in different places: {_where(standings)}. {_ALIKE}"
+
+
+def _where(standings: Mapping[int, Standing]) -> str:
+    shown = sorted(standings.items())[:_RANKS_SHOWN]
+    more = f"; and {len(standings) - _RANKS_SHOWN} more" if len(standings) > _RANKS_SHOWN else ""
+    return "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in shown) + more
+
+
+def _uneven(standings: Mapping[int, Standing]) -> bool:
+    return any(_has_fewer(one, other) for one, other in permutations(standings.values(), 2))
+
+
+def _has_fewer(one: Standing, other: Standing) -> bool:
+    """Whether a rank is seen to have fewer batches than the other one."""
+    if 0 < one.expected < other.expected or 0 < one.last_epoch < other.last_epoch:
+        return True
+    if one.ended:
+        return one.batches < other.has_or_begins
+    same = one.is_last and one.epoch == other.epoch
+    return same and one.epoch_batches < other.epoch_batches + other.begins_batch
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
+)  # fmt: skip
+_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
+_DEPTH = 12  # frames that are looked at for it
+_BUFFERS = "_distributed_broadcast_coalesced"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Inside of what a thread is.
+
+    Attributes:
+        collective: Its name.
+        begins_batch: Whether Lightning's epoch loop calls it, before each batch.
+    """
+
+    collective: str
+    begins_batch: bool
+
+
+def blocked_in(thread: int) -> Blocked | None:
+    """The collective of the default group that a thread is inside of, or ``None``.
+
+    Args:
+        thread: Its identifier, as of :func:`threading.get_ident`.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+    if module == _DDP:
+        return Blocked("broadcast", False) if name == _BUFFERS else None
+    if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
+        return None
+    return Blocked(name, _called_from(frame, _BEGINS_BATCH))
+
+
+def _on_default_group(frame: FrameType) -> bool:
+    group = frame.f_locals.get("group")
+    return group is None or group is dist.group.WORLD
+
+
+def _called_from(frame: FrameType, name: str) -> bool:
+    caller: FrameType | None = frame
+    for _ in range(_DEPTH):
+        caller = None if caller is None else caller.f_back
+        if caller is None:
+            return False
+        if caller.f_code.co_name == name:
+            return True
+    return False
+
+
+_CURIOUS_S = 1.0  # of waiting, before the others are looked at
+_CERTAIN_S = 3.0
+_UNCERTAIN_S = 15.0
+_FRESH_BEATS = 8
+_LOOK_S = 0.5
+
+
+class StandstillWatch:
+    """One rank's view of where all ranks stand.
+
+    Args:
+        store: Where the ranks tell it.
+        rank: This rank.
+        others: All other ranks.
+        period: Between two beats, in seconds.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = others
+        self._fresh = _FRESH_BEATS * period
+        self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
+        self.told: dict[int, Standing] = {}  # by all ranks, as of the last survey
+        self._told: Standing | None = None
+        self._told_at = 0.0
+        self._looked_at = 0.0
+        self._stands: dict[int, tuple[bytes, float]] = {}  # and since when it has been the same
+        self._beats: dict[int, tuple[int, float]] = {}  # and when it was first seen
+
+    def tell(self, standing: Standing) -> None:
+        """Tell the others where this rank stands; before the beat, so that whoever sees the beat sees this."""
+        if standing != self._told:
+            self._store.set(f"stands/{self._rank}", standing.encode())
+            self._told, self._told_at = standing, time.monotonic()
+
+    def survey(self) -> None:
+        """Note where all ranks have told that they stand, for :meth:`told`."""
+        found = {}
+        for rank in self._others:
+            if self._store.check([f"stands/{rank}"]):
+                found[rank] = Standing.decode(self._store.get(f"stands/{rank}"))
+        if found and self._told is not None:
+            self.told = {**found, self._rank: self._told}
+
+    def look(self) -> Standstill | None:
+        """Look whether the ranks wait for each other for good; seldom does anything."""
+        now = time.monotonic()
+        if self._told is None or not self._told.waits or now < self._told_at + _CURIOUS_S:
+            self._stands, self._beats = {}, {}
+            return None
+        if now < self._looked_at + self._every:
+            return None
+        self._looked_at = now
+        keys = [f"stands/{rank}" for rank in self._others]
+        if not self._store.check(keys):
+            return None  # somebody is not there yet
+        for rank, key in zip(self._others, keys, strict=True):
+            count = self._store.add(f"alive/{rank}", 0)
+            text = self._store.get(key)
+            if rank not in self._stands or self._stands[rank][0] != text:
+                self._stands[rank] = text, now
+            if rank not in self._beats or self._beats[rank][0] != count:
+                self._beats[rank] = count, now
+        return self._conclude(now)
+
+    def _conclude(self, now: float) -> Standstill | None:
+        standings = {rank: Standing.decode(text) for rank, (text, _) in self._stands.items()}
+        if any(now > self._beats[rank][1] + self._fresh for rank, one in standings.items() if not one.ended):
+            return None  # what was told may be out of date
+        if self._told is None:
+            return None
+        standstill = find_standstill({**standings, self._rank: self._told})
+        if standstill is None:
+            return None
+        same_since = max(self._told_at, *(since for _, since in self._stands.values()))
+        patience = _CERTAIN_S if standstill.certain else _UNCERTAIN_S
+        return standstill if now >= same_since + patience else None

@@ -1,0 +1,457 @@
+"""The thread that exchanges notices of failures with the other ranks, over the rendezvous store.
+
+One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a connection of its own: a request blocks in
+native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
+It holds no lock while it talks, and none while it calls back.
+
+Ends a process whose training thread does not notice that training is over.
+
+After a rank has failed, a survivor's training thread comes back by itself wherever it waits for this package, and soon
+after the failing process has ended wherever it waits for torch. Nothing brings it back from a loop that never ends, nor
+from a collective whose other side is alive but will not come. NCCL's watchdog and Lightning's launcher end such a
+process too; this one says first why, and where the thread was.
+
+Signs of life of every rank, and what each says it is doing.
+
+Written by each rank's watcher to the store, four times a second; read only while somebody wants to know why a
+collective failed. All methods that use the store are for the watcher thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.completion import break_connections
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
+from lightning_bytescheduler.failures.notice import FaultNotice, is_communication_error
+from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, blocked_in
+from lightning_bytescheduler.failures.store import StorePresence
+
+__all__ = ["FaultWatcher", "LastResort", "VitalSigns", "Watched"]
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+_LAST_WORDS_S = 1.0
+
+
+class LastResort:
+    """Watches over the thread that made it.
+
+    Args:
+        patience: Seconds the thread has to come back after :meth:`doom`.
+        end: Ends the process with an exit code, at once.
+    """
+
+    def __init__(self, patience: float = _PATIENCE_S, end: Callable[[int], object] = os._exit) -> None:
+        self._patience = patience
+        self._end = end
+        self._thread = threading.get_ident()
+        self._why: str | None = None
+        self._since = 0.0
+        self._suspended = False
+        self._calm = False
+
+    def doom(self, why: str) -> None:
+        """Training is over, because of ``why``; the thread should come back from wherever it is."""
+        if self._why is None:
+            self._since = time.monotonic()
+            self._why = why
+
+    def calm(self) -> None:
+        """The thread is back, and will not be ended any more."""
+        self._calm = True
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Do not end the process meanwhile; the patience counts anew afterwards. For the thread itself."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
+            self._suspended = False
+
+    def check(self) -> None:
+        """End the process if the time has come; called every now and then by another thread."""
+        if self._why is None or self._calm or self._suspended or time.monotonic() < self._since + self._patience:
+            return
+        self._calm = True
+        # On a thread of its own: the stuck thread may hold the lock of a stream whose other end does not read.
+        reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
+        reporter.start()
+        reporter.join(_LAST_WORDS_S)
+        self._end(1)
+
+    def _report(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        place = "" if frame is None else "".join(traceback.format_stack(frame))
+        why = (self._why or "").rstrip(".")
+        log.critical(
+            "%s. The training thread did not come back within %g s, so its process is ended. It was at:\n%s",
+            why, self._patience, place,
+        )  # fmt: skip
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # closed, or replaced by something that cannot
+                stream.flush()
+
+
+_BEATS_MISSED = 5
+_RANKS_SHOWN = 8
+
+
+class VitalSigns:
+    """One rank's view of all ranks.
+
+    Args:
+        store: Where the signs are.
+        rank: This rank.
+        others: All other ranks.
+        period: Between two beats, in seconds.
+
+    Attributes:
+        doing: What this rank is at, in words.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
+        self.doing: Callable[[], str] = lambda: "in setup"
+        self._store = store
+        self._rank = rank
+        self._others = others
+        self._period = period
+        self._told = ""
+        self._examiners = 0
+        self._locating = 0
+        self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
+        self._doing: dict[int, str] = {}
+        self._examined_at = 0.0
+
+    def beat(self) -> None:
+        """Show that this rank is alive; look at the others if somebody wants to know."""
+        self._store.add(f"alive/{self._rank}", 1)
+        doing = self.doing()
+        if doing != self._told:
+            self._store.set(f"doing/{self._rank}", doing)
+            self._told = doing
+        if self._examiners:
+            self._examine()
+
+    @contextmanager
+    def examined(self, *, doing: bool = False) -> Iterator[None]:
+        """Have :meth:`beat` look at the other ranks meanwhile; also at what they are ``doing``, if asked."""
+        if not self._examiners:
+            self._beats, self._doing = {}, {}
+        self._examiners += 1
+        self._locating += doing
+        try:
+            yield
+        finally:
+            self._examiners -= 1
+            self._locating -= doing
+
+    @property
+    def examining(self) -> bool:
+        """Whether somebody wants to know about the others."""
+        return self._examiners > 0
+
+    def silent(self, at_least: float = 0.0) -> list[int]:
+        """Ranks that have missed five beats since the examination began, and none came for ``at_least`` seconds."""
+        patience = max(_BEATS_MISSED * self._period, at_least)
+        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
+
+    def located(self) -> bool:
+        """Whether it is known what other ranks are doing."""
+        return bool(self._doing)
+
+    def whereabouts(self) -> str:
+        """What the ranks are doing, those that do the same together; empty if nothing is known."""
+        if not self._doing:
+            return ""
+        by_place: dict[str, list[int]] = {}
+        for rank, place in sorted({**self._doing, self._rank: self.doing()}.items()):
+            by_place.setdefault(place, []).append(rank)
+        return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in by_place.items())
+
+    def _examine(self) -> None:
+        beats, doing = dict(self._beats), dict(self._doing)
+        now = time.monotonic()
+        for rank in self._others:
+            count = self._store.add(f"alive/{rank}", 0)
+            if rank not in beats or beats[rank][0] != count:
+                beats[rank] = (count, now)
+            if self._locating and self._store.check([f"doing/{rank}"]):
+                doing[rank] = self._store.get(f"doing/{rank}").decode()
+        self._beats, self._doing, self._examined_at = beats, doing, now
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank {shown}{more}:"
+
+
+_PERIOD_S = 0.25
+_HURRY_S = 0.05  # between two looks while somebody waits for the others
+
+
+class Watched(Protocol):
+    """What a watcher looks after: one of a rank's schedulers. All of it is called on the watcher thread."""
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank has failed, after handing over the gradients of ``step`` steps, if that is known."""
+
+    def own_failure(self) -> BaseException | None:
+        """What has stopped the scheduler; the others are told at once, not when the training thread gets to know it."""
+
+    def phase(self) -> str:
+        """What this rank is doing, in words; shown by others that wait for it in vain."""
+
+    def steps_handed_over(self) -> int:
+        """How many steps' gradients this rank has handed over completely."""
+
+
+class FaultWatcher:
+    """Tells this rank's failure to the others, and theirs to what it watches.
+
+    Args:
+        store: A store connection that nothing else uses.
+        rank: This rank.
+        world_size: Number of ranks.
+        presence: Tells whether the store is still there.
+        last_resort: Ends the process if its training thread does not come back after a failure.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        presence: StorePresence | None = None,
+        last_resort: LastResort | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._presence = StorePresence() if presence is None else presence
+        self._last_resort = LastResort() if last_resort is None else last_resort
+        others = [r for r in range(world_size) if r != rank]
+        self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
+        self._vital_signs = VitalSigns(store, rank, others, self._period)
+        self._standstills = StandstillWatch(store, rank, others, self._period)
+        self._standing: Callable[[], Standing] | None = None
+        self._training_thread = threading.get_ident()
+        self._changed = threading.Condition()
+        # What follows changes under the condition.
+        self._watched: list[Watched] = []  # in the order in which they came
+        self._notice: FaultNotice | None = None  # another rank's failure
+        self._fault: RankFailedError | None = None  # as an exception
+        self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
+        self._outgoing: FaultNotice | None = None
+        self._answered = False  # whether the store has said whose notice counts
+        self._published = False  # this rank's does
+        self._store_lost = False
+        self._ready_to_leave = False  # knows of the failure, or leaves in order
+        self._left = False  # and has said so
+        self._present: set[int] = set(others)  # ranks that have not
+        self._awaiting_others = False
+        self._urgent = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        """This rank, among all that share the board."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the board."""
+        return self._world_size
+
+    def watch(self, watched: Watched) -> None:
+        """Look after ``watched`` too, from now on."""
+        with self._changed:
+            self._watched.append(watched)
+            phases = [one.phase for one in self._watched]
+            self._vital_signs.doing = lambda: ", ".join([phase() for phase in phases] + self._place())
+            if self._fault is not None and self._act_at is None:
+                self._act_at = 0.0
+            self._wake()
+
+    def stands(self, standing: Callable[[], Standing]) -> None:
+        """Tell the others where this rank stands, and find out if all wait for each other for good.
+
+        Args:
+            standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
+        """
+        self._standing = standing
+
+    def _place(self) -> list[str]:
+        """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
+        with suppress(Exception):  # read while the training thread changes it
+            if self._standing is not None:
+                return [self._standing().place]
+        return []
+
+    def unwatch(self, watched: Watched) -> None:
+        """Leave ``watched`` alone."""
+        with self._changed:
+            if watched in self._watched:
+                self._watched.remove(watched)
+
+    # ------------------------------------------------------------------ under the condition
+
+    def _wake(self) -> None:
+        self._urgent = True
+        self._changed.notify_all()
+
+    def _within(self, deadline: float, *, awaiting_others: bool = False) -> bool:
+        """Wait for the thread's next round; ``False`` if that is too late, or nothing will come of it."""
+        left = deadline - time.monotonic()
+        if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
+            return False
+        if awaiting_others and not self._awaiting_others:
+            self._awaiting_others = True
+            self._wake()
+        self._changed.wait(min(left, self._period))
+        return True
+
+    def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
+        """Have ``error`` published, unless something has been before."""
+        if self._outgoing is None:
+            step = self._watched[0].steps_handed_over() if self._watched else None
+            self._outgoing = FaultNotice.of(error, by=self._rank, patience=patience, step=step)
+            self._wake()
+
+    def _learn(self, notice: FaultNotice) -> None:
+        if self._notice is None:
+            self._notice, self._fault = notice, notice.as_error()
+            self._act_at = time.monotonic() + notice.patience
+            level = logging.INFO if notice.patience else logging.ERROR
+            log.log(level, "[rank %d] %s", self._rank, self._fault)
+            self._wake()
+
+    def _lose_store(self) -> None:
+        # At an orderly end rank 0 may leave first and take the store with it, so this alone is no failure.
+        self._store_lost = True
+        log.debug("the rendezvous store cannot be reached", exc_info=True)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._urgent:
+                    self._changed.wait(_HURRY_S if self._awaiting_others else self._period)
+                self._urgent = False
+                closing = self._closing
+            self._talk()
+            self._react()
+            with self._changed:
+                self._changed.notify_all()
+            if closing:
+                self._presence.close()
+                return
+
+    def _talk(self) -> None:
+        if self._store_lost or (self._left and not self._awaiting_others):
+            return
+        if self._presence.gone():
+            self._lose_store()
+            return
+        try:
+            self._look_around()
+            self._vital_signs.beat()
+            notice = self._exchange_notices()
+            if self._ready_to_leave and not self._left:
+                self._store.set(f"left/{self._rank}", "")
+                self._left = True
+            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._awaiting_others else set()
+        except RuntimeError:
+            self._lose_store()
+            return
+        with self._changed:
+            self._present -= left
+            if notice is not None:
+                self._learn(notice)
+
+    def _look_around(self) -> None:
+        """Tell where this rank stands; publish that the ranks wait for each other, if they do."""
+        if self._standing is None or self._notice is not None or self._outgoing is not None:
+            return
+        try:
+            standing = self._standing()
+        except Exception:  # read while the training thread changes it
+            log.debug("it could not be told where this rank stands", exc_info=True)
+            standing = Standing()  # what was told before may not hold any more
+        blocked = None if standing.ended else blocked_in(self._training_thread)
+        if blocked is not None:
+            standing = replace(
+                standing, collective=blocked.collective, begins_batch=blocked.begins_batch, awaited_step=0
+            )
+        self._standstills.tell(standing)
+        if self._vital_signs.examining:
+            self._standstills.survey()
+        standstill = self._standstills.look()
+        if standstill is not None:
+            found = RanksDivergedError(standstill.text)
+            with self._changed:
+                self._learn(FaultNotice.of(found, by=self._rank))
+                self._post(found)
+
+    def _exchange_notices(self) -> FaultNotice | None:
+        """Publish what is to be published; return another rank's notice."""
+        if self._outgoing is not None and not self._answered:
+            own = self._outgoing.encode()
+            answer = self._store.compare_set("fault", "", own)
+            self._published = answer.decode() == own
+            self._answered = True
+            return None if self._published else FaultNotice.decode(answer)
+        if self._notice is None and not self._published and self._store.check(["fault"]):
+            return FaultNotice.decode(self._store.get("fault"))
+        return None
+
+    def _react(self) -> None:
+        """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
+        with self._changed:
+            watched, notice, fault = list(self._watched), self._notice, self._fault
+            if notice is None and self._outgoing is None:
+                for error in (one.own_failure() for one in watched):
+                    if error is not None and not is_communication_error(error):  # those are being diagnosed
+                        self._post(error)
+                        self._last_resort.doom(f"Rank {self._rank} failed: {error}")
+            due = self._act_at is not None and time.monotonic() >= self._act_at
+            if due:
+                self._act_at = None
+        if due and notice is not None and fault is not None:
+            self._last_resort.doom(str(fault))
+            if notice.diverged and blocked_in(self._training_thread) is not None:
+                # Nobody else will come, and gloo has no other way to call a collective off.
+                group = dist.group.WORLD
+                with suppress(Exception):
+                    if group is not None:
+                        break_connections(group)
+            if notice.patience:
+                log.error("[rank %d] %s", self._rank, fault)
+            for one in reversed(watched):  # who came first may give what has been sent a moment to arrive
+                try:
+                    one.rank_failed(fault, notice.step)
+                except Exception:
+                    log.exception("The scheduler could not be stopped.")
+            with self._changed:
+                self._ready_to_leave = True
+                self._wake()
+        self._last_resort.check()

@@ -1,0 +1,215 @@
+"""The body of ``lightning-bytescheduler slices``: make, verify and serve.
+
+Verifies slices: every checksum and every count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
+from lightning_bytescheduler.slices.fetch import FetchOptions, fetch_chunks
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.open_source import SLICE_BYTES, open_source
+from lightning_bytescheduler.slices.serve import SliceServer
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.source import SliceSource
+
+__all__ = ["TOKEN_VARIABLE", "add_arguments", "verify_slices"]
+
+
+def verify_slices(
+    source: SliceSource,
+    *,
+    options: FetchOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[Slice, str]]:
+    """Read every slice from its source, compare it with its checksums and count its samples.
+
+    Args:
+        source: The slices.
+        options: How hard to try to read.
+        progress: Told how many bytes have been read, and of how many.
+
+    Returns:
+        The slices that are not what they should be, each with what is wrong.
+
+    Raises:
+        SourceUnavailableError: If the source stays away.
+        ImportError: If a library is missing that a format needs.
+    """
+    options = options or FetchOptions()
+    total = sum(slice_.size for slice_ in source.slices)
+    done = 0
+    bad = []
+    for slice_ in source.slices:
+        try:
+            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
+            whole = xxhash.xxh3_64()
+            noted = _noted(chunks, whole)
+            for _ in source.samples(slice_, noted):
+                pass
+            for _ in noted:
+                pass  # a reader may stop before the end
+            if slice_.checksum not in (None, f"xxh3_64:{whole.hexdigest()}"):
+                bad.append((slice_, "its checksum is not that of its chunks."))
+        except SliceCorruptError as error:
+            bad.append((slice_, error.reason))
+        done += slice_.size
+        if progress is not None:
+            progress(done, total)
+    return bad
+
+
+def _noted(chunks: Iterator[bytearray], whole: xxhash.xxh3_64) -> Iterator[bytearray]:
+    for chunk in chunks:
+        whole.update(chunk)
+        yield chunk
+
+
+TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
+"""Environment variable with the token of ``slices serve``, which arguments would show to all users of the machine."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_BAD_SLICES = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments; ``run`` of the parsed ones does the work and returns the exit code."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    make = actions.add_parser(
+        "make",
+        help="cut files into slices with an index",
+        description="Cut .txt, .jsonl (also .gz and .zst), .npy and .parquet files into slices, with an index of "
+        "counts and checksums.",
+    )
+    make.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or globs; any URL that fsspec opens")
+    make.add_argument("folder", metavar="DST", help="folder of the slices; any URL that fsspec can write")
+    make.add_argument("--slice-size", type=_bytes, default=SLICE_BYTES, metavar="SIZE", help="such as 64MiB (default)")
+    make.add_argument("--overwrite", action="store_true", help="replace the slices of a folder that has some")
+    make.set_defaults(run=_make)
+    verify = actions.add_parser(
+        "verify",
+        help="check every checksum and count",
+        description="Check every checksum and count. Exit code 1 if a slice is not what it should be.",
+    )
+    verify.add_argument("source", metavar="DST", help="a folder with an index, or the index")
+    verify.set_defaults(run=_verify)
+    serve = actions.add_parser(
+        "serve",
+        help="serve a folder over HTTP",
+        description="Serve a folder over HTTP, read-only, until interrupted. Beyond this machine that takes TLS and a "
+        f"token, which is read from the environment variable {TOKEN_VARIABLE} or from --token-file.",
+    )
+    serve.add_argument("folder", metavar="DIR")
+    serve.add_argument("--bind", type=_address, default=("127.0.0.1", 8000), metavar="HOST:PORT")
+    serve.add_argument("--cert", metavar="FILE", help="certificate chain for TLS")
+    serve.add_argument("--key", metavar="FILE", help="its private key")
+    serve.add_argument("--token-file", metavar="FILE", help="file with the token that readers must send")
+    serve.set_defaults(run=_serve)
+    for action in (make, verify):
+        action.add_argument(
+            "--storage-options", type=_options, default={}, metavar="JSON", help="for fsspec's file systems"
+        )
+
+
+def _make(options: argparse.Namespace) -> int:
+    with _progress("cutting") as progress:
+        made = make_slices(
+            options.sources,
+            options.folder,
+            slice_bytes=options.slice_size,
+            overwrite=options.overwrite,
+            storage_options=options.storage_options,
+            progress=progress,
+        )
+    samples, size = sum(entry.slice.samples for entry in made), sum(entry.slice.size for entry in made)
+    print(f"{options.folder}: {len(made)} slices, {samples} samples, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    source = open_source(options.source, storage_options=options.storage_options)
+    if any(slice_.checksum is None for slice_ in source.slices):
+        raise OptionError("DST", options.source, "a folder with an index; 'slices make' writes one")
+    with _progress("verifying") as progress:
+        bad = verify_slices(source, progress=progress)
+    for slice_, reason in bad:
+        print(f"{slice_.key}: {reason}")
+    print(f"{options.source}: {len(source.slices) - len(bad)} slices are right, {len(bad)} are not")
+    return _BAD_SLICES if bad else 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if options.token_file is not None:
+        token = Path(options.token_file).read_text(encoding="utf-8").strip()
+    host, port = options.bind
+    with SliceServer(
+        options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
+    ) as server:
+        print(f"{options.folder} is served at {server.url}; end it with Ctrl+C", flush=True)
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on the terminal; none without rich, or where nobody watches."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield None
+        return
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bytes(text: str) -> int:
+    matched = _SIZE.fullmatch(text.strip())
+    size = 0
+    if matched:
+        number, prefix, binary = matched.groups()
+        power = " kmgt".index(prefix.lower() or " ")
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500kB, 64MiB or 1GB")
+    return size
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"anon\": true}}'")
+    return content

@@ -1,0 +1,468 @@
+"""``SliceDataModule``: training, validation, test and prediction data in slices.
+
+It is a room of its own beside ``strategies`` and ``callbacks``: the data room itself does not import Lightning.
+
+What a data module of slices knows of its training data, whichever way it is handed out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.slices.batch_reader import BatchReader, ReadNote
+from lightning_bytescheduler.slices.batch_workers import BatchWorkers, SliceLoader, collate_samples
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
+from lightning_bytescheduler.slices.formats import SliceReader
+from lightning_bytescheduler.slices.lock_step_training import LockStepTraining, require_same_slices
+from lightning_bytescheduler.slices.open_source import SLICE_BYTES, open_source
+from lightning_bytescheduler.slices.options import (
+    LoaderOptions,
+    batch_sizes_of,
+    default_cache_dir,
+    require_batch_size,
+    require_urls,
+)
+from lightning_bytescheduler.slices.plans import BatchPlan, LockStepPlan
+from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
+from lightning_bytescheduler.slices.source import SliceSource
+from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.tracked_training import TrackedTraining, TrackerHost
+from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+
+__all__ = ["SliceDataModule", "TrainingSlices"]
+
+
+class TrainingSlices(Protocol):
+    """Training data in mid-epoch."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches of this rank or worker."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data, from 0, which is not Lightning's where that was stopped and resumed."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether other samples are repeated in the place of those that cannot be read."""
+
+    @property
+    def batches(self) -> int | None:
+        """Length of a loader, if it is known."""
+
+    def open(self, trainer: pl.Trainer | None) -> None:
+        """A loader is about to be made, after a checkpoint was loaded."""
+
+    def note(self, note: ReadNote) -> None:
+        """A reader has answered for the next batch."""
+
+    def trained(self) -> None:
+        """The next batch has been trained on."""
+
+    def finish_epoch(self, trainer: pl.Trainer) -> None:
+        """Lightning's epoch has had its last batch, of all ranks."""
+
+    def keep_alive(self) -> None:
+        """Something takes time in which nothing is trained."""
+
+    def close(self) -> None:
+        """The training is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint: plain values and tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+
+
+_SPLITS = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+
+class SliceDataModule(pl.LightningDataModule):
+    """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
+
+    A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
+    ``num_workers``, on a machine with an empty cache; with the same ranks and batch sizes the next batch is the one
+    that would have come. The position in the checkpoint is what was trained on, not what was read ahead.
+
+    Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps, and work out their shares
+    without a message. A slice that is corrupt however often it is fetched is named in a warning, and left out from the
+    next epoch on; for the rest of its epoch other samples are repeated in its place, so that no rank runs out of steps.
+
+    Workers of unequal speed take slices from a tracker as they need them, if their strategy has called
+    :meth:`bind_tracker`. The loader has no length then, and corrupt slices are left out at once.
+
+    As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches weigh more.
+
+    Args:
+        train: URL, glob or folder of files or slices, or a list of them; anything that fsspec opens.
+        val: Of the validation.
+        test: Of the test.
+        predict: Of the prediction.
+        batch_size: Samples of a batch; a list has one number for each rank.
+        eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
+        num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
+            should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
+        prefetch_factor: Batches that each of them reads ahead.
+        pin_memory: Copy batches to pinned memory.
+        shuffle: Take the training slices in another order in each epoch.
+        shuffle_samples: And the samples of each; maps one whole slice into memory, for each process that reads.
+        seed: Of these orders.
+        shortage: ``"pad"`` repeats or ``"drop"`` leaves out training samples where a step has fewer than there are
+            ranks. Other data is always padded.
+        transform: Applied to each sample, in the process that reads.
+        collate: Makes a batch of a list of samples; None stacks arrays, and else does as PyTorch does.
+        reader: Makes samples of bytes, for files whose suffix is not known.
+        slice_bytes: Target size of the slices into which files without an index are divided.
+        storage_options: For fsspec's file systems.
+        cache_dir: Folder of the cache, for sources that are not on this machine; None is the user's folder for caches.
+        cache_bytes: Bound of the cache.
+        prefetch: Slices to fetch ahead; None follows the speeds.
+        delivery: Of workers that take slices as they need them: ``"at_least_once"`` trains again on what a dead worker
+            did not report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
+        lease: Seconds without a word after which such a worker is taken for dead.
+        timeout: Seconds that a source may stay away.
+        attempts: How often a chunk is fetched that is short or wrong.
+
+    Attributes:
+        batch_size: As given; may be changed before a fit, as Lightning's search for a batch size does.
+
+    Raises:
+        OptionError: If an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str] | None = None,
+        *,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        predict: str | list[str] | None = None,
+        batch_size: int | list[int] = 1,
+        eval_batch_size: int | list[int] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        shuffle_samples: bool = False,
+        seed: int = 0,
+        shortage: Literal["pad", "drop"] = "pad",
+        transform: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        reader: SliceReader | None = None,
+        slice_bytes: int = SLICE_BYTES,
+        storage_options: dict[str, Any] | None = None,
+        cache_dir: str | None = None,
+        cache_bytes: int = 10 * 1024**3,
+        prefetch: int | None = None,
+        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        lease: float = 300.0,
+        timeout: float = 60.0,
+        attempts: int = 3,
+    ) -> None:
+        super().__init__()
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self._urls = {split: require_urls(split, urls) for split, urls in given.items()}
+        if not any(self._urls.values()):
+            raise OptionError("train", train, "given, or val, test or predict")
+        for split, urls in self._urls.items():
+            if urls is None:  # as if the method was not there, which Lightning can tell from a loader without batches
+                setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
+        self.batch_size = require_batch_size("batch_size", batch_size)
+        self.eval_batch_size = (
+            None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
+        )
+        self._loading = LoaderOptions(
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            shuffle=shuffle,
+            shuffle_samples=shuffle_samples,
+            seed=seed,
+            shortage=shortage,
+            transform=transform,
+            collate=collate,
+        )
+        self._storing = StoreOptions(
+            cache_dir=default_cache_dir() if cache_dir is None else cache_dir,
+            cache_bytes=cache_bytes,
+            prefetch=prefetch,
+            timeout=timeout,
+            attempts=attempts,
+        )
+        self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
+        if isinstance(slice_bytes, bool) or not isinstance(slice_bytes, int) or slice_bytes < 1:
+            raise OptionError("slice_bytes", slice_bytes, "a positive whole number of bytes")
+        self._opening: dict[str, Any] = {
+            "reader": reader,
+            "slice_bytes": slice_bytes,
+            "storage_options": storage_options,
+        }
+        self._sources: dict[str, SliceSource] = {}
+        self._catalogues: dict[str, SliceCatalogue] = {}
+        self._stores: dict[str, SliceStore] = {}
+        self._workers: dict[str, BatchWorkers] = {}
+        self._host: TrackerHost | None = None
+        self._training: TrainingSlices | None = None
+        self._pending: dict[str, Any] | None = None
+        self._counters = SliceCounters()
+        self._waited = 0.0  # for loaders that are gone
+        self._loader_of_training: SliceLoader | None = None
+        self._warned: set[str] = set()
+
+    def bind_tracker(self, host: TrackerHost | None) -> None:
+        """Take training slices from a tracker, as they are needed: what a strategy of unequal workers calls.
+
+        To be called before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world.
+
+        Args:
+            host: The way to the tracker; None goes back to ranks that step together.
+
+        Raises:
+            OptionError: In the middle of a fit.
+        """
+        if self._stores:
+            raise OptionError("host", host, "bound before setup()")
+        if (host is None) != (self._host is None):
+            self._training = None
+        self._host = host
+
+    @property
+    def training(self) -> TrainingSlices:
+        """Where the training data stands.
+
+        Raises:
+            OptionError: Before ``setup("fit")``.
+        """
+        if self._training is None:
+            raise OptionError("training", None, "asked for after setup('fit')")
+        return self._training
+
+    @property
+    def statistics(self) -> SliceStatistics:
+        """What reading has cost this rank and its workers so far."""
+        return self._counters.snapshot()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the training of this rank has waited for batches so far, whatever for."""
+        return self._waited + (0.0 if self._loader_of_training is None else self._loader_of_training.waited)
+
+    # ------------------------------------------------------------------ life cycle
+
+    def setup(self, stage: str) -> None:
+        """Find the slices of a stage; see LightningDataModule.
+
+        Raises:
+            OptionError: If the stage has no data, a batch size is missing for a rank, the cache is smaller than a
+                slice, or ranks see different slices.
+            SourceUnavailableError: If a source stays away.
+            UnsupportedError: If a tracker is bound, and a worker has several ranks.
+        """
+        splits = _SPLITS[stage]
+        if self._urls[splits[0]] is None:
+            raise OptionError(splits[0], None, f"given, for the stage {stage!r}")
+        for split in splits:
+            urls = self._urls[split]
+            if urls is None:
+                continue
+            if split not in self._sources:
+                self._sources[split] = open_source(list(urls), options=self._storing.fetch_options(), **self._opening)
+            self._stores[split] = SliceStore(self._sources[split], self._storing)
+        if stage == "fit":
+            self._set_up_training()
+
+    def teardown(self, stage: str) -> None:
+        """Stop what fetches, and give back what is held; see LightningDataModule."""
+        if stage == "fit" and self._training is not None:
+            self._training.close()
+        self._end_workers()
+        for store in self._stores.values():
+            store.close()
+        self._stores = {}
+        if stage == "fit" and self.trainer is not None:
+            SliceCoordinator.release(self.trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that read, as there is no teardown; see LightningDataModule."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, {}
+        for each in workers.values():
+            each.close()
+
+    def _set_up_training(self) -> None:
+        before = self._training
+        self._training = self._together(before) if self._host is None else self._tracked(self._host, before)
+        if self._pending is not None:
+            self._training.load_state_dict(self._pending)
+            self._pending = None
+        if self.trainer is not None:
+            SliceCoordinator.bind(self.trainer, has_length=self._host is None)
+
+    def _together(self, before: TrainingSlices | None) -> LockStepTraining:
+        rank, ranks = self._rank_and_ranks()
+        catalogue = self._catalogue("train")
+        plan = LockStepPlan(
+            catalogue,
+            batch_sizes=batch_sizes_of("batch_size", self.batch_size, ranks),
+            rank=rank,
+            seed=self._loading.seed,
+            shuffle=self._loading.shuffle,
+            shortage=self._loading.shortage,
+        )
+        training = LockStepTraining(plan)
+        if before is not None:  # a further fit goes on where the last one stopped
+            training.load_state_dict(before.state_dict())
+        if self.trainer is not None:
+            require_same_slices(self.trainer, catalogue)
+        return training
+
+    def _tracked(self, host: TrackerHost, before: TrainingSlices | None) -> TrackedTraining:
+        if self._rank_and_ranks()[1] > 1:
+            raise UnsupportedError(
+                "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
+                "same number of steps: use one rank for each worker."
+            )
+        training = TrackedTraining(
+            host,
+            self._stores["train"],
+            options=self._tracking,
+            batch_size=batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],
+            ahead=self._storing.prefetch,
+        )
+        if before is not None:
+            training.load_state_dict(before.state_dict())
+        return training
+
+    def _rank_and_ranks(self) -> tuple[int, int]:
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _rank_and_ranks_of_evaluation(self) -> tuple[int, int]:
+        """Workers that train on their own may evaluate together."""
+        sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
+
+    def _catalogue(self, split: str) -> SliceCatalogue:
+        if split not in self._catalogues:
+            self._catalogues[split] = SliceCatalogue(self._sources[split].slices)
+        return self._catalogues[split]
+
+    # ------------------------------------------------------------------ loaders
+
+    def train_dataloader(self) -> SliceLoader:
+        """Batches of what is left of the running epoch."""
+        self.training.open(self.trainer)
+        self._waited = self.waited
+        self._loader_of_training = self._loader("train", self.training.plan, self.training.batches)
+        return self._loader_of_training
+
+    def val_dataloader(self) -> list[SliceLoader]:
+        """The validation data, if there is any."""
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> list[SliceLoader]:
+        """The test data."""
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> list[SliceLoader]:
+        """The data to predict for."""
+        return self._evaluation("predict")
+
+    def _evaluation(self, split: str) -> list[SliceLoader]:
+        if split not in self._stores:
+            return []
+        rank, ranks = self._rank_and_ranks_of_evaluation()
+        name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
+        size = getattr(self, name)
+        if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
+            size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
+        plan = LockStepPlan(
+            self._catalogue(split),
+            batch_sizes=batch_sizes_of(name, size, ranks),
+            rank=rank,
+            shuffle=False,
+            repeats=False,
+        )
+        shares = plan.shares
+        if shares.padded:
+            rank_zero_info(
+                f"slices: the samples of {split} do not go round, so {shares.padded} will be repeated, for every rank "
+                f"to take {shares.steps} steps."
+            )
+        return [self._loader(split, plan, len(plan))]
+
+    def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
+        on_note = self._note_training if split == "train" else self._note
+        return SliceLoader(plan, self._workers_of(split), length=length, on_note=on_note)
+
+    def _workers_of(self, split: str) -> BatchWorkers:
+        """Those of the loader before, as there is one for each epoch."""
+        loading, store = self._loading, self._stores[split]
+        before = self._workers.get(split)
+        if before is not None:
+            if before.reader.store is store and loading.num_workers:
+                return before
+            before.close()
+        is_training = split == "train"
+        reader = BatchReader(
+            store,
+            transform=loading.transform,
+            shuffle_samples=loading.shuffle_samples and is_training,
+            seed=loading.seed,
+            fill=self.training.fills if is_training else True,
+        )
+        self._workers[split] = BatchWorkers(
+            reader,
+            collate=loading.collate or collate_samples,
+            num_workers=loading.num_workers,
+            prefetch_factor=loading.prefetch_factor,
+            pin_memory=loading.pin_memory,
+        )
+        return self._workers[split]
+
+    def _note_training(self, note: ReadNote) -> None:
+        self._note(note)
+        self.training.note(note)
+
+    def _note(self, note: ReadNote) -> None:
+        self._counters.add(**note.cost)
+        for key, reason in note.corrupt:
+            if key not in self._warned:  # several processes may find it
+                self._warned.add(key)
+                warnings.warn(
+                    f"Slice {key!r} is corrupt, also when fetched again, and is quarantined: {reason} Check it with "
+                    "'lightning-bytescheduler slices verify'.",
+                    stacklevel=2,
+                )
+
+    # ------------------------------------------------------------------ position
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was trained on, of the running epoch; see LightningDataModule."""
+        return {} if self._training is None else self._training.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state was saved; see LightningDataModule.
+
+        Raises:
+            TrackerStateError: If it was saved in the middle of an epoch of other slices or another order.
+        """
+        if self._training is None:
+            self._pending = dict(state_dict)
+        else:
+            self._training.load_state_dict(state_dict)

@@ -1,0 +1,496 @@
+"""Which reader belongs to which file, chosen by suffix; any other format is one reader function.
+
+A reader is a function of a stream and the number of the first sample that is wanted; it yields the samples from there
+on. Malformed data is a ``ValueError``, which is reported with the slice's name. Where several processes read a slice,
+each asks for its own samples only, so the sooner a reader comes to ``first``, the better:
+
+    def read_records(stream: SliceStream, first: int) -> Iterator[bytes]:
+        stream.read(first * 512)
+        while record := stream.read(512):
+            yield record
+
+Blocks of samples that are made when they are asked for: what lets several processes share the work on one slice.
+
+Readers of lines: text and JSON, without waiting for the whole slice, and without decoding what nobody asks for.
+
+A line may be of any length; one that is divided between chunks is put together.
+
+The reader of .npy files: a row of the array is a sample.
+
+The reader of Parquet files, a format that cannot be read from its start.
+
+A Parquet file says at its end where its columns are, so this reader takes the whole slice before the first sample.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.slice import COMPRESSIONS, Bytes, SliceStream, decompressed
+
+__all__ = [
+    "FORMATS",
+    "ListedSamples",
+    "NpyHeader",
+    "ParquetRows",
+    "SampleBlock",
+    "SampleNumbers",
+    "SliceBlocks",
+    "SliceFormat",
+    "SliceReader",
+    "count_json_lines",
+    "count_text_lines",
+    "cut_parquet",
+    "format_of",
+    "json_blocks",
+    "npy_blocks",
+    "npy_slice",
+    "parquet_blocks",
+    "samples_of",
+    "text_blocks",
+]
+
+SampleNumbers = slice | npt.NDArray[np.int64]
+"""Which samples of a block: neighbours, or any in any order."""
+
+_AT_ONCE = 1024  # samples of a block made at once where they are wanted one after the other: bounds memory
+
+_Sample = TypeVar("_Sample", covariant=True)
+
+
+class SampleBlock(Protocol[_Sample]):
+    """Neighbouring samples of a slice. An array of rows is one."""
+
+    def __len__(self) -> int:
+        """How many there are, known without making any."""
+
+    def __getitem__(self, numbers: SampleNumbers, /) -> Sequence[_Sample]:
+        """Make these, and no others.
+
+        Raises:
+            ValueError: If one is malformed.
+        """
+
+
+SliceBlocks = Callable[[SliceStream], Iterator[SampleBlock[Any]]]
+"""A reader that finds samples without making them: blocks of a slice, one after the other, as its bytes arrive."""
+
+
+class ListedSamples:
+    """A block of samples that were made already."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, numbers: SampleNumbers) -> list[Any]:
+        if isinstance(numbers, slice):
+            return self._samples[numbers]
+        return [self._samples[number] for number in numbers.tolist()]
+
+
+def samples_of(blocks: Iterator[SampleBlock[Any]], first: int) -> Iterator[Any]:
+    """The samples of blocks, one after the other, from number ``first`` on."""
+    return itertools.chain.from_iterable(_parts(blocks, first))  # a sample costs no Python frame
+
+
+def _parts(blocks: Iterator[SampleBlock[Any]], first: int) -> Iterator[Sequence[Any]]:
+    for block in blocks:
+        count = len(block)
+        for start in range(min(first, count), count, _AT_ONCE):
+            try:
+                part = block[start : start + _AT_ONCE]
+            except ValueError:  # what is before the malformed one is right
+                yield from (block[number : number + 1] for number in range(start, count))
+                raise
+            yield part
+        first = max(first - count, 0)
+
+
+_PIECE_BYTES = 1024 * 1024  # searched at once for the ends of lines: what is compared stays in the processor's cache
+_NEWLINE = 10
+_SPACE = 32  # the last of the white space in ASCII
+
+_decode_json = json.JSONDecoder().decode
+
+
+def text_blocks(stream: SliceStream) -> Iterator[TextLines]:
+    """A line is a sample: UTF-8 without its line end, which is a newline, or a carriage return and a newline."""
+    return (TextLines(*lines) for lines in _lines(stream))
+
+
+def json_blocks(stream: SliceStream) -> Iterator[JsonLines]:
+    """A line is a sample, any JSON value; lines of blanks do not count."""
+    return (JsonLines(*lines) for lines in _lines(stream))
+
+
+def count_text_lines(content: bytes) -> int:
+    """The samples that ``text_blocks`` finds in whole lines."""
+    return content.count(b"\n") + (not content.endswith(b"\n") if content else 0)
+
+
+def count_json_lines(content: bytes) -> int:
+    """The samples that ``json_blocks`` finds in whole lines."""
+    return sum(1 for line in content.split(b"\n") if line and not line.isspace())
+
+
+class TextLines:
+    """A block of lines of text.
+
+    Args:
+        content: Whole lines.
+        starts: Where each begins.
+        ends: Where each ends, without its newline.
+    """
+
+    def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        self._content = memoryview(content)
+        self._starts, self._ends = starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, numbers: SampleNumbers) -> list[str]:
+        if isinstance(numbers, slice):
+            first, stop, _ = numbers.indices(len(self))
+            if first >= stop:
+                return []
+            lines = str(self._content[self._starts[first] : self._ends[stop - 1]], "utf-8").split("\n")
+        else:
+            lines = _each(self._content, self._starts[numbers], self._ends[numbers], _as_text)
+        return [line.removesuffix("\r") for line in lines]
+
+
+class JsonLines:
+    """A block of lines of JSON; the arguments are those of ``TextLines``."""
+
+    def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        self._content = memoryview(content)
+        blank = _blank_lines(self._content, starts, ends)
+        self._starts, self._ends = (np.delete(starts, blank), np.delete(ends, blank)) if blank else (starts, ends)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, numbers: SampleNumbers) -> list[Any]:
+        return _each(self._content, self._starts[numbers], self._ends[numbers], _as_json)
+
+
+def _as_text(line: memoryview) -> str:
+    return str(line, "utf-8")
+
+
+def _as_json(line: memoryview) -> Any:
+    try:
+        return _decode_json(str(line, "utf-8"))
+    except ValueError:
+        return json.loads(bytes(line))  # a byte order mark, or surrogates; or it says what is wrong
+
+
+def _each(
+    content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], make: Callable[[memoryview], Any]
+) -> list[Any]:
+    return [make(content[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _blank_lines(content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> list[int]:
+    """Numbers of the lines of white space."""
+    firsts = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
+    suspects = np.flatnonzero((firsts <= _SPACE) | (starts == ends)).tolist()  # few: a value seldom follows a blank
+    return [number for number in suspects if not bytes(content[starts[number] : ends[number]]).strip()]
+
+
+def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Whole lines, and where each begins and ends; only the very last one may lack its newline."""
+    parts: list[bytes] = []  # of a line that is divided, joined once: it is not copied for each of its chunks
+    for chunk in stream.chunks():
+        view = memoryview(chunk)
+        found = _newlines(view)
+        if not len(found):
+            parts.append(bytes(view))
+            continue
+        begin = 0
+        if parts:
+            begin = int(found[0]) + 1
+            line = b"".join((*parts, view[:begin]))
+            yield line, np.zeros(1, np.int64), np.array([len(line) - 1])
+            found = found[1:]
+        end = int(found[-1]) + 1 if len(found) else begin
+        parts = [bytes(view[end:])] if end < len(view) else []
+        if len(found):
+            ends = found - begin
+            starts = np.concatenate((np.zeros(1, np.int64), ends[:-1] + 1))
+            yield view[begin:end], starts, ends
+    if parts:
+        line = b"".join(parts)
+        yield line, np.zeros(1, np.int64), np.array([len(line)])
+
+
+def _newlines(content: memoryview) -> npt.NDArray[np.int64]:
+    found = []
+    codes = np.frombuffer(content, np.uint8)
+    for start in range(0, len(codes), _PIECE_BYTES):
+        found.append(np.flatnonzero(codes[start : start + _PIECE_BYTES] == _NEWLINE) + start)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+_BEFORE_LENGTH = 8  # magic and version
+
+# NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
+# gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
+_PARSING = threading.Lock()
+
+
+class NpyHeader:
+    """What stands before the rows of a .npy file.
+
+    Args:
+        content: The first bytes of the file, at least the header's.
+
+    Raises:
+        ValueError: If it is no .npy file whose rows lie one after the other, or one of Python objects.
+        EOFError: If the header is longer than ``content``.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        if len(content) < _BEFORE_LENGTH and np.lib.format.MAGIC_PREFIX.startswith(content[:6]):
+            raise EOFError("The header of a .npy file is cut short.")
+        version = np.lib.format.read_magic(io.BytesIO(content[:_BEFORE_LENGTH]))
+        width = 2 if version == (1, 0) else 4
+        rows_at = _BEFORE_LENGTH + width + int.from_bytes(content[_BEFORE_LENGTH : _BEFORE_LENGTH + width], "little")
+        if len(content) < max(_BEFORE_LENGTH + width, rows_at):
+            raise EOFError("The header of a .npy file is cut short.")
+        file = io.BytesIO(content[_BEFORE_LENGTH:rows_at])
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        with _PARSING:
+            shape, fortran_order, dtype = read(file)
+        if not shape:
+            raise ValueError("The array has no dimension and hence no rows.")
+        if fortran_order and len(shape) > 1:
+            raise ValueError("The array is in Fortran order, where rows do not lie together; save it in C order.")
+        if dtype.hasobject:
+            raise ValueError("The array holds Python objects, which are not read, as that could run any code.")
+        self.dtype = dtype
+        self.content = content[:rows_at]
+        self.rows: int = shape[0]
+        self.row_shape: tuple[int, ...] = shape[1:]
+        self.row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * dtype.itemsize
+        if not self.row_bytes:
+            raise ValueError(f"Rows of shape {self.row_shape} are empty.")
+
+    def rows_of(self, content: Bytes) -> np.ndarray[Any, Any]:
+        """The rows in ``content``, as an array that shares its memory."""
+        rows = len(content) // self.row_bytes
+        return np.frombuffer(content, self.dtype).reshape((rows, *self.row_shape))
+
+
+def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
+    """The content of a .npy file with these rows."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
+    return file.getvalue()
+
+
+def npy_blocks(stream: SliceStream) -> Iterator[Any]:
+    """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file.
+
+    As many rows are in a block as a chunk holds.
+    """
+    chunks = stream.chunks()
+    header, start = _header_and_rest(chunks)
+    row = bytearray()  # one that is divided between chunks
+    for chunk in itertools.chain((start,), chunks):
+        view = memoryview(chunk)
+        if row:
+            missing = header.row_bytes - len(row)
+            row += view[:missing]
+            view = view[missing:]
+            if len(row) < header.row_bytes:
+                continue
+            yield header.rows_of(row)
+        whole = len(view) - len(view) % header.row_bytes
+        if whole:
+            yield header.rows_of(view[:whole])
+        row = bytearray(view[whole:])
+    if row:
+        raise ValueError("The last row is cut short.")
+
+
+def _header_and_rest(chunks: Iterator[Bytes]) -> tuple[NpyHeader, memoryview]:
+    start = b""
+    for chunk in chunks:
+        before = len(start)
+        start += bytes(chunk)
+        try:
+            header = NpyHeader(start)
+        except EOFError:
+            continue
+        return header, memoryview(chunk)[len(header.content) - before :]
+    raise ValueError("It is cut short in the header.")
+
+
+class ParquetRows:
+    """A block of rows; only those that are asked for become Python's values.
+
+    Args:
+        batch: A ``pyarrow.RecordBatch``.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return int(self._batch.num_rows)
+
+    def __getitem__(self, numbers: SampleNumbers) -> list[dict[str, Any]]:
+        if isinstance(numbers, slice):
+            first, stop, _ = numbers.indices(len(self))
+            rows = self._batch.slice(first, max(stop - first, 0))
+        else:
+            rows = self._batch.take(_arrow().array(numbers))
+        found: list[dict[str, Any]] = rows.to_pylist()
+        return found
+
+
+def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
+    """A row is a sample: a dictionary of its columns.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If it is no Parquet file.
+    """
+    file = _parquet().ParquetFile(io.BytesIO(stream.read()))
+    return (ParquetRows(batch) for batch in file.iter_batches())
+
+
+def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Cut a Parquet file into smaller ones of about ``slice_bytes``, by the rows' average size.
+
+    Yields:
+        The content of a file, and its rows.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If it is no Parquet file.
+    """
+    parquet = _parquet()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    source = parquet.ParquetFile(file)
+    total = source.metadata.num_rows
+    rows = max(slice_bytes * total // max(size, 1), 1)
+    table = source.read()
+    for first in range(0, total, rows):
+        part = table.slice(first, rows)
+        content = io.BytesIO()
+        parquet.write_table(part, content)
+        yield content.getvalue(), part.num_rows
+
+
+def _arrow() -> Any:
+    import pyarrow
+
+    return pyarrow
+
+
+def _parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("Parquet is read with pyarrow, which is not installed: pip install pyarrow") from error
+    return parquet
+
+
+SliceReader = Callable[[SliceStream, int], Iterator[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceFormat:
+    """How the bytes of a slice become samples.
+
+    Attributes:
+        suffix: Of the files, without that of a compression.
+        blocks: The reader, of a format that is known.
+        read: The reader, of any other.
+        count_lines: Counts the samples in whole lines, for a format that may be cut at any line's end; else None.
+        compression: ``".gz"``, ``".zst"`` or None.
+    """
+
+    suffix: str
+    blocks: SliceBlocks | None = None
+    read: SliceReader | None = None
+    count_lines: Callable[[bytes], int] | None = None
+    compression: str | None = None
+
+    def samples(self, stream: SliceStream, first: int = 0) -> Iterator[Any]:
+        """The samples from number ``first`` on.
+
+        Raises:
+            ValueError: If the data is malformed.
+            ImportError: If a library is missing that the format needs.
+        """
+        if self.read is not None:
+            return self.read(self.opened(stream), first)
+        return samples_of(self.blocks_of(stream), first)
+
+    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
+        """The samples in blocks, of a format that has them."""
+        return iter(()) if self.blocks is None else self.blocks(self.opened(stream))
+
+    def opened(self, stream: SliceStream) -> SliceStream:
+        """The stream, decompressed if it is compressed."""
+        return stream if self.compression is None else decompressed(stream, self.compression)
+
+
+FORMATS = {
+    form.suffix: form
+    for form in (
+        SliceFormat(suffix=".txt", blocks=text_blocks, count_lines=count_text_lines),
+        SliceFormat(suffix=".jsonl", blocks=json_blocks, count_lines=count_json_lines),
+        SliceFormat(suffix=".npy", blocks=npy_blocks),
+        SliceFormat(suffix=".parquet", blocks=parquet_blocks),
+    )
+}
+"""The formats that are known by their suffix."""
+
+
+def format_of(url: str, reader: SliceReader | None = None) -> SliceFormat:
+    """The format of a file.
+
+    Args:
+        url: Of the file; what follows its suffixes as a query does not count.
+        reader: Used in place of the one that belongs to the suffix.
+
+    Raises:
+        OptionError: If the suffix is not known and no reader is given.
+    """
+    name = PurePosixPath(url.split("::")[0].split("?")[0]).name.lower()
+    suffixes = PurePosixPath(name).suffixes
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
+    suffix = suffixes[-1] if suffixes else ""
+    if reader is not None:
+        return SliceFormat(suffix=suffix, read=reader, compression=compression)
+    known = FORMATS.get(suffix)
+    if known is None:
+        raise OptionError(
+            "url",
+            url,
+            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), "
+            "unless a reader for its format is given",
+        )
+    return replace(known, compression=compression)

@@ -1,0 +1,430 @@
+"""A slice that is being read in parts, and what that has cost.
+
+Where the reading of a slice stands, and the reading of one in a file of this machine.
+
+Reads a bounded number of chunks ahead in a thread of its own, for slices that go past the cache.
+
+Samples of one slice by their numbers: a process makes those of its own batches, and passes over the others.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.slices.cache import VerifiedChunks, right_chunks
+from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice
+
+__all__ = [
+    "BlockSamples",
+    "OpenSlice",
+    "ReadAhead",
+    "ReaderSamples",
+    "ReaderSpeed",
+    "Reading",
+    "SliceSamples",
+    "mapped_chunks",
+]
+
+
+class Reading:
+    """Where the reading of a slice stands.
+
+    Args:
+        slice_: What is read.
+        plan: Its chunks.
+        together: Hand over as many chunks as there are in one piece: for readers that take the whole slice anyway.
+        epoch: In which chunks in the cache are verified once; None verifies them at every reading.
+
+    Attributes:
+        slice: What is read.
+        plan: Its chunks.
+        together: As given.
+        epoch: As given.
+        next: Number of the next chunk.
+        waited: Seconds since the last chunk came.
+        stalled: Seconds that were waited for chunks, in all.
+    """
+
+    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool = False, epoch: int | None = None) -> None:
+        self.slice = slice_
+        self.plan = plan
+        self.together = together
+        self.epoch = epoch
+        self.next = 0
+        self.waited = 0.0
+        self.stalled = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no next chunk."""
+        return self.next >= self.plan.count
+
+    def got(self, chunk: Bytes) -> Bytes:
+        """Note that the next chunk is here, or several in one piece, and return it."""
+        self.next += -(-len(chunk) // self.plan.chunk_bytes)
+        self.waited = 0.0
+        return chunk
+
+
+def mapped_chunks(reading: Reading, path: str, verified: VerifiedChunks) -> Iterator[Bytes]:
+    """Verified chunks of a slice in a file of this machine, without a copy; ends before what is missing or damaged.
+
+    A chunk is verified once, and again when its file changes: it is the user's own file, and nothing is between it and
+    the memory that it is mapped into.
+
+    Args:
+        reading: Where the reading stands.
+        path: Of the file.
+        verified: What was verified before, by whichever process of this rank.
+    """
+    slice_ = reading.slice
+    try:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            if not slice_.size or about.st_size < slice_.start + slice_.size:
+                return
+            before = slice_.start % mmap.ALLOCATIONGRANULARITY
+            length = before + slice_.size
+            # Private: a reader may write into what it gets, and neither the file nor others notice.
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
+    except OSError:
+        return
+    seals = verified.of(slice_.key, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    for chunk in right_chunks(memoryview(mapped)[before:], reading.plan, seals=seals, together=reading.together):
+        yield reading.got(chunk)
+
+
+_POLL_SECONDS = 0.1
+_JOIN_SECONDS = 1.0
+
+
+class ReadAhead:
+    """An iterator that is run by a thread.
+
+    Args:
+        chunks: Run in the thread.
+        ahead: How many chunks may wait to be taken.
+        url: What is read; named if it does not answer.
+        timeout: Seconds to wait for a chunk.
+    """
+
+    def __init__(self, chunks: Iterator[Bytes], *, ahead: int, url: str, timeout: float) -> None:
+        self._queue: queue.Queue[Bytes | Exception | None] = queue.Queue(ahead)
+        self._stopped = threading.Event()
+        self._url = url
+        self._timeout = timeout
+        # A daemon: a request that never returns must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, args=(chunks,), name="slice-read-ahead", daemon=True)
+        self._thread.start()
+
+    def chunks(self) -> Iterator[Bytes]:
+        """The chunks, or the exception that ended them.
+
+        Raises:
+            SourceUnavailableError: If none came in time.
+        """
+        while True:
+            try:
+                item = self._queue.get(timeout=self._timeout)
+            except queue.Empty:
+                raise SourceUnavailableError(self._url, self._timeout, "a request that has not returned") from None
+            if item is None:
+                return
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """Stop the thread; one whose request does not return is left behind, and ends with it or the process."""
+        self._stopped.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self, chunks: Iterator[Bytes]) -> None:
+        try:
+            for chunk in chunks:
+                if not self._put(chunk):
+                    return
+            self._put(None)
+        except Exception as error:  # whatever it is, it belongs to whoever reads
+            self._put(error)
+
+    def _put(self, item: Bytes | Exception | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+_SAME_SECONDS = 2e-4  # a difference that does not matter: about what it takes to send a batch to another process
+_WEIGHT = 0.3  # of the newest measurement
+
+
+class SliceSamples(Protocol):
+    """What a reader of batches asks of a slice."""
+
+    def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
+        """Samples ``start`` to ``stop``, in parts; what is before ``start`` can no longer be asked for.
+
+        Raises:
+            SliceCorruptError: If the slice is not what it should be. What was yielded before is right.
+        """
+
+    def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
+        """Samples in any order, in parts; keeps the whole slice.
+
+        Raises:
+            SliceCorruptError: See ``take``.
+        """
+
+
+class BlockSamples:
+    """Samples of a slice whose reader finds them without making them.
+
+    Args:
+        slice_: The slice.
+        blocks: Its samples.
+    """
+
+    def __init__(self, slice_: Slice, blocks: Iterator[SampleBlock[Any]]) -> None:
+        self._slice = slice_
+        self._blocks = blocks
+        self._block: SampleBlock[Any] = ListedSamples([])
+        self._begin = 0  # its first sample
+        self._all: list[SampleBlock[Any]] = []
+        self._begins: list[int] = []
+
+    def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
+        """See ``SliceSamples``."""
+        while start < stop:
+            while start >= self._end and self._go_on():
+                pass
+            upto = min(stop, self._end)
+            if start >= upto:
+                raise self._wrong_count(f"holds {self._end} samples, where {self._slice.samples} were counted.")
+            yield from self._made(self._block, self._begin, slice(start - self._begin, upto - self._begin))
+            start = upto
+        if stop == self._slice.samples:
+            self._require_end()
+
+    def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
+        """See ``SliceSamples``."""
+        if not self._all:
+            self._read_all()
+        if len(self._all) == 1:
+            yield from self._made(self._all[0], 0, numbers)
+            return
+        for number in numbers.tolist():
+            which = bisect.bisect_right(self._begins, number) - 1
+            inside = number - self._begins[which]
+            yield from self._made(self._all[which], self._begins[which], slice(inside, inside + 1))
+
+    @property
+    def _end(self) -> int:
+        return self._begin + len(self._block)
+
+    def _go_on(self) -> bool:
+        """Go to the next block; whether there is one."""
+        try:
+            block = next(self._blocks, None)
+        except (ValueError, EOFError) as error:
+            raise self._malformed(self._end, error) from error
+        if block is None:
+            return False
+        self._begin, self._block = self._end, block
+        return True
+
+    def _require_end(self) -> None:
+        while self._end <= self._slice.samples and self._go_on():  # also takes the reader to the end of its bytes
+            pass
+        if self._end > self._slice.samples:
+            raise self._wrong_count(f"holds more than the {self._slice.samples} samples that were counted.")
+
+    def _read_all(self) -> None:
+        found, begins = [], []
+        while self._go_on():
+            if len(self._block):
+                found.append(self._block)
+                begins.append(self._begin)
+        if self._end != self._slice.samples:
+            raise self._wrong_count(f"holds {self._end} samples, where {self._slice.samples} were counted.")
+        self._all, self._begins = found, begins
+
+    def _made(self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers) -> Iterator[Sequence[Any]]:
+        """Samples of a block, whose first is number ``begin`` of the slice; ``numbers`` count from there."""
+        try:
+            made = block[numbers]
+        except ValueError:  # what is before the malformed one is right
+            each = range(*numbers.indices(len(block))) if isinstance(numbers, slice) else numbers.tolist()
+            for number in each:
+                try:
+                    one = block[number : number + 1]
+                except ValueError as error:
+                    raise self._malformed(begin + number, error) from error
+                yield one
+        else:
+            yield made
+
+    def _malformed(self, number: int, error: Exception) -> SliceCorruptError:
+        reason = str(error) or type(error).__name__
+        return SliceCorruptError(self._slice.key, self._slice.url, f"after sample {number}: {reason}")
+
+    def _wrong_count(self, what: str) -> SliceCorruptError:
+        return SliceCorruptError(self._slice.key, self._slice.url, f"it {what}")
+
+
+class ReaderSpeed:
+    """How long a user's reader takes for a sample, and to come to a sample from the beginning of a slice."""
+
+    def __init__(self) -> None:
+        self._sample: float | None = None
+        self._begin: float | None = None
+        self._skip = 0.0
+
+    def read(self, samples: int, seconds: float) -> None:
+        """So many samples were made."""
+        each = seconds / max(samples, 1)
+        self._sample = each if self._sample is None else self._sample + _WEIGHT * (each - self._sample)
+
+    def began(self, first: int, seconds: float) -> None:
+        """A reader that was asked for sample ``first`` has made it."""
+        own = max(seconds - (self._sample or 0.0), 0.0)
+        self._begin = own if self._begin is None else min(self._begin, own)
+        if first:
+            self._skip = (own - self._begin) / first
+
+    def should_begin_anew(self, place: int, first: int) -> bool:
+        """Whether a reader at ``place`` is asked anew for ``first``, rather than to make what is between."""
+        if self._sample is None or self._begin is None:
+            return True
+        return self._begin + self._skip * first <= (first - place) * self._sample + _SAME_SECONDS
+
+
+class ReaderSamples:
+    """Samples of a slice whose reader is a user's function, which may take them only one after the other.
+
+    What lies before the next batch is passed over in the way that takes less time: by a reader that begins anew with
+    ``first``, or by making samples that nobody gets.
+
+    Args:
+        slice_: The slice.
+        read: The samples from a number on.
+        may_begin_anew: Whether the bytes are on this machine.
+        speed: What is known of the reader.
+    """
+
+    def __init__(
+        self,
+        slice_: Slice,
+        read: Callable[[int], Iterator[Any]],
+        *,
+        may_begin_anew: Callable[[], bool],
+        speed: ReaderSpeed,
+    ) -> None:
+        self._slice = slice_
+        self._read = read
+        self._may_begin_anew = may_begin_anew
+        self._speed = speed
+        self._samples: Iterator[Any] | None = None
+        self._place = 0
+        self._all: ListedSamples | None = None
+
+    def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
+        """See ``SliceSamples``."""
+        part: list[Any] = []
+        try:
+            samples = self._from(start, part)
+            began = time.perf_counter()
+            skip, wanted = start - self._place, stop - start - len(part)
+            part.extend(itertools.islice(samples, skip, skip + wanted))
+            if wanted:
+                self._speed.read(skip + wanted, time.perf_counter() - began)
+            self._place = stop
+            if stop == self._slice.samples:
+                next(samples, None)  # checks that there is no more
+        except SliceCorruptError:
+            yield part
+            raise
+        yield part
+
+    def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
+        """See ``SliceSamples``."""
+        if self._all is None:
+            self._all = ListedSamples(list(self._read(0)))
+        yield self._all[numbers]
+
+    def _from(self, start: int, part: list[Any]) -> Iterator[Any]:
+        """The samples from ``_place`` on; ``part`` gets the first if the reader began anew for it."""
+        if self._samples is not None:
+            if start == self._place:
+                return self._samples
+            if not self._speed.should_begin_anew(self._place, start) or not self._may_begin_anew():
+                return self._samples
+        began = time.perf_counter()
+        self._samples = self._read(start)
+        part.extend(itertools.islice(self._samples, 1))
+        self._speed.began(start, time.perf_counter() - began)
+        self._place = start
+        return self._samples
+
+
+class OpenSlice:
+    """A slice between two of its batches; to be closed.
+
+    Args:
+        on_close: Told how many seconds were waited for bytes, and whether the slice was gone through.
+
+    Attributes:
+        samples: Its samples.
+    """
+
+    samples: SliceSamples
+
+    def __init__(self, on_close: Callable[[float, bool], None]) -> None:
+        self._on_close: Callable[[float, bool], None] | None = on_close
+        self._reading: Reading | None = None
+        self._chunks: Generator[Bytes, None, None] | None = None
+        self._stalled = 0.0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its bytes were asked for."""
+        return self._reading is not None
+
+    def reads(self, reading: Reading, chunks: Generator[Bytes, None, None]) -> Iterator[Bytes]:
+        """Its bytes are read from now on in this way, and no longer in the one before."""
+        self._let_go()
+        self._reading, self._chunks = reading, chunks
+        return chunks
+
+    def close(self, *, consumed: bool) -> None:
+        """Let go of the slice.
+
+        Args:
+            consumed: Whether its samples were gone through, by this process and those that share them.
+        """
+        self._let_go()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close(self._stalled, consumed)
+
+    def _let_go(self) -> None:
+        if self._chunks is not None and self._reading is not None:
+            self._chunks.close()
+            self._stalled += self._reading.stalled
+            self._chunks = None

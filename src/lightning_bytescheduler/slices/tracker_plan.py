@@ -1,0 +1,327 @@
+"""The batches of a worker that takes slices from a tracker as it needs them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.batch_reader import ReadNote, SliceBatch
+from lightning_bytescheduler.slices.lock_step import SampleRun
+from lightning_bytescheduler.slices.messages import (
+    Assignment,
+    Begin,
+    Done,
+    EpochOver,
+    Join,
+    JoinAgain,
+    Leave,
+    Progress,
+    Quarantine,
+    Receipt,
+    Renew,
+    Request,
+    Verdict,
+    WaitReason,
+)
+from lightning_bytescheduler.slices.plans import SLICES_AHEAD
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker_client import TrackerClient
+
+__all__ = ["TrackerPlan"]
+
+_LATEST = 0.5  # seconds until the tracker is asked again, whose guess is made of speeds that it may not know yet
+_RENEWALS = 4  # in the time of a lease, while there is nothing else to say
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A slice of this worker: what the tracker was told is ``trained``, what readers were given is ``handed``."""
+
+    grant: int
+    slice_index: int
+    slice: Slice
+    trained: int
+    handed: int
+    begun: bool = False
+
+
+class TrackerPlan:
+    """A ``BatchPlan`` for a worker that trains at its own speed. Used by one thread, but for ``stop``.
+
+    Asks the tracker for slices one at a time, some ahead of need; begins each before its first sample is handed out,
+    and reports each batch when it was trained on.
+
+    An iteration ends, with a smaller batch if need be, when nothing is to be had *for now*: the others may hold what is
+    left. It never waits while a batch that it handed out may be untrained, since that may be what others wait for; so
+    one that has just begun waits, for a slice that comes back or for the next epoch. With ``waits=False`` that one
+    ends too, and whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
+
+    Args:
+        client: The tracker.
+        worker: Name of this worker, the same after a restart.
+        incarnation: A text that no other process of that name uses.
+        batch_size: Samples of a batch.
+        ahead: Slices to hold that are not begun; None follows what readers ask for.
+        slices: Those of the data, in the tracker's order.
+        cached: Says which of some slices are local, by key.
+        waits: Whether an iteration that has just begun waits, and goes on to the next epoch by itself.
+        clock: Seconds that never run backwards.
+
+    Raises:
+        OptionError: If the batch size is not allowed; when iterated, if the tracker has other slices.
+
+    Attributes:
+        batch_size: Samples of the batches from the next one on; may be changed at any time.
+        epoch: The epoch of the data that is trained on.
+    """
+
+    def __init__(
+        self,
+        client: TrackerClient,
+        *,
+        worker: str,
+        incarnation: str,
+        batch_size: int,
+        ahead: int | None = None,
+        slices: Sequence[Slice],
+        cached: Callable[[Iterable[Slice]], list[str]] = lambda slices: [],
+        waits: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError("batch_size", batch_size, "a whole number of samples, 1 or more")
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._client = client
+        self._worker, self._incarnation = worker, incarnation
+        self._most_ahead = ahead
+        self._ahead = 1 if ahead is None else ahead
+        self._allowed = self._ahead  # by the tracker
+        self._slices = slices
+        self._cached = cached
+        self._waits = waits
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._session: int | None = None
+        self._lease = 0.0
+        self._heard = 0.0  # when the tracker last heard of this worker
+        self._held: dict[int, _Held] = {}
+        self._local: dict[str, Slice] = {}  # what the tracker takes to be cached, and what may be so soon
+        self._told: set[str] = set()
+        self._ask_at = 0.0
+        self._is_over = False
+        self._out: dict[int, list[tuple[int, int]]] = {}  # by number of the batch: grants, and where it leaves them
+        self._handed = self._received = 0
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        # What was handed out before is handed out again, as far as nobody has trained on it.
+        self._out.clear()
+        self._received = self._handed
+        for held in self._held.values():
+            held.handed = held.trained
+        has_given = False
+        while True:
+            batch = self._next()
+            if batch is not None:
+                has_given = True
+                yield batch
+            elif has_given or not self._waits:
+                return
+            elif self._is_over:
+                self._go_on()
+            elif self._stopped.wait(max(self._ask_at - self._clock(), 0.0)):
+                return
+
+    # ------------------------------------------------------------------ what the training reports
+
+    def received(self, note: ReadNote) -> None:
+        """Readers have answered for the next batch that was handed out."""
+        number, self._received = self._received, self._received + 1
+        if note.is_empty:  # nobody can train on it
+            self._out.pop(number, None)
+        if self._most_ahead is None:
+            self._ahead = note.depth
+        for key, reason in note.corrupt:
+            self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
+            if self._session is not None:
+                self._heed(self._client.quarantine(Quarantine(session=self._session, key=key, reason=reason)))
+
+    def trained(self) -> None:
+        """Report the first batch that was handed out and not trained on; nothing if there is none."""
+        number = next(iter(self._out), None)
+        for grant, trained in self._out.pop(number) if number is not None else ():
+            held = self._held.get(grant)
+            if held is None or self._session is None:
+                continue  # taken away in the meantime
+            held.trained = trained
+            if trained == held.slice.samples:
+                del self._held[grant]
+                self._heed(self._client.done(Done(session=self._session, grant=grant)))
+            else:
+                progress = Progress(session=self._session, grant=grant, trained=trained)
+                self._heed(self._client.progress(progress), grant)
+
+    def keep_alive(self) -> None:
+        """Renew the lease, if nothing was said for a good part of it; for when nothing is trained, as in validation."""
+        if self._session is not None and self._clock() - self._heard > self._lease / _RENEWALS:
+            self._heed(self._client.renew(Renew(session=self._session)))
+
+    def awaits_others(self) -> bool:
+        """Whether other workers hold all that is left of the epoch, so that there is nothing to train on here."""
+        return not self._look() and not self._held
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, if nothing is left of this one."""
+        if self._look():
+            self._go_on()
+
+    def leave(self) -> None:
+        """Give back what is held, where it stands. An iteration after this joins again."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            self._forget()
+            self._client.leave(Leave(session=session))
+
+    def stop(self) -> None:
+        """End every iteration that finds nothing to be had, instead of waiting. May be called by any thread."""
+        self._stopped.set()
+
+    # ------------------------------------------------------------------ inside
+
+    def _next(self) -> SliceBatch | None:
+        runs: list[SampleRun] = []
+        parts: list[tuple[int, int]] = []
+        missing = self.batch_size
+        session = None
+        while missing and (held := self._current()) is not None:
+            if runs and self._session != session:
+                break  # joined again, and maybe in another epoch
+            session = self._session
+            taken = min(missing, held.slice.samples - held.handed)
+            runs.append(SampleRun(slice_index=held.slice_index, start=held.handed, stop=held.handed + taken))
+            held.handed += taken
+            parts.append((held.grant, held.handed))
+            missing -= taken
+        if not runs:
+            return None
+        while len(self._waiting()) < min(self._ahead, self._allowed) and self._clock() >= self._ask_at and self._ask():
+            pass
+        self._out[self._handed] = parts
+        self._handed += 1
+        return SliceBatch(self.epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
+
+    def _current(self) -> _Held | None:
+        """A slice with samples to hand out, begun; None if there is none for now."""
+        while True:
+            for held in list(self._held.values()):
+                if held.grant in self._held and held.handed < held.slice.samples and self._begin(held):
+                    return held
+            if not self._ask():
+                return None
+
+    def _waiting(self) -> list[_Held]:
+        return [held for held in self._held.values() if not held.begun]
+
+    def _begin(self, held: _Held) -> bool:
+        if not held.begun and self._session is not None:
+            receipt = self._client.begin(Begin(session=self._session, grant=held.grant))
+            self._heed(receipt, held.grant)
+            held.begun = receipt.accepted
+        return held.begun
+
+    def _look(self) -> bool:
+        """Ask whether the epoch is over, and be given a slice only if nobody holds one."""
+        while not self._held and self._ask(looks=True):
+            pass
+        return self._is_over
+
+    def _go_on(self) -> None:
+        self.epoch += 1
+        self._is_over = False
+        self._ask_at = 0.0
+
+    def _ask(self, *, looks: bool = False) -> bool:
+        """Ask for one more slice; whether there is something new to look at."""
+        session = self._session
+        if session is None:
+            session = self._join()
+        elif self._is_over:
+            return False
+        new, gone = self._cache_changes()
+        answer = self._client.request(
+            Request(session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks)
+        )
+        self._heard = self._clock()
+        if isinstance(answer, JoinAgain):
+            self._session = None
+            self._forget()
+            return True
+        self._told = (self._told | set(new)) - set(gone)
+        self._drop(answer.revoked)
+        if isinstance(answer, Assignment):
+            self._require_same_slice(answer)
+            held = _Held(answer.grant, answer.slice_index, answer.slice, trained=answer.first, handed=answer.first)
+            self._held[held.grant] = held
+            self._local[held.slice.key] = held.slice
+            return True
+        if isinstance(answer, EpochOver):
+            self._is_over = True
+        elif answer.reason is WaitReason.LIMIT:
+            self._allowed = max(len(self._waiting()), 1)  # from now on it is asked when one more was begun
+        else:
+            self._ask_at = self._clock() + min(answer.seconds, _LATEST)
+        return False
+
+    def _join(self) -> int:
+        here = set(self._cached(self._slices))
+        self._local = {slice_.key: slice_ for slice_ in self._slices if slice_.key in here} if here else {}
+        self._told = set(self._local)
+        joined = self._client.join(
+            Join(
+                worker=self._worker,
+                incarnation=self._incarnation,
+                cached=tuple(self._told),
+                prefetch=SLICES_AHEAD if self._most_ahead is None else max(self._most_ahead, 1),
+            )
+        )
+        self._session, self._lease, self._heard = joined.session, joined.lease, self._clock()
+        self._allowed = SLICES_AHEAD if self._most_ahead is None else self._most_ahead
+        self.epoch, self._is_over, self._ask_at = joined.epoch, False, 0.0
+        return joined.session
+
+    def _cache_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Keys of slices that have come into the cache, and that have left it, since the tracker was told."""
+        now = set(self._cached(self._local.values()))
+        gone = self._told - now
+        held = {held.slice.key for held in self._held.values()}
+        for key in gone:
+            if key not in held:
+                del self._local[key]
+        return tuple(now - self._told), tuple(gone)
+
+    def _require_same_slice(self, answer: Assignment) -> None:
+        index = answer.slice_index
+        here = self._slices[index].key if index < len(self._slices) else None
+        if here != answer.slice.key:
+            raise OptionError(
+                "slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}"
+            )
+
+    def _heed(self, receipt: Receipt, grant: int | None = None) -> None:
+        self._heard = self._clock()
+        if receipt.verdict is Verdict.JOIN_AGAIN:
+            self._session = None
+            self._forget()
+        elif grant is not None and not receipt.accepted:
+            self._drop((grant,))
+
+    def _drop(self, grants: Iterable[int]) -> None:
+        for grant in grants:
+            self._held.pop(grant, None)
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._out = {number: [] for number in self._out}  # still to come from readers, and nothing to report about

@@ -1,0 +1,270 @@
+"""Draws a few steps of a trace, to see at a glance what the communication was hidden under.
+
+Needs matplotlib, which is imported when a picture is drawn. Limits: two or three steps make a readable
+picture, a hundred do not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
+from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_timeline"]
+
+_FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
+_QUEUED, _INK = "#aab4be", "#26323d"
+_STEPS_SHOWN = 3
+_LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
+
+
+def draw_timeline(
+    trace: Trace,
+    out: str | os.PathLike[str],
+    *,
+    steps: tuple[int, int] | None = None,
+    title: str | None = None,
+) -> None:
+    """Draw compute, waits, communication and the queue of a few steps.
+
+    Args:
+        trace: What to draw; see ``read_timeline``.
+        out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are
+            created.
+        steps: First step to draw, and the one after the last, as in ``range``. By default three steady steps
+            around the middle of the trace.
+        title: The heading; by default it names the rank.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the message names the extra to install.
+        OptionError: If the trace has none of ``steps``, or matplotlib does not know the suffix of ``out``.
+        OSError: If ``out`` cannot be written.
+        ValueError: If no forward or backward pass of the trace says which step it belongs to.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a timeline needs matplotlib: pip install 'lightning-bytescheduler[plots]'."
+        ) from error
+    shown, window = _choose(trace, steps)
+    target = Path(out)
+    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
+    formats = FigureCanvasAgg(figure).get_supported_filetypes()
+    if target.suffix[1:].lower() not in formats:
+        raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
+    heading = f"Rank {trace.rank}" if title is None else title
+    numbers = f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
+    _draw(figure, _clip(trace, window), f"{heading}, {numbers}", shown)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=140)
+
+
+def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Interval]:
+    """Return the steps to draw, and from when to when they ran."""
+    bounds: dict[int, Interval] = {}
+    for span in [*trace.select(COMPUTE, "forward"), *trace.select(COMPUTE, "backward")]:
+        if span.step is not None and span.start < span.end:
+            start, end = bounds.get(span.step, (span.start, span.end))
+            bounds[span.step] = min(start, span.start), max(end, span.end)
+    if not bounds:
+        raise ValueError("There is nothing to draw: the trace has no forward or backward pass with a step.")
+    known = sorted(bounds)
+
+    def window(chosen: Sequence[int]) -> Interval:
+        # Up to the next step, so that what happens between two steps is seen too.
+        following = known.index(chosen[-1]) + 1
+        end = bounds[known[following]][0] if following < len(known) else bounds[chosen[-1]][1]
+        return bounds[chosen[0]][0], max(end, bounds[chosen[-1]][1])
+
+    if steps is not None:
+        chosen = [step for step in known if steps[0] <= step < steps[1]]
+        if not chosen:
+            raise OptionError("steps", steps, f"a range among the steps {known[0]} to {known[-1]} of the trace")
+        return chosen, window(chosen)
+    durations = {step: window([step])[1] - window([step])[0] for step in known}
+    typical = median(durations.values())
+    runs = [known[i : i + _STEPS_SHOWN] for i in range(max(1, len(known) - _STEPS_SHOWN + 1))]
+    middle = len(runs) // 2
+    near = range(len(runs) // 4, len(runs) - len(runs) // 4)  # neither the first steps nor the last ones
+
+    def unsteadiness(run: int) -> tuple[float, int]:
+        deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
+        return round(deviation, 2), abs(run - middle)  # rounded: among equally steady ones, the middle counts
+
+    chosen = runs[min(near, key=unsteadiness)]
+    return chosen, window(chosen)
+
+
+def _clip(trace: Trace, window: Interval) -> Trace:
+    """Return what lies in the window, with times from its start on."""
+    begin, end = window
+    spans = (
+        replace(span, start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
+        for span in trace.spans
+        if span.start < end and span.end > begin
+    )
+    return replace(trace, origin=trace.origin + begin, spans=tuple(spans), counters=())
+
+
+def _rows(spans: Iterable[Span]) -> list[int]:
+    """Give each span, in the order of their starts, the lowest free row: as few rows as possible."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    rows: list[int] = []
+    for span in spans:
+        while busy and busy[0][0] <= span.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span.end, row))
+        rows.append(row)
+    return rows
+
+
+def _depth(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
+    """Return the times at which the number of open spans changes, and the number from then on."""
+    changes = sorted(change for span in spans for change in ((span.start, 1), (span.end, -1)))
+    times, depths = [0.0], [0]
+    for time, change in changes:
+        if time == times[-1]:
+            depths[-1] += change
+        else:
+            times.append(time)
+            depths.append(depths[-1] + change)
+    return times, depths
+
+
+def _draw(figure: Figure, trace: Trace, title: str, steps: Sequence[int]) -> None:
+    sent = trace.select(COMMUNICATION)
+    rows = _rows(sent)
+    heights = (1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6, 1.3)
+    axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+    compute, waits, cover, network, queue = axes
+    labels = ("compute", "waits, updates", "communication", "sub-tasks\nin flight", "sub-tasks\nqueued")
+    for ax, label in zip(axes, labels, strict=True):
+        ax.set_ylabel(label, rotation="horizontal", ha="right", va="center")
+        ax.yaxis.set_label_coords(-0.03, 0.5)
+        ax.set_yticks([])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    forward, backward = trace.select(COMPUTE, "forward"), trace.select(COMPUTE, "backward")
+    gates, updates = trace.select(GATE), trace.select(STEP)
+    end = max(span.end for span in trace.spans)
+    compute.set_xlim(0, end)
+    for name, spans, colour in (("forward", forward, _FORWARD), ("backward", backward, _BACKWARD)):
+        _bars(compute, _intervals(spans), colour, name)
+        for span in spans:
+            for ax in axes:
+                ax.axvspan(span.start, span.end, color=colour, alpha=0.13, linewidth=0, zorder=0)
+    _mark_steps(axes, [*forward, *backward], steps)
+    _bars(waits, _intervals(updates), _UPDATE)
+    _bars(waits, _intervals(gates), _WAIT)
+    under_forward, under_backward, exposed = _cover(sent, forward, backward, gates)
+    _bars(cover, under_forward, _FORWARD, "under\nforward")
+    _bars(cover, under_backward, _BACKWARD, "under\nbackward")
+    _bars(cover, exposed, _WAIT)
+    _draw_sub_tasks(network, sent, rows)
+    times, depths = _depth(trace.select(QUEUE))
+    queue.fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
+    queue.set_ylim(0, max(depths) * 1.08 + 0.1)
+    queue.set_yticks([max(depths)])
+    queue.set_xlabel("time (ms)")
+    queue.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
+    total = length([*under_forward, *under_backward, *exposed]) or 1.0
+    shares = [round(100 * length(part) / total) for part in (under_backward, under_forward)]
+    waited = length(union(_intervals(gates))) / len(steps)
+    compute.set_title(
+        f"{sum(shares)} % of the communication is hidden: {shares[0]} % under backward, {shares[1]} % under "
+        f"forward. Gates wait {waited * 1e3:.3g} ms per step.",
+        loc="left",
+        fontsize=11,
+        color=_INK,
+        pad=26,
+    )
+    _legend(figure)
+
+
+def _cover(
+    sent: Iterable[Span], forward: Iterable[Span], backward: Iterable[Span], gates: Iterable[Span]
+) -> tuple[list[Interval], list[Interval], list[Interval]]:
+    """Split the time in which anything was in flight by what hid it: forward, backward, nothing."""
+    communication, waiting = union(_intervals(sent)), union(_intervals(gates))
+    under_forward, under_backward = (
+        intersection(communication, subtract(union(_intervals(spans)), waiting)) for spans in (forward, backward)
+    )
+    return under_forward, under_backward, subtract(communication, union([*under_forward, *under_backward]))
+
+
+def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[int]) -> None:
+    for step in steps:
+        begin = min(span.start for span in passes if span.step == step)
+        axes[0].text(begin, 1.1, f" step {step}", ha="left", va="bottom", weight="bold", color=_INK)
+        for ax in axes:
+            ax.axvline(begin, color=_INK, linewidth=1.2)
+
+
+def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None:
+    import numpy as np  # comes with matplotlib
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    priorities = [float(span.args.get("priority", 0)) for span in sent]
+    first, last = min(priorities, default=0.0), max(priorities, default=0.0)
+    scale = ScalarMappable(Normalize(first, max(last, first + 1)), colormaps["viridis"])
+    colours = scale.to_rgba(np.asarray(priorities))
+    for row in sorted(set(rows)):
+        members = [i for i, its_row in enumerate(rows) if its_row == row]
+        ax.broken_barh(
+            [(sent[i].start, sent[i].end - sent[i].start) for i in members],
+            (row + 0.06, 0.88),
+            facecolors=[colours[i] for i in members],
+            edgecolors="white",
+            linewidths=0.4,
+        )
+    ax.set_ylim(max(rows, default=0) + 1.05, -0.05)
+    if first == last:
+        return
+    bar = ax.figure.colorbar(scale, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
+    bar.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
+    bar.ax.invert_yaxis()
+
+
+def _legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    meaning = {
+        "forward": _FORWARD,
+        "backward": _BACKWARD,
+        "gate wait, exposed communication": _WAIT,
+        "deferred optimizer step": _UPDATE,
+    }
+    handles = [Patch(color=colour, label=label) for label, colour in meaning.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans]
+
+
+def _bars(ax: Axes, intervals: Sequence[Interval], colour: str, label: str = "") -> None:
+    """Draw intervals as bars, with the label in those that are long enough for it."""
+    ax.broken_barh([(start, end - start) for start, end in intervals], (0, 1), facecolors=colour)
+    needed = max(map(len, label.split("\n"))) * _LETTER * ax.get_xlim()[1]
+    for start, end in intervals:
+        if label and end - start > needed:
+            ax.text((start + end) / 2, 0.5, label, ha="center", va="center", color="white", weight="bold")

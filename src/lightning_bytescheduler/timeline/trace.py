@@ -1,0 +1,340 @@
+"""Trace: reads a timeline back and says how much of the communication was hidden.
+
+Pure: neither torch nor Lightning. Limits: one file holds one rank, and the whole file is read into memory.
+
+Arithmetic on intervals of time, in sweeps over sorted ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import reprlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP
+
+__all__ = [
+    "CategorySummary",
+    "CounterSample",
+    "Interval",
+    "Span",
+    "Trace",
+    "TraceSummary",
+    "intersection",
+    "length",
+    "read_timeline",
+    "subtract",
+    "union",
+]
+
+Interval = tuple[float, float]
+"""Start and end, in seconds, with start <= end."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals into disjoint, ascending ones; those that touch become one, empty ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return what two unions (see ``union``) have in common, in one sweep over both."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return what is in the union ``left`` (see ``union``) and not in the union ``right``."""
+    edges = [-math.inf, *(edge for interval in right for edge in interval), math.inf]
+    gaps = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+    return intersection(left, gaps)
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the total length of intervals, in seconds; what overlaps counts as often as it occurs."""
+    return math.fsum(end - start for start, end in intervals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        name: What happened.
+        category: One of the constants of ``timeline``, or the writer's own.
+        start: Seconds since the first event of the trace.
+        end: Seconds since the first event of the trace.
+        lane: The lane it was recorded on.
+        args: The details recorded with it.
+    """
+
+    name: str
+    category: str
+    start: float
+    end: float
+    lane: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The training step it belongs to, if the writer said so."""
+        step = self.args.get("step")
+        return step if isinstance(step, int) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterSample:
+    """The values a counter took at ``time`` seconds after the first event of the trace."""
+
+    name: str
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CategorySummary:
+    """The spans of one category: how many, their seconds added up, and the seconds in which any was open."""
+
+    count: int
+    total_seconds: float
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """Where the communication of a trace went. All times in seconds.
+
+    Attributes:
+        communication_seconds: Time in which any sub-task was in flight.
+        under_forward: Part of it during a forward pass.
+        under_backward: Part of it during a backward pass.
+        under_next_forward: Time in which a sub-task of step k was in flight during the forward pass of step
+            k + 1.
+        hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
+            waiting at a gate, from 0 to 1; 0 without communication.
+        exposed_seconds: The rest of ``communication_seconds``, which training had to wait for.
+        gate_seconds: Time in which a forward pass waited at a gate.
+        step_seconds: Time spent in deferred optimizer steps.
+        total_bytes: Bytes of all sub-tasks sent.
+        sub_tasks: Number of sub-tasks sent.
+        steps: Number of training steps with compute or communication in the trace.
+        categories: Every category in the trace, by name.
+    """
+
+    communication_seconds: float
+    under_forward: float
+    under_backward: float
+    under_next_forward: float
+    hidden_share: float
+    exposed_seconds: float
+    gate_seconds: float
+    step_seconds: float
+    total_bytes: int
+    sub_tasks: int
+    steps: int
+    categories: Mapping[str, CategorySummary]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A timeline read back.
+
+    Attributes:
+        rank: The rank that recorded it.
+        origin: When its first event began, in seconds since the epoch; all other times count from there.
+        spans: All spans, by start.
+        counters: All counter samples, by time.
+    """
+
+    rank: int
+    origin: float
+    spans: Sequence[Span]
+    counters: Sequence[CounterSample] = ()
+
+    def select(self, category: str, name: str | None = None) -> list[Span]:
+        """Return the spans of a category, or only those of it with this name, by start."""
+        return [span for span in self.spans if span.category == category and name in (None, span.name)]
+
+    def summary(self) -> TraceSummary:
+        """Add up where the communication went."""
+        sent = self.select(COMMUNICATION)
+        forward, backward = self.select(COMPUTE, "forward"), self.select(COMPUTE, "backward")
+        communication = _covered(sent)
+        gates = _covered(self.select(GATE))
+        seconds = length(communication)
+        computing = subtract(_covered([*forward, *backward]), gates)
+        hidden = length(intersection(communication, computing))
+        by_category: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            by_category[span.category].append(span)
+        return TraceSummary(
+            communication_seconds=seconds,
+            under_forward=length(intersection(communication, _covered(forward))),
+            under_backward=length(intersection(communication, _covered(backward))),
+            under_next_forward=_under_next(sent, forward),
+            hidden_share=hidden / seconds if seconds else 0.0,
+            exposed_seconds=length(subtract(communication, computing)),
+            gate_seconds=length(gates),
+            step_seconds=length(_covered(self.select(STEP))),
+            total_bytes=sum(span.args.get("bytes", 0) for span in sent),
+            sub_tasks=len(sent),
+            steps=len({span.step for span in [*sent, *forward, *backward]} - {None}),
+            categories={
+                category: CategorySummary(
+                    count=len(spans),
+                    total_seconds=length((span.start, span.end) for span in spans),
+                    busy_seconds=length(_covered(spans)),
+                )
+                for category, spans in sorted(by_category.items())
+            },
+        )
+
+
+def _covered(spans: Iterable[Span]) -> list[Interval]:
+    return union((span.start, span.end) for span in spans)
+
+
+def _under_next(sent: Iterable[Span], forward: Iterable[Span]) -> float:
+    sent_by_step: defaultdict[int, list[Span]] = defaultdict(list)
+    forward_by_step: defaultdict[int, list[Span]] = defaultdict(list)
+    for spans, by_step in ((sent, sent_by_step), (forward, forward_by_step)):
+        for span in spans:
+            if span.step is not None:
+                by_step[span.step].append(span)
+    return math.fsum(
+        length(intersection(_covered(spans), _covered(forward_by_step.get(step + 1, ()))))
+        for step, spans in sent_by_step.items()
+    )
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Trace:
+    """Read a file that ``Timeline`` wrote.
+
+    Args:
+        path: The file of one rank.
+
+    Returns:
+        Its spans and counters, with times from its first event on.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is not such a timeline; the message names it and says what is wrong with it.
+    """
+    content = Path(path).read_bytes()
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"it is not valid JSON ({error})")
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list):
+        _refuse(path, "it is not a JSON object with a list of 'traceEvents'")
+    reader = _Reader()
+    for number, event in enumerate(events):
+        try:
+            reader.add(event)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            _refuse(path, f"its event {number}, {reprlib.repr(event)}, is malformed ({error!r})")
+    if len(reader.ranks) != 1:
+        found = f"those of ranks {sorted(reader.ranks)}" if reader.ranks else "none"
+        _refuse(path, f"it should hold the events of one rank and holds {found}")
+    if reader.unfinished:
+        _refuse(path, f"{len(reader.unfinished)} of its spans never end")
+    return reader.trace()
+
+
+def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:
+    raise ValueError(
+        f"Cannot read '{os.fspath(path)}' as a timeline: {reason}. Name a file that BYTESCHEDULER_TIMELINE produced."
+    )
+
+
+class _Reader:
+    """Collects the events of one file; times stay absolute microseconds until the first one is known."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.unfinished: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._lanes: dict[int, str] = {}
+        self._spans: list[Span] = []
+        self._counters: list[CounterSample] = []
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        phase = event["ph"]
+        if phase == "M":
+            self._name(event["name"], event["args"]["name"], event)
+        elif phase == "X":
+            start = _number(event, "ts")
+            self._add_span(event, start, start + _number(event, "dur"))
+        elif phase == "b":
+            if self.unfinished.setdefault((event["cat"], event["id"]), event) is not event:
+                raise ValueError("its id is taken")
+        elif phase == "e":
+            opening = self.unfinished.pop((event["cat"], event["id"]))
+            self._add_span(opening, _number(opening, "ts"), _number(event, "ts"))
+        elif phase == "C":
+            name, values = _text(event, "name"), {key: _number(event["args"], key) for key in event["args"]}
+            self._counters.append(CounterSample(name=name, time=_number(event, "ts"), values=values))
+
+    def trace(self) -> Trace:
+        starts = [*(span.start for span in self._spans), *(sample.time for sample in self._counters)]
+        origin = min(starts, default=0.0)
+        spans = [replace(s, start=(s.start - origin) / 1e6, end=(s.end - origin) / 1e6) for s in self._spans]
+        counters = [replace(sample, time=(sample.time - origin) / 1e6) for sample in self._counters]
+        return Trace(
+            rank=min(self.ranks),
+            origin=origin / 1e6,
+            spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
+            counters=tuple(sorted(counters, key=lambda sample: sample.time)),
+        )
+
+    def _name(self, what: str, name: str, event: Mapping[str, Any]) -> None:
+        if what == "process_name" and name == f"rank {event['pid']}":
+            self.ranks.add(operator.index(event["pid"]))
+        elif what == "thread_name":
+            self._lanes[event["tid"]] = name
+
+    def _add_span(self, event: Mapping[str, Any], start: float, end: float) -> None:
+        if end < start:
+            raise ValueError("it ends before it starts")
+        args = event.get("args", {})
+        for key in {"bytes", "priority"} & args.keys():
+            _number(args, key)
+        name, category, lane = _text(event, "name"), _text(event, "cat"), self._lanes[event["tid"]]
+        self._spans.append(Span(name=name, category=category, start=start, end=end, lane=lane, args=args))
+
+
+def _number(fields: Mapping[str, Any], key: str) -> float:
+    value = fields[key]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"its {key!r} is not a number")
+    return value
+
+
+def _text(fields: Mapping[str, Any], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise ValueError(f"its {key!r} is not text")
+    return value

@@ -1,0 +1,352 @@
+"""Tunes credit and partition size while ``fit`` runs, on rank 0: times steps, tells loggers, keeps the record.
+
+What it decides comes into force on all ranks before the same step (``strategies/point_in_force.py``).
+
+Threads: one, ``bytescheduler-tuner``, which computes what the search proposes, so that no step waits for it; owned by
+the callback and ended by `CreditTuner.stop` within a bound. What it needs is imported before: data loaders fork, and a
+child of a process that is importing on another thread can wait for that import for good.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.tuning.credit_tuning import CreditTuning
+from lightning_bytescheduler.tuning.picture import RECORD_NAME
+from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity, append_entries
+from lightning_bytescheduler.tuning.search import TuningOptions, prepare
+from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint, resumed_space
+
+__all__ = ["STATE_KEY", "CreditTuner"]
+
+STATE_KEY = "bytescheduler_tuning"
+"""Of the tuner's state in a checkpoint. Not a callback's state: Lightning would miss the callback wherever a checkpoint
+is used without it, such as with DDP."""
+
+_LEAD = 2  # steps: decided before one step, told to the other ranks during it, in force before the second
+_STOP_S = 10.0  # a proposal takes milliseconds
+_ALIKE_AFTER = 50  # steps in a row with something in them that usually does not count
+_RARE = 5  # where metrics are logged in more than every fifth step, they are part of what a step takes
+
+_T = TypeVar("_T")
+
+
+class CreditTuner(pl.Callback):
+    """Finds the credit, and with ``partition_tuning`` the partition size, that make steps fastest.
+
+    ``ByteSchedulerStrategy`` brings one along unless tuning is switched off. Add one to the Trainer's callbacks to set
+    its limits. What is tuned is said by the strategy's ``credit_tuning`` and ``partition_tuning``.
+
+    Steps with a validation, a checkpoint, the beginning or end of an epoch or (where that is rare) logging in them do
+    not count.
+
+    Each trial is logged to the Trainer's loggers and shown by the progress bar, unless the strategy has
+    ``log_metrics=False``: ``bytescheduler/trial_credit`` and ``bytescheduler/trial_partition_size`` in parameters, both
+    0 where steps were taken as DDP takes them; ``bytescheduler/trial_step_ms``; and ``bytescheduler/best_step_ms``, the
+    best of the search so far.
+
+    Args:
+        trials: Points that a search tries at most, the one in force and plain DDP among them; at least 2.
+        steps_per_trial: Steps of a trial at most; most end earlier.
+        precision: A trial ends when its step time is known with this standard error, as a share.
+        cost_share: What trials may cost, as a share of the time of all steps since the search began.
+        cost_steps: So many steps' share may be spent from the start.
+        warm_up: First steps of a fit that do not count.
+        record: File to which rank 0 adds a line for each trial, for ``lightning-bytescheduler tuning``. By default
+            ``tuning.jsonl`` in the directory of the Trainer's logger; without one, in the Trainer's
+            ``default_root_dir`` if it was given; and otherwise nowhere.
+
+    Raises:
+        OptionError: Names the option that is not allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        trials: int = 15,
+        steps_per_trial: int = 100,
+        precision: float = 0.01,
+        cost_share: float = 0.02,
+        cost_steps: int = 500,
+        warm_up: int = 10,
+        record: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if record is not None and not (isinstance(record, (str, os.PathLike)) and os.fspath(record)):
+            raise OptionError("record", record, "a file path")
+        self._options = TuningOptions(
+            trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
+            steps_per_trial=steps_per_trial,
+            precision=precision,
+            cost_share=cost_share,
+            cost_steps=cost_steps,
+            warm_up=warm_up,
+            lead=_LEAD,
+        )
+        self._record_option = record
+        self._record: Path | None = None
+        self._log_metrics = True
+        self._tuning: CreditTuning | None = None
+        self._state: dict[str, Any] | None = None  # to go on from
+        self._is_open = False  # between begin and stop
+        self._plain_ddp = False
+        self._told = 0  # entries
+        self._counts = True
+        self._disturbed_in_a_row = 0
+        self._in_force_from = 0  # the step that was named last
+        self._executor: ThreadPoolExecutor | None = None
+        self._computed: list[Future[Any]] = []  # by the executor, now or soon
+
+    # What the strategy calls, on rank 0.
+
+    def begin(
+        self,
+        *,
+        space: SearchSpace,
+        start: TuningPoint,
+        identity: TuningIdentity,
+        guesses: tuple[TuningPoint, ...],
+        given: Collection[str],
+        plain_ddp: bool,
+        folder: str | None,
+        log_metrics: bool,
+    ) -> TuningPoint:
+        """Begin a fit, from a checkpoint's state or the last fit's if there is one.
+
+        Args:
+            space: Where to look.
+            start: Sizes without tuning.
+            identity: What results hold for.
+            guesses: What to try first.
+            given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
+            plain_ddp: Whether steps as DDP's are among the candidates.
+            folder: Of the record, unless the user has named a file.
+            log_metrics: Whether loggers and progress bar are told.
+
+        Returns:
+            What to put in force before the first step.
+        """
+        self.stop()
+        file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
+        self._record = None if file is None else Path(file)
+        self._log_metrics = log_metrics
+        self._told = self._in_force_from = 0
+        prepare()
+        self._counts = True
+        self._plain_ddp = plain_ddp
+
+        def made(space: SearchSpace) -> CreditTuning:
+            credit, partition_size = start.sizes
+            if not space.tunes_partitions:
+                partition_size = space.partitions[0]
+            return CreditTuning(
+                space,
+                start=TuningPoint(credit=max(credit, partition_size), partition_size=partition_size),
+                identity=identity,
+                guesses=[guess for guess in guesses if guess in space],
+                options=replace(self._options, plain_ddp=plain_ddp),
+                submit=self._submit,
+            )
+
+        state, self._state = self._state, None
+        if state is not None and state.get("plain_ddp") == plain_ddp:
+            self._tuning = made(resumed_space(state, space, given=given))
+            try:
+                if self._tuning.load_state_dict(state):
+                    rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {self._tuning.current}.")
+                    self._is_open = True
+                    return self._tuning.current
+            except OptionError as error:
+                rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
+        self._tuning = made(space)
+        self._is_open = True
+        return self._tuning.current
+
+    @property
+    def knows_something(self) -> bool:
+        """Whether there is a state to go on from: a checkpoint's, or the last fit's."""
+        return self._state is not None
+
+    @property
+    def current(self) -> TuningPoint:
+        """What was decided last.
+
+        Raises:
+            UnsupportedError: If nothing is tuned.
+        """
+        return self._begun.current
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a choice was made that holds until the step time drifts; ``False`` while nothing is tuned."""
+        return self._tuning is not None and self._tuning.is_settled
+
+    @property
+    def entries(self) -> tuple[TrialEntry, ...]:
+        """What was tried and chosen in this fit, or the last one, in order; empty on ranks above 0."""
+        return () if self._tuning is None else self._tuning.entries
+
+    @property
+    def _begun(self) -> CreditTuning:
+        if self._tuning is None:
+            raise UnsupportedError("CreditTuner decides nothing outside of a fit that ByteSchedulerStrategy tunes.")
+        return self._tuning
+
+    def note(self, step: int, seconds: float, *, as_decided: bool) -> None:
+        """Take down how long a step took, from its forward pass to the next step's.
+
+        Args:
+            step: Its number.
+            seconds: Of this rank's clock.
+            as_decided: Whether it was taken at `current`.
+        """
+        counts, self._counts = self._counts, True
+        # Where every step has a validation or a checkpoint in it, steps are alike, and to wait for others were in vain.
+        self._disturbed_in_a_row = 0 if counts else self._disturbed_in_a_row + 1
+        counts = counts or self._disturbed_in_a_row > _ALIKE_AFTER
+        if not all(future.done() for future in self._computed):
+            counts = False  # it competes with the step for this process
+        # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
+        if as_decided or step < self._in_force_from:
+            decision = self._begun.note(step, seconds, counts=counts)
+            if decision is not None:
+                self._in_force_from = decision.step
+
+    def stop(self) -> None:
+        """End the thread and complete the record; what is known is kept for the next fit. Idempotent."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+            # Not for what was just called off: it is done, though `wait` would not know.
+            wait([future for future in self._computed if not future.done()], timeout=_STOP_S)
+            if all(future.done() for future in self._computed):
+                executor.shutdown(wait=True)  # the thread has nothing left to do
+        self._computed = []
+        if self._is_open:
+            self._is_open = False
+            self._state = self._state_dict()
+            self._write(self._new_entries())
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._begun.state_dict(), "plain_ddp": self._plain_ddp}
+
+    def _submit(self, compute: Callable[[], _T]) -> Future[_T]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescheduler-tuner")
+        future = self._executor.submit(compute)
+        self._computed = [*(given for given in self._computed if not given.done()), future]
+        return future
+
+    # Lightning's hooks.
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies that have nothing to tune.
+
+        Raises:
+            UnsupportedError: If the strategy is another one.
+        """
+        if stage == "fit" and not hasattr(trainer.strategy, "runtime"):
+            raise UnsupportedError(
+                f"CreditTuner tunes ByteSchedulerStrategy, not {type(trainer.strategy).__name__}: use "
+                "Trainer(strategy='bytescheduler'), or leave the callback out."
+            )
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was tried."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if every >= _RARE and trainer.global_step % every == 0:
+            self._counts = False
+        new = self._new_entries()
+        self._write(new)
+        for entry in new:
+            self._tell(entry, trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A step with a validation in it does not count."""
+        self._counts = False
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nor does one with a change of epochs in it."""
+        self._counts = False
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nor does one with a change of epochs in it."""
+        self._counts = False
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Nor does one with a checkpoint in it; what is known goes into that."""
+        self._counts = False
+        if self._is_open:
+            checkpoint[STATE_KEY] = self._state_dict()
+        elif self._state is not None:
+            checkpoint[STATE_KEY] = self._state  # after a fit
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the state for `begin`."""
+        self._state = checkpoint.get(STATE_KEY, self._state)
+
+    # What is told to whom.
+
+    def _new_entries(self) -> tuple[TrialEntry, ...]:
+        new = self.entries[self._told :]
+        self._told += len(new)
+        return new
+
+    def _write(self, entries: tuple[TrialEntry, ...]) -> None:
+        if not entries or self._record is None:
+            return
+        self._counts = False
+        try:
+            append_entries(self._record, entries)
+        except OSError as error:
+            rank_zero_warn(f"The record of the tuning is no longer written, as {self._record} failed: {error}")
+            self._record = None
+
+    def _tell(self, entry: TrialEntry, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        best = _best_so_far(self.entries, entry)
+        if entry.kind == "chosen":
+            rank_zero_info(
+                f"bytescheduler: tuned to {entry.point}, {1e3 * entry.step_seconds:.1f} ms a step; it is tuned again "
+                "when steps change for good."
+            )
+        if entry.note:
+            rank_zero_info(f"bytescheduler: the search has ended early: {entry.note}")
+        if not self._log_metrics or trainer.barebones:
+            return
+        self._counts = False
+        metrics = {
+            "bytescheduler/trial_credit": float(entry.credit or 0),
+            "bytescheduler/trial_partition_size": float(entry.partition_size or 0),
+            "bytescheduler/trial_step_ms": 1e3 * entry.step_seconds,
+            "bytescheduler/best_step_ms": 1e3 * best,
+        }
+        # Not by pl_module.log: it keeps the last values until metrics are due, and a trial would be missed.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        pl_module.log_dict(metrics, on_step=True, on_epoch=False, prog_bar=True, logger=False, rank_zero_only=True)
+
+
+def _best_so_far(entries: tuple[TrialEntry, ...], last: TrialEntry) -> float:
+    """Seconds of the fastest trial of the search that ``last`` belongs to, up to it."""
+    seconds = [last.step_seconds]
+    for entry in entries:
+        if entry.search == last.search and entry.is_trial and entry.outcome == "measured":
+            seconds.append(entry.step_seconds)
+        if entry is last:
+            break
+    return min(seconds if last.is_trial else seconds[1:] or seconds)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.advice.advise import _launched
+from lightning_bytescheduler.cli import main
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), (None, "nccl"), ("cuda:0", "nccl")])
+def test_ranks_meet_over_what_the_device_speaks(
+    device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    met: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", met.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with _launched(device):
+        assert met == [backend]
+
+
+PROJECT = """
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+from tests.support.models import Tower
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(12, 12), torch.randn(12, 3)), batch_size=6)
+
+
+class Own(Tower):
+    pass
+
+
+class Bare(Tower):
+    train_dataloader = __import__("lightning").pytorch.LightningModule.train_dataloader
+
+
+class Sized(Bare):
+    def __init__(self, size):
+        super().__init__()
+
+
+def both():
+    return Bare(), Data().train_dataloader()
+
+
+def bare():
+    return Bare()
+
+
+def three():
+    return 1, 2, 3
+
+
+def fails():
+    raise ValueError("of the user")
+
+
+bare_module = Bare()
+nothing = 3
+"""
+LINK = ["--workers", "4", "--bandwidth", "500mbit", "--latency", "0.2ms"]
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "advised.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "advised", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "samples"),
+    [
+        (["advised:both"], 6),
+        (["advised:Own"], 4),
+        (["advised:bare", "--data", "advised:Data"], 6),
+        (["advised:bare_module", "--data", "advised:Data"], 6),
+    ],
+)
+def test_what_can_be_named(argv: list[str], samples: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *argv, *LINK, "--device", "cpu", "--steps", "1"]) == 0
+    output = capsys.readouterr().out
+    assert f"a step of {samples} samples" in " ".join(output.split())
+    assert "4 workers, 500 Mbit/s each way, 0.2 ms a hop" in " ".join(output.split())
+    for start in ("Measured:", "ddp:", "bytescheduler:", "What limits:", "Compression:", "diloco:", "Recommended:"):
+        assert any(line.startswith(start) for line in output.splitlines())
+
+
+def test_a_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rich", "rich.console", "rich.table", "rich.text"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["advise", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
+    title, *table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert title == "Bare"
+    assert len({len(line) for line in table}) == 1
+    assert table[0].split() == ["a", "step", "speed", "of", "4", "efficiency", "samples/s"]
+    assert table[1].split()[-2] == "100%"
+    assert len(table) == 8
+
+
+def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", "a.json", "--png", "a.png", "--gradient-clip-val", "0.5", "--precision", "bf16-mixed"]
+    assert main(["advise", "advised:both", *LINK, *files, "--device", "cpu", "--steps", "1"]) == 0
+    assert (project / "a.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((project / "a.json").read_text())
+    assert figures["workers"] == 4
+    assert figures["norm_needed_by"] == ["gradient norm clipping"]
+    assert main(["predict", "--profile", "a.json", *LINK]) == 0
+    assert "Bare" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "MODULE:NAME"),
+        (["advised", *LINK], "target='advised' is not allowed"),
+        (["advised:absent", *LINK], "a name that advised has"),
+        (["not_there:make", *LINK], "not_there"),
+        (["advised:nothing", *LINK], "the name of a function or a class"),
+        (["advised:Sized", *LINK], "a function or class that needs no arguments"),
+        (["advised:three", *LINK], "or a pair of one and its data"),
+        (["advised:Data", *LINK], "must be a LightningModule"),
+        (["advised:bare", *LINK], "the module has no train_dataloader"),
+        (["advised:both", "--data", "advised:Data", *LINK], "left out, as advised:both brings data along"),
+        (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "workers=1"),
+        (["advised:both", "--bandwidth", "1gbit"], "--workers must be given with --bandwidth"),
+        (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given with --latency"),
+        (["advised:both", "--workers", "2", "--messages", "2"], "--bandwidth must be given with --latency"),
+        (["advised:both", "--workers", "2", "--bandwidth", "fast"], "'fast' is not a rate"),
+        (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "bandwidth=0.0"),
+        (["advised:both"], "There is no link to measure"),
+        (["advised:both", *LINK, "--steps", "0"], "steps=0"),
+        (["advised:both", *LINK, "--device", "abacus"], "device='abacus'"),
+        (["advised:both", *LINK, "--algorithm", "push_pull"], "push_pull"),
+        (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+def test_an_error_of_the_user_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="The training to be measured failed") as caught:
+        main(["advise", "advised:fails", *LINK])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_ranks_after_the_first_say_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["advise", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
+    assert capsys.readouterr().out == ""

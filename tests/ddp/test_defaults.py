@@ -1,0 +1,63 @@
+"""Defaults that the README promises."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
+from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
+from lightning_bytescheduler.diloco.round_target import FastestSteps
+from lightning_bytescheduler.failures import roll_call
+from lightning_bytescheduler.failures import roll_call as roll_call_module
+
+
+def defaults(strategy: type) -> dict[str, object]:
+    return {
+        name: one.default
+        for name, one in inspect.signature(strategy).parameters.items()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def test_the_defaults_of_bytescheduler() -> None:
+    assert defaults(ByteSchedulerStrategy) == {
+        "partition_size": None,
+        "credit": None,
+        "cross_barrier": True,
+        "mode": "auto",
+        "credit_tuning": None,
+        "partition_tuning": None,
+        "timeline": None,
+        "log_metrics": True,
+        "debug": None,
+        "bucket_cap_mb": None,
+        "gradient_as_bucket_view": True,
+    }
+    assert SHORTEST_FIT == 100
+
+
+def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BYTESCHEDULER_BATCH_SIZE", raising=False)
+    given = defaults(DiLoCoStrategy)
+    expected = {
+        "equal_steps": False,
+        "weighting": "samples",
+        "fragments": 1,
+        "overlap_steps": 0,
+        "wire_dtype": "fp32",
+        "lead_steps": 3,
+        "partition_size": 1_000_000,
+        "credit": 2_000_000,
+    }
+    assert {name: value for name, value in given.items() if value is not None} == expected
+    options = DiLoCoStrategy()._options
+    assert options.target == FastestSteps(100)
+    outer = options.outer(None)
+    assert outer.timeout == 1800.0
+    assert outer.rounds.quorum == 0.0  # all live, or the job ends
+
+
+def test_whoever_is_missing_is_named_after_half_a_minute() -> None:
+    assert roll_call._WARN_S == roll_call_module._WARN_S == 30.0

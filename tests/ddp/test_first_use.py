@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_bytescheduler.ddp.gates import FirstUseObserver, is_armed
+
+
+class Backwards(nn.Module):
+    """Registers its layers in the reverse of the order of use, and one that it does not use."""
+
+    unused: Any
+    second: Any
+    first: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.second(self.first(inputs))
+
+
+def observe(observer: FirstUseObserver, module: nn.Module, unseen: set[int] | None = None) -> None:
+    observer.begin(unseen or set())
+    loss = module(torch.ones(1, 2)).sum()
+    observer.end()
+    loss.backward()
+
+
+def test_the_order_is_that_of_use() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    assert [observer.position([p]) for p in module.first.parameters()] == [0, 1]
+    assert [observer.position([p]) for p in module.second.parameters()] == [2, 3]
+
+
+def test_what_was_not_used_comes_last_in_the_order_of_registration() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    last = [observer.position([p]) for p in module.unused.parameters()]
+    assert last == sorted(last)
+    assert last[0] > observer.position([module.second.bias])
+
+
+def test_a_bucket_is_as_urgent_as_its_most_urgent_parameter() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    assert observer.position([module.unused.weight, module.second.bias, module.first.bias]) == 1
+
+
+def test_before_any_pass_the_order_is_that_of_registration() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    assert [observer.position([p]) for p in module.parameters()] == list(range(6))
+
+
+def test_no_gate_is_left_behind() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observer.begin()
+    assert all(is_armed(p) for p in module.parameters())
+    observer.end()
+    assert not any(is_armed(p) for p in module.parameters())
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_one_pass_is_observed() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    module.first, module.second = module.second, module.first
+    observer.begin()
+    assert not any(is_armed(p) for p in module.parameters())
+    observer.end()
+    assert observer.position(module.second.parameters()) == 0
+
+
+def test_a_pass_that_uses_nothing_does_not_count() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observer.begin()
+    observer.end()
+    observe(observer, module)
+    assert observer.position(module.first.parameters()) == 0
+
+
+def test_gates_of_others_are_left_closed() -> None:
+    """A pass that used nothing may have left updates on their way."""
+    module = Backwards()
+    observer, other = FirstUseObserver(module.parameters()), FirstUseObserver([module.second.weight])
+    other.begin()
+    observer.begin()
+    module.first(torch.ones(1, 2))
+    observer.end()
+    assert is_armed(module.second.weight)
+    assert not is_armed(module.second.bias)
+    other.end()
+
+
+def test_access_to_a_gradient_is_no_use() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observer.begin()
+    assert module.unused.weight.grad is None
+    module(torch.ones(1, 2))
+    observer.end()
+    assert observer.position([module.first.weight]) == 0
+
+
+def test_nothing_was_read_unseen_in_a_plain_module() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    assert observer.read_unseen() == set()
+
+
+class Extension(Backwards):
+    """Reads one weight as code that takes its memory does."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            inputs = inputs + self.unused.bias
+        return super().forward(inputs)
+
+
+def test_a_gradient_without_a_touch_gives_a_silent_read_away() -> None:
+    module = Extension()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    assert observer.read_unseen() == {id(module.unused.bias)}
+    assert observer.read_unseen() == set()
+
+
+def test_what_is_read_unseen_is_most_urgent() -> None:
+    module = Extension()
+    observer = FirstUseObserver(module.parameters())
+    observe(observer, module)
+    observer.read_unseen()
+    assert observer.position([module.unused.bias]) < observer.position([module.first.weight])
+
+
+def test_parameters_known_to_be_unseen_are_left_alone_and_most_urgent() -> None:
+    module = Backwards()
+    observer = FirstUseObserver(module.parameters())
+    known = {id(module.second.weight)}
+    observer.begin(known)
+    assert not is_armed(module.second.weight)
+    assert is_armed(module.second.bias)
+    observer.end()
+    assert observer.position([module.second.weight]) < 0
+    observe(observer, module, known)
+    assert observer.position([module.second.weight]) < observer.position([module.first.weight]) == 0
+    assert observer.read_unseen() == set()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
+def test_reads_of_compiled_code_are_told_apart() -> None:
+    if torch.__version__ < "2.7":
+        pytest.skip(
+            "Dynamo of this version leaves code that meets a gate uncompiled, so there is nothing to tell apart"
+        )
+    module = Backwards()
+    product = torch.compile(lambda inputs, weight: inputs @ weight, backend="eager")
+    observer = FirstUseObserver(module.parameters())
+    observer.begin()
+    loss = product(module(torch.ones(1, 2)), module.unused.weight).sum()
+    observer.end()
+    loss.backward()
+    assert observer.read_unseen() == {id(module.unused.weight)}

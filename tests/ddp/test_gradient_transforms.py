@@ -1,0 +1,103 @@
+"""Each transform against torch's own function, also where values are large, tiny or not numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale, total_norm
+from tests.support.compare import bit_differences
+
+NAN, INF = math.nan, math.inf
+ODD = [[0.0, 0.0], [1e-30, 2e-30], [1e18, -1e18], [NAN, 1.0], [INF, 1.0], [INF, NAN], [-INF, INF]]
+
+
+def parameters(kind: torch.dtype, extra: Sequence[Sequence[float]] = ()) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(n, 5, generator=generator).to(kind) for n in (1, 4, 9)] + [
+        torch.tensor(values, dtype=kind) for values in extra
+    ]
+    found = []
+    for gradient in made:
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient.clone()
+        found.append(parameter)
+    return found
+
+
+def norm_of(parameter: Any) -> float:
+    parts = [float(torch.linalg.vector_norm(half.double())) for half in parameter.grad.flatten().chunk(2)]
+    return total_norm(parts)
+
+
+def gradients(of: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in of if p.grad is not None]
+
+
+@pytest.mark.parametrize("extra", [[], *([values] for values in ODD)], ids=str)
+@pytest.mark.parametrize("limit", [0.1, 1e6])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_clip_norm(kind: torch.dtype, limit: float, extra: list[list[float]]) -> None:
+    torchs, ours = parameters(kind, extra), parameters(kind, extra)
+    torch.nn.utils.clip_grad_norm_(torchs, limit)
+    ClipNorm(limit, ours, norm_of).apply(gradients(ours))
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 8e-3}[kind]
+    for expected, actual in zip(gradients(torchs), gradients(ours), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=0.0, equal_nan=True)
+
+
+def test_norms_below_the_limit_leave_every_bit() -> None:
+    before, after = parameters(torch.float32), parameters(torch.float32)
+    ClipNorm(1e6, after, norm_of).apply(gradients(after))
+    assert not bit_differences(gradients(before), gradients(after))
+
+
+def test_the_norm_is_that_of_unscaled_gradients() -> None:
+    plain, scaled = parameters(torch.float32), parameters(torch.float32)
+    for gradient in gradients(scaled):
+        gradient.mul_(1024.0)
+    unscale = Unscale(torch.tensor(1 / 1024), scaled, norm_of)
+    clip = ClipNorm(0.5, scaled, norm_of, after=unscale)
+    clip.coefficient()  # norms are those of the gradients as they travelled
+    for transform in (unscale, clip):
+        transform.apply(gradients(scaled))
+    torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    torch.testing.assert_close(gradients(scaled), gradients(plain), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("extra", [[], *([values] for values in ODD)], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_clip_value_has_torchs_bits(kind: torch.dtype, extra: list[list[float]]) -> None:
+    torchs, ours = parameters(kind, extra), parameters(kind, extra)
+    torch.nn.utils.clip_grad_value_(torchs, 0.3)
+    ClipValue(0.3).apply(gradients(ours))
+    assert not bit_differences(gradients(torchs), gradients(ours))
+
+
+@pytest.mark.parametrize("extra", [[], *([values] for values in ODD)], ids=str)
+@pytest.mark.parametrize("scale", [2.0**16, 3.0])
+def test_unscale_has_the_scalers_bits(scale: float, extra: list[list[float]]) -> None:
+    torchs, ours = parameters(torch.float32, extra), parameters(torch.float32, extra)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(1))
+    optimizer = torch.optim.SGD(torchs, lr=1.0)
+    scaler.unscale_(optimizer)
+    state: Any = scaler._per_optimizer_states[id(optimizer)]
+    inverse = torch.tensor(scale).double().reciprocal().float()
+    unscale = Unscale(inverse, ours, norm_of)
+    assert unscale.found_inf() == any(bool(v.item()) for v in state["found_inf_per_device"].values())
+    unscale.apply(gradients(ours))
+    assert not bit_differences(gradients(torchs), gradients(ours))
+
+
+def test_total_norm() -> None:
+    assert total_norm([]) == 0.0
+    assert total_norm([3.0, 4.0]) == 5.0
+    assert total_norm([1e200, 1e200]) == pytest.approx(math.sqrt(2) * 1e200)
+    assert total_norm([INF, 1.0]) == INF
+    assert math.isnan(total_norm([INF, NAN]))

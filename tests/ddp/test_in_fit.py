@@ -1,0 +1,84 @@
+"""What a user sees of the strategy while it trains: metrics, timeline, profiler spans, sizes, threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, STEP
+from lightning_bytescheduler.timeline.trace import read_timeline
+from tests.ddp import fits
+from tests.support.rank_pool import RankPool
+
+_METRICS = {
+    "bytescheduler/exposed_communication_ms",
+    "bytescheduler/gate_wait_ms",
+    "bytescheduler/megabytes_sent",
+    "bytescheduler/deferred_share",
+}
+
+
+def test_metrics_are_logged(two_ranks: RankPool) -> None:
+    for logged in two_ranks.run(fits.fit_with_metrics, log_metrics=True):
+        assert set(logged) == _METRICS
+        assert logged["bytescheduler/deferred_share"] == 1.0
+        assert logged["bytescheduler/megabytes_sent"] > 0
+        assert logged["bytescheduler/exposed_communication_ms"] >= logged["bytescheduler/gate_wait_ms"] >= 0
+
+
+def test_metrics_can_be_switched_off(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fits.fit_with_metrics, log_metrics=False) == [{}, {}]
+
+
+def test_each_rank_writes_a_timeline_with_every_kind_of_span(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(fits.fit_with_timeline, path=str(tmp_path / "trace.json"), fail=False) == [None, None]
+    for name in ("trace.json", "trace.rank1.json"):
+        trace = read_timeline(tmp_path / name)
+        summary = trace.summary()
+        assert summary.steps == 12
+        assert summary.sub_tasks == len(trace.select(COMMUNICATION)) == len(trace.select(QUEUE)) > 12
+        assert {span.name for span in trace.select(COMPUTE)} == {"forward", "backward"}
+        assert trace.select(STEP)
+
+
+def test_the_timeline_of_a_failed_fit_is_complete(two_ranks: RankPool, tmp_path: Path) -> None:
+    errors = two_ranks.run(fits.fit_with_timeline, path=str(tmp_path / "trace.json"), fail=True)
+    assert all("boom" in error for error in errors)
+    for name in ("trace.json", "trace.rank1.json"):
+        assert read_timeline(tmp_path / name).summary().steps >= 5
+
+
+def test_the_profiler_sees_deferred_steps(two_ranks: RankPool) -> None:
+    for names in two_ranks.run(fits.profiled_spans):
+        assert any(name.startswith("bytescheduler::deferred step bucket") for name in names)
+
+
+def test_an_argument_beats_the_variable_and_a_large_partition_is_clamped(two_ranks: RankPool) -> None:
+    seen = two_ranks.run(
+        fits.observe,
+        options={"credit": 700},
+        environment={"BYTESCHEDULER_CREDIT": "5", "BYTESCHEDULER_PARTITION": "900"},
+    )
+    assert [(s["partition_size"], s["credit"]) for s in seen] == [(700, 700)] * 2
+
+
+def test_no_thread_and_no_callback_outlives_the_fit(two_ranks: RankPool) -> None:
+    for rank, seen in enumerate(two_ranks.run(fits.observe, options={}, environment={})):
+        assert len(seen["threads_during"]) == (3 if rank == 0 else 4)
+        assert seen["threads_after"] == []
+        assert seen["switch_intervals"] == pytest.approx((0.0005, 0.005), abs=1e-5)
+        assert "SchedulerHooks" not in seen["callbacks_after"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cross_barrier": False}, "cross_barrier=False"),
+        ({"gradient_as_bucket_view": False}, "gradient_as_bucket_view=False"),
+    ],
+)
+def test_synchronised_steps_say_why(two_ranks: RankPool, options: dict[str, bool], reason: str) -> None:
+    for seen in two_ranks.run(fits.observe, options=options, environment={}):
+        assert reason in seen["reasons"][0]
+        assert seen["deferred_share"] == 0.0

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bytescheduler.ddp.entry_points import _reduce_opened, before_forks
+from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before_fork(self) -> None:
+        self.calls.append("before")
+
+    def after_fork(self, *, in_child: bool) -> None:
+        self.calls.append("child" if in_child else "parent")
+
+
+class Gate:
+    def __init__(self, *, opens: bool) -> None:
+        self.opens = opens
+        self.touches: list[bool] = []
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        self.touches.append(gradient_only)
+        if self.opens:
+            disarm([parameter])
+
+    def open_all(self, reason: str) -> None:
+        """Nothing here begins what would need that."""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_engines_are_told_on_both_sides_of_a_fork() -> None:
+    engine = Engine()
+    before_forks(engine)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if engine.calls == ["before", "child"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engine.calls == ["before", "parent"]
+
+
+def test_a_program_that_is_started_costs_nothing() -> None:
+    engine = Engine()
+    before_forks(engine)
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_over_a_pipe_goes_a_plain_parameter_after_its_touch(opens: bool) -> None:
+    parameter, gate = nn.Parameter(torch.ones(3)), Gate(opens=opens)
+    arm([parameter], gate)
+    arguments: tuple[Any, ...] = _reduce_opened(parameter)[1]
+    disarm([parameter])
+    assert gate.touches[0] is False
+    assert nn.Parameter in arguments
+    assert GatedParameter not in arguments

@@ -1,0 +1,48 @@
+"""Sizes are rank 0's on every rank, and larger where gradients are reduced in shards."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp import runtime
+from lightning_bytescheduler.ddp.runtime import agree_on_sizes
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.tuning.link import LinkEstimate
+from tests.support.rank_pool import RankPool, let_go
+
+LINK = LinkEstimate(alpha=2e-3, beta=1e-8)
+
+
+def agreed_on(rank: int) -> list[tuple[int, int, int]]:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    found = []
+    try:
+        with patch.object(runtime, "probe_link", lambda *_: LINK):
+            for in_shards, options in (
+                (False, SchedulerOptions()),
+                (rank == 0, SchedulerOptions()),  # rank 1 expects something else
+                (True, SchedulerOptions(partition_size=1000 + rank, credit=5000)),
+            ):
+                parameters = [torch.nn.Parameter(torch.zeros(8_000_000))]
+                agreed = agree_on_sizes(groups, options, parameters, torch.device("cpu"), in_shards=in_shards).sizes
+                found.append((agreed.partition_size, agreed.credit, agreed.bucket_bytes))
+        let_go()
+    finally:
+        groups.destroy(data_idle=True, control_idle=True)
+        dist.destroy_process_group()
+    return found
+
+
+def test_sizes_are_those_of_rank_zero(two_plain_ranks: RankPool) -> None:
+    first, second = two_plain_ranks.run(agreed_on)
+    assert first == second
+    whole, sharded, by_hand = first
+    assert (whole[0], sharded[0]) == (150_000, 300_000), "each part is two operations where it is sharded"
+    assert sharded[2] == 4 * 300_000, "a bucket is no smaller than a partition"
+    assert by_hand[:2] == (1000, 5000)

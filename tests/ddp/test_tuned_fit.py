@@ -1,0 +1,141 @@
+"""Real fits of two ranks that are tuned, or are not."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
+from lightning_bytescheduler.ddp.runtime import AgreedSizes
+from lightning_bytescheduler.ddp.scheduled_gradients import announce
+from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, space_for
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.tuning import SchedulerSizes, TuningPoint, read_record
+from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
+from tests.support.rank_pool import RankPool
+
+# Few and short trials, so that a fit of a second ends settled, whatever the clock says.
+SIZED = {"credit": 800, "partition_size": 400, "credit_tuning": True}  # the same in each run, whatever the link
+HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
+
+
+def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero, one = two_ranks.run(tuned_fit, steps=240, logs=str(tmp_path), slow=True)
+    assert zero.points == one.points
+    assert all(zero.is_tuned)
+    assert zero.tuners == one.tuners == 1
+    assert zero.left == one.left == []
+    assert len(set(zero.points[:20])) == 1, "nothing changes in a run of a few steps"
+    record = read_record(record_of(tmp_path))
+    assert [entry.kind for entry in record[:2]] == ["start", "ddp"]
+    partitions = {entry.partition_size for entry in record if entry.partition_size}
+    assert partitions == {zero.points[0][1]}, "partitions are not tuned by default"
+    assert one.entries == ()
+    with (tmp_path / "metrics.csv").open() as stream:
+        rows = [row for row in csv.DictReader(stream) if row.get("bytescheduler/trial_step_ms")]
+    assert len(rows) == len(record)
+    assert [float(row["bytescheduler/trial_credit"]) for row in rows[:2]] == [zero.points[0][0], 0]
+    assert all(float(row["bytescheduler/best_step_ms"]) > 0 for row in rows)
+    assert zero.metrics["bytescheduler/trial_step_ms"] > 0
+    assert main(["tuning", str(tmp_path)]) == 0
+    assert "plain DDP" in capsys.readouterr().out
+
+
+def overlapping_from(rank: int, step: int) -> Seen:
+    """A fit on a fast link in which rank 0 finds before ``step`` that overlapped steps pay."""
+
+    def choose(trial: ModeTrial, at: int, exposed: Any) -> ModeChoice:
+        return ModeChoice(as_ddp=at < step or rank > 0, trying=False)
+
+    with patch.object(ModeTrial, "choose", choose):
+        return tuned_fit(rank, steps=160)
+
+
+def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
+    zero, one = two_ranks.run(overlapping_from, step=8)
+    assert zero.points == one.points
+    assert zero.is_tuned == one.is_tuned == [False] * 7 + [True] * 153
+    assert zero.entries[0].kind == "start"
+    assert one.entries == ()
+    assert zero.left == one.left == []
+
+
+@pytest.mark.parametrize(
+    ("given", "tuned"),
+    [
+        ({"steps": 8}, False),
+        ({"steps": SHORTEST_FIT - 1, "slow": True}, False),
+        ({"steps": 8, "tuner": {}}, True),
+        ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
+        ({"steps": 8, "environment": {"CREDIT_TUNING": "0"}, "tuner": {}, "options": {"credit_tuning": True}}, True),
+        ({"steps": 8, "environment": {"PARTITION_TUNING": "1"}, "tuner": {}}, True),
+        ({"steps": 8, "tuner": {}, "options": {"credit": 500}}, False),
+        ({"steps": 8, "tuner": {}, "options": {"cross_barrier": False}}, False),
+        ({"steps": 8, "tuner": {}, "options": {"mode": "ddp"}}, False),
+    ],
+)
+def test_what_is_tuned(two_ranks: RankPool, given: dict[str, Any], tuned: bool) -> None:
+    for seen in two_ranks.run(tuned_fit, **given):
+        assert set(seen.is_tuned) == {tuned}
+        assert seen.tuners == (1 if "tuner" in given or "environment" not in given else 0)
+        assert seen.left == []
+
+
+def settled(two_ranks: RankPool, folder: Path) -> Seen:
+    saved = {14: str(folder / "early.ckpt"), 150: str(folder / "late.ckpt")}
+    zero, one = two_ranks.run(tuned_fit, steps=150, tuner=HASTY, options=SIZED, save=saved)
+    assert zero.points == one.points
+    assert zero.is_settled[-1]
+    found: Seen = zero
+    return found
+
+
+def test_resumed(two_ranks: RankPool, tmp_path: Path) -> None:
+    before = settled(two_ranks, tmp_path)
+    state = torch.load(tmp_path / "late.ckpt", weights_only=True)["bytescheduler_tuning"]
+    chosen = tuple(size or 0 for size in state["current"])
+    assert before.points[-1] == chosen
+
+    zero, one = two_ranks.run(tuned_fit, steps=170, tuner=HASTY, options=SIZED, resume=str(tmp_path / "late.ckpt"))
+    assert zero.points == one.points == [chosen] * 20, "tuned from the first step on"
+    assert all(zero.is_settled)
+
+    # As after a crash in the first trial: what was measured is not measured again, and the search ends.
+    zero, one = two_ranks.run(tuned_fit, steps=150, tuner=HASTY, options=SIZED, resume=str(tmp_path / "early.ckpt"))
+    assert zero.points == one.points
+    assert zero.is_settled[-1]
+    known = torch.load(tmp_path / "early.ckpt", weights_only=True)["bytescheduler_tuning"]["exploration"]["trials"]
+    assert len(known) + sum(entry.is_trial for entry in zero.entries) == HASTY["trials"]
+
+
+def test_the_published_tuners_root_is_ignored_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"BYTESCHEDULER_ROOT_IP": "10.0.0.1", "BYTESCHEDULER_ROOT_PORT": "99"}
+    options = SchedulerOptions.resolve(environ=environ)
+    sizes = SchedulerSizes(partition_size=10, credit=20, bucket_bytes=80)
+    with caplog.at_level(logging.INFO):
+        announce(options, AgreedSizes(sizes=sizes, link=None), world_size=2)
+    (line,) = (line for line in caplog.messages if "ignored" in line)
+    assert "BYTESCHEDULER_ROOT_IP, BYTESCHEDULER_ROOT_PORT ignored" in line
+
+
+@pytest.mark.parametrize("credit", [True, False])
+@pytest.mark.parametrize("partition", [True, False])
+@pytest.mark.parametrize("parameters", [1, 1500, 2_000_000, 1_000_000_000])
+@pytest.mark.parametrize("sizes", [(300, 40), (1, 1), (40_000_000, 8_000_000)])
+def test_the_start_is_in_the_space(credit: bool, partition: bool, parameters: int, sizes: tuple[int, int]) -> None:
+    start = TuningPoint(credit=sizes[0], partition_size=sizes[1])
+    options = SchedulerOptions(tunes_credit=credit, tunes_partition=partition)
+    space = space_for(parameters, start, options, largest_bucket=500_000)
+    for size, (low, high) in zip(sizes, (space.credits, space.partitions), strict=True):
+        assert low <= size <= high
+    if not credit:
+        assert space.credits == (sizes[0], sizes[0])
+    if not partition:
+        assert not space.tunes_partitions

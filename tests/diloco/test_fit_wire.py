@@ -1,0 +1,106 @@
+"""Fragments, overlap, wire formats and batch sizes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_bytescheduler.diloco import read_rounds
+from tests.diloco.fits import Result, calm_tower, fit_diloco, plain_sgd
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+SMALL_PARTS = {"partition_size": 300, "credit": 600}
+
+
+def same_weights(results: list[Result]) -> bool:
+    first = results[0].weights
+    return all(torch.equal(result.weights[name], value) for result in results for name, value in first.items())
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "fragments", "overlap_steps"), [("bf16", 3, 0), ("int8", 1, 2), ("fp32", 3, 2), ("int4", 3, 2)]
+)
+def test_all_workers_hold_the_same_bits(
+    wire_dtype: str, fragments: int, overlap_steps: int, diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={
+            "inner_steps": 4,
+            "wire_dtype": wire_dtype,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
+            **SMALL_PARTS,
+        },
+        model=calm_tower,
+        pauses={1: 0.003},
+        max_steps=20,
+        default_root_dir=str(tmp_path),
+    )
+    assert same_weights(results)
+    assert all(math.isfinite(loss) for result in results for loss in result.losses)
+    assert max(result.global_step for result in results) == 20
+
+
+def test_epochs_and_validations_with_overlap(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 3, "fragments": 2, "overlap_steps": 2},
+        model=calm_tower,
+        pauses={1: 0.004},
+        max_epochs=3,
+        limit_val_batches=2,
+        val_check_interval=5,
+        default_root_dir=str(tmp_path),
+    )
+    assert same_weights(results)
+    assert [result.epoch for result in results] == [3, 3]
+    assert results[0].metrics["validation_loss"] == results[1].metrics["validation_loss"]
+
+
+def test_each_worker_has_its_batch_size_and_its_weight(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 4, "equal_steps": True, "outer_steps": 2, "batch_size": [6, 2]},
+        model=calm_tower,
+        default_root_dir=str(tmp_path),
+    )
+    rounds = read_rounds(tmp_path / "rounds.jsonl")
+    assert [{w.worker: w.samples for w in one.workers} for one in rounds] == 2 * [{"worker0": 24, "worker1": 8}]
+    assert [result.samples for result in results] == [48, 16]
+    assert same_weights(results)
+
+
+class Counted(Tower):
+    """Has a buffer that each step changes, and says how large its batches are."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+        self.steps += 1
+        self.log("size", float(len(batch[0])))
+        self.notes.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_size_is_found(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 2, "equal_steps": True, "batch_size": "auto"},
+        model=partial(Counted, optimizer=plain_sgd),
+        max_steps=4,
+        default_root_dir=str(tmp_path),
+    )
+    for result in results:
+        assert result.notes[:4] == [1, 1, 1, 1]  # the first size is tried before training
+        assert result.weights["steps"] == result.global_step  # and the buffer was put back
+        assert result.samples == sum(result.notes[-result.global_step :])

@@ -1,0 +1,176 @@
+"""What epochs, limits, validations, early stopping and checkpoints are for workers of unequal speed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.optim.lr_scheduler import StepLR
+
+from tests.diloco.fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_diloco, plain_sgd
+from tests.support.rank_pool import RankPool
+
+ROUNDS = {"inner_steps": 4}
+
+
+measured = partial(Measured, optimizer=plain_sgd, dropout=0.0)
+
+
+def fit(ranks: RankPool, folder: Path, **arguments: Any) -> list[Result]:
+    defaults: dict[str, Any] = {
+        "options": ROUNDS,
+        "model": calm_tower,
+        "pauses": FAST_AND_SLOW,
+        "default_root_dir": str(folder),
+    }
+    return ranks.run(fit_diloco, timeout=60.0, **{**defaults, **arguments})
+
+
+def same_weights(results: list[Result]) -> bool:
+    first = results[0].weights
+    return all(torch.equal(result.weights[name], value) for result in results for name, value in first.items())
+
+
+def test_an_epoch_ends_for_all_when_the_first_is_through_its_share(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    model = partial(calm_tower, schedule=partial(StepLR, step_size=1, gamma=0.5))
+    fast, slow = fit(diloco_ranks, tmp_path, model=model, max_epochs=3)
+    assert (fast.epoch, slow.epoch) == (3, 3)
+    assert fast.global_step == 3 * 16  # of 128 samples, in batches of 4 for each of two ranks
+    assert 0 < slow.global_step < fast.global_step
+    assert same_weights([fast, slow])
+
+
+def test_the_first_worker_at_max_steps_ends_the_training(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = fit(diloco_ranks, tmp_path, max_steps=10, pauses={0: 0.012, 1: 0.002}, min_steps=10)
+    assert results[1].global_step == 10
+    assert results[0].global_step < 10
+    assert same_weights(results)
+
+
+class StopsRankOne(Callback):
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 5:
+            trainer.should_stop = True
+
+
+class StopsRankZeroAfterValidation(Callback):
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 0:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("stops", [StopsRankOne, StopsRankZeroAfterValidation])
+def test_who_stops_stops_all(stops: Any, diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = fit(diloco_ranks, tmp_path, max_steps=500, callbacks=(stops,), limit_val_batches=1, val_check_interval=8)
+    assert max(result.global_step for result in results) < 100
+    assert same_weights(results)
+
+
+def test_all_validate_the_global_weights_together(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = fit(
+        diloco_ranks,
+        tmp_path,
+        model=measured,
+        max_epochs=2,
+        limit_val_batches=1.0,
+        val_check_interval=8,
+        options=ROUNDS,
+    )
+    assert results[0].notes == results[1].notes  # the sums of all weights, at each validation batch
+    assert len(results[0].notes) == 2 * 2 * 2  # two epochs, two validations in each, two batches
+    for result in results:
+        assert result.metrics["of_metric"] == pytest.approx(1.5)
+        assert result.metrics["of_number"] == pytest.approx(1.5)
+    assert results[0].metrics["validation_loss"] == results[1].metrics["validation_loss"]
+
+
+def impatient() -> EarlyStopping:
+    return EarlyStopping("validation_loss", patience=1, min_delta=1e9)
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+def test_early_stopping_is_of_all_at_once(interval: float, diloco_ranks: RankPool, tmp_path: Path) -> None:
+    results = fit(
+        diloco_ranks,
+        tmp_path,
+        model=measured,
+        max_epochs=50,
+        callbacks=(impatient,),
+        limit_val_batches=1.0,
+        val_check_interval=interval,
+    )
+    assert results[0].epoch == results[1].epoch < 4
+    assert same_weights(results)
+
+
+class KeepsOwnWeights(Callback):
+    """Notes the global weights' checkpoint, and whether this rank's own weights were put back."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 6 and trainer.global_rank == 0:
+            before = {name: value.clone() for name, value in pl_module.state_dict().items()}
+            saved = trainer.strategy.lightning_module_state_dict()
+            after = pl_module.state_dict()
+            self.seen.append(all(torch.equal(before[name], after[name]) for name in before))
+            self.seen.append(all(torch.equal(saved[name], after[name]) for name in before))
+
+
+def test_a_checkpoint_amid_a_round_has_the_global_weights(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    fast, _ = fit(diloco_ranks, tmp_path, max_steps=8, callbacks=(KeepsOwnWeights,))
+    assert fast.seen[0] == [True, False]
+
+
+def keeper(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+
+
+def test_training_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """With equal workers and equal steps there is only one way to go on, if all of the state is kept."""
+    folder = str(tmp_path / "kept")
+    arguments: dict[str, Any] = {
+        "options": {"inner_steps": 4, "equal_steps": True},
+        # The first worker at an epoch's end ends it for the other, which has begun its own last step by then.
+        "pauses": {0: 0.06, 1: 0.06},
+        "enable_checkpointing": True,
+        "callbacks": (partial(keeper, folder),),
+    }
+    whole = fit(diloco_ranks, tmp_path / "a", max_epochs=2, **arguments)
+    path = f"{folder}/epoch=0.ckpt"
+    rest = fit(diloco_ranks, tmp_path / "b", max_epochs=2, ckpt_path=path, **arguments)
+    kept = torch.load(path, weights_only=True)["lightning_bytescheduler.diloco"]
+    assert kept["rounds"]["round"] == 4
+    assert kept["rounds"]["samples"] == 128
+    assert [result.rounds for result in [*whole, *rest]] == [8, 8, 4, 4]
+    assert same_weights([*whole, *rest])
+
+
+def fit_alone(rank: int, **arguments: Any) -> Result | None:
+    """On rank 0, as if nobody else was there."""
+    import os
+    from unittest.mock import patch
+
+    alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with patch.dict(os.environ, alone):
+        return fit_diloco(rank, devices=1, **arguments) if rank == 0 else None
+
+
+def test_training_goes_on_with_another_number_of_workers(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "kept")
+    arguments: dict[str, Any] = {"enable_checkpointing": True, "callbacks": (partial(keeper, folder),)}
+    fit(diloco_ranks, tmp_path / "a", max_epochs=1, **arguments)
+    more: dict[str, Any] = {"options": ROUNDS, "model": calm_tower, "default_root_dir": str(tmp_path / "b")}
+    alone, _ = diloco_ranks.run(fit_alone, max_epochs=2, ckpt_path=f"{folder}/epoch=0.ckpt", **arguments, **more)
+    assert alone.epoch == 2
+    assert alone.rounds >= 4

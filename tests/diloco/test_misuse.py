@@ -1,0 +1,190 @@
+"""Bad input fails when the strategy is made, and the message names option, value and way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, RandomSampler
+
+from lightning_bytescheduler import DiLoCoStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
+from lightning_bytescheduler.diloco.batch_size_trial import with_batch_size
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("samples_per_round", 0),
+        ("samples_per_round", 1.5),
+        ("inner_steps", 0),
+        ("inner_steps", True),
+        ("equal_steps", "yes"),
+        ("outer_steps", 0),
+        ("outer_lr", -1.0),
+        ("outer_lr", float("nan")),
+        ("outer_momentum", 2.0),
+        ("outer_optimizer", "sgd"),
+        ("weighting", "loss"),
+        ("fragments", 0),
+        ("overlap_steps", -1),
+        ("mixing", 1.5),
+        ("wire_dtype", "fp16"),
+        ("lead_steps", 0),
+        ("batch_size", 0),
+        ("batch_size", []),
+        ("batch_size", [4, 0]),
+        ("batch_size", "large"),
+        ("batch_size", [4, "many"]),
+        ("partition_size", 0),
+        ("credit", 0),
+        ("rounds_file", ""),
+        ("inner", "fsdp"),
+        ("inner_size", 2),
+        ("inner_options", {"bucket_cap_mb": 1}),
+    ],
+)
+def test_values_are_named(option: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        DiLoCoStrategy(**{option: value})
+    assert option in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"samples_per_round": 100, "inner_steps": 10},
+        {"samples_per_round": 100, "equal_steps": True},
+        {"outer_optimizer": SGD, "outer_lr": 0.1},
+        {"outer_optimizer": SGD, "outer_momentum": 0.1},
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="left out where"):
+        DiLoCoStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        ({}, FastestSteps(100)),
+        ({"inner_steps": 7}, FastestSteps(7)),
+        ({"inner_steps": 7, "equal_steps": True}, FixedSteps(7)),
+        ({"samples_per_round": 64}, SampleTarget(64)),
+    ],
+)
+def test_what_ends_a_round(options: dict[str, Any], target: object) -> None:
+    assert DiLoCoStrategy(**options)._options.target == target
+
+
+@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_notebook"])
+def test_each_name_makes_the_strategy(suffix: str) -> None:
+    strategy = Trainer(accelerator="cpu", devices=2, strategy=f"diloco{suffix}").strategy
+    assert type(strategy) is DiLoCoStrategy
+    assert strategy.workers == 2
+    assert strategy.world_size == 1
+
+
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
+def test_options_come_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:\n"
+        "    class_path: lightning_bytescheduler.DiLoCoStrategy\n"
+        "    init_args:\n      samples_per_round: 64\n      wire_dtype: int8\n      batch_size: [8, 2]\n"
+    )
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
+    options = cli.trainer.strategy._options
+    assert (options.samples_per_round, options.wire_dtype, list(options.batch_size)) == (64, "int8", [8, 2])
+
+
+def test_a_loader_gets_another_batch_size() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(12.0))
+    loader = with_batch_size(DataLoader(data, batch_size=2, drop_last=True), 5)
+    assert [len(batch[0]) for batch in loader] == [5, 5]
+
+
+def test_a_loader_that_cannot_have_another_is_named() -> None:
+    class Own(DataLoader[Any]):
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"batch size of a Own.*trainer\.global_rank"):
+        with_batch_size(Own([1, 2, 3]), 2)
+    with pytest.raises(UnsupportedError, match="DataLoader"):
+        with_batch_size(DataLoader([1, 2, 3], batch_size=None, sampler=RandomSampler([1, 2, 3])), 2)
+
+
+def test_a_list_of_batch_sizes_is_for_all_workers() -> None:
+    with pytest.raises(OptionError, match="one for each worker, of which there are 2"):
+        DiLoCoStrategy(batch_size=[1, 2, 3])._options.check_ranks(ranks=2, on_node=2, rank=0, node=0)
+
+
+@pytest.mark.parametrize("size", [None, 1, 0, True, 2.0, "machine"])
+def test_sizes_of_workers(size: Any) -> None:
+    with pytest.raises(OptionError, match=r"inner_size=.*a whole number above 1, or 'node'"):
+        DiLoCoStrategy(inner="ddp", inner_size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": "auto"}, "left out, or numbers, where inner is given"),
+        ({"inner_options": [1]}, "options of 'bytescheduler' by name"),
+        ({"inner_options": {"credit_tuning": True}}, "without credit_tuning"),
+        ({"inner_options": {"credit": 0}}, "credit=0"),
+    ],
+)
+def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        DiLoCoStrategy(inner="bytescheduler", inner_size=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("inner", "option", "known"),
+    [
+        ("ddp", "partition_size", "bucket_cap_mb"),
+        ("ddp", "process_group", "ddp_comm_hook"),
+        ("bytescheduler", "nonsense", "partition_size"),
+        ("bytescheduler", "device_ids", "find_unused_parameters"),
+    ],
+)
+def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, known: str) -> None:
+    with pytest.raises(
+        OptionError, match=f"inner_options='{option}' is not allowed: inner_options must be one of .*{known}"
+    ):
+        DiLoCoStrategy(inner=inner, inner_size=2, inner_options={option: 1})  # type: ignore[arg-type]
+
+
+def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
+    with pytest.raises(UnsupportedError, match="ddp_comm_hook"):
+        DiLoCoStrategy(inner="bytescheduler", inner_size=2, inner_options={"ddp_comm_hook": print})
+
+
+@pytest.mark.parametrize(
+    ("inner_size", "workers", "world_size"),
+    [(2, 3, 2), (3, 2, 3), (6, 1, 6), ("node", 2, 3)],
+)
+def test_workers_of_several_ranks(inner_size: Any, workers: int, world_size: int) -> None:
+    strategy = DiLoCoStrategy(inner="ddp", inner_size=inner_size)
+    Trainer(accelerator="cpu", devices=3, num_nodes=2, strategy=strategy)
+    assert (strategy.workers, strategy.world_size, strategy.ranks) == (workers, world_size, 6)
+    strategy._options.check_ranks(ranks=6, on_node=3, rank=5, node=1)
+
+
+def test_ranks_that_do_not_make_up_workers() -> None:
+    with pytest.raises(OptionError, match="a number that divides that of all processes, 6"):
+        DiLoCoStrategy(inner="ddp", inner_size=4)._options.check_ranks(ranks=6, on_node=3, rank=0, node=0)
+    with pytest.raises(OptionError, match=r"do not follow one another \(rank 1 is on machine 1\)"):
+        DiLoCoStrategy(inner="ddp", inner_size="node")._options.check_ranks(ranks=6, on_node=3, rank=1, node=1)
+    with pytest.raises(OptionError, match="one for each worker, of which there are 3"):
+        DiLoCoStrategy(inner="ddp", inner_size=2, batch_size=[4] * 6)._options.check_ranks(
+            ranks=6, on_node=3, rank=0, node=0
+        )

@@ -1,0 +1,72 @@
+"""What the ranks of one worker sum up, hear and take over from their leader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_bytescheduler import SchedulerTimeoutError
+from lightning_bytescheduler.diloco.world import WorkerGroup, WorkerWorld
+from tests.support.rank_pool import RankPool, let_go
+
+
+def test_a_worker_of_one_rank_asks_nobody() -> None:
+    group = WorkerGroup()
+    assert (group.size, group.leads) == (1, True)
+    assert group.total([1, 2.5]) == [1, 2.5]
+    assert group.any(True)
+    assert not group.any(False)
+    assert group.tell("end") == "end"
+
+
+def three_together(rank: int) -> tuple[Any, ...]:
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None, inner_size=3)
+    group = WorkerGroup(world.inside, timeout=30.0)
+    total = group.total([rank, 0.5])
+    anybody = group.any(rank == 2), group.any(False)
+    heard = group.tell(f"from rank {rank} \u00e9"), group.tell("")
+    tensors = [torch.full((2, 3), float(rank) / 3), torch.full((4,), float(rank) / 3, dtype=torch.bfloat16)]
+    if rank == 0:
+        tensors[0][0, 0] = torch.nan
+    group.share(tensors)
+    places = world.worker, world.workers, group.size, group.leads, world.updates is None
+    let_go()
+    world.leave(idle=True)
+    return total, anybody, heard, [tensor.tolist() for tensor in tensors], places
+
+
+def test_ranks_hear_what_the_leader_says_and_take_over_its_weights(three_plain_ranks: RankPool) -> None:
+    results = three_plain_ranks.run(three_together)
+    for rank, (total, anybody, heard, tensors, places) in enumerate(results):
+        assert total == [3.0, 1.5]
+        assert anybody == (True, False)
+        assert heard == ("from rank 0 \u00e9", "")
+        assert str(tensors) == str(results[0][3])
+        assert places == (0, 1, 3, rank == 0, rank != 0)
+
+
+def rank_that_waits(rank: int, aborts: bool) -> str:
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None, inner_size=3)
+    message = "came by"
+    if rank:
+        group = WorkerGroup(world.inside, timeout=30.0 if aborts else 0.1)
+        if aborts:
+            threading.Timer(0.2, group.abort, [ZeroDivisionError("elsewhere")]).start()
+        try:
+            group.tell()
+        except (ZeroDivisionError, SchedulerTimeoutError) as error:
+            message = str(error)
+    else:
+        time.sleep(1.5)
+    world.leave(idle=False)
+    return message
+
+
+@pytest.mark.parametrize(("aborts", "says"), [(True, "elsewhere"), (False, "for the ranks that it trains with")])
+def test_waiting_ends_without_the_leader(aborts: bool, says: str, three_plain_ranks: RankPool) -> None:
+    _, *others = three_plain_ranks.run(rank_that_waits, aborts=aborts)
+    assert all(says in message for message in others)

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bytescheduler.exceptions import LaunchOrderError, RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.failures import board as board_module
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.failures.watcher import LastResort
+
+BROKEN = RuntimeError("[/src/gloo/pair.cc:5] Connection closed by peer [::1]:1. This is typically caused by a worker.")
+LATE = RuntimeError("[/src/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
+
+
+class Scheduler:
+    """What a board watches."""
+
+    def __init__(self, phase: str = "in training_step, step 4", steps: int = 3) -> None:
+        self.failed_with: BaseException | None = None
+        self.faults: list[tuple[RankFailedError, int | None]] = []
+        self.told = threading.Event()
+        self._phase = phase
+        self._steps = steps
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        self.faults.append((fault, step))
+        self.told.set()
+
+    def own_failure(self) -> BaseException | None:
+        return self.failed_with
+
+    def phase(self) -> str:
+        return self._phase
+
+    def steps_handed_over(self) -> int:
+        return self._steps
+
+
+MakeBoard = Callable[..., FaultBoard]
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture
+def board(store: dist.TCPStore) -> Iterator[MakeBoard]:
+    boards: list[FaultBoard] = []
+
+    def make(rank: int, *, world_size: int = 2, **arguments: Any) -> FaultBoard:
+        own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        boards.append(FaultBoard(own, rank=rank, world_size=world_size, **arguments))
+        return boards[-1]
+
+    yield make
+    assert all(made.close(timeout=0.1) for made in boards)
+    assert not [t for t in threading.enumerate() if t.name.startswith("bytescheduler")]
+
+
+def test_a_failure_reaches_the_other_rank_with_rank_cause_and_step(
+    board: MakeBoard, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, other, scheduler = board(1), board(0), Scheduler()
+    failing.watch(Scheduler(steps=7))
+    other.watch(scheduler)
+    start = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        assert failing.publish(ValueError("boom"))
+    # It has lingered until the other knew, and no longer.
+    assert time.monotonic() - start < 1.5
+    assert scheduler.told.is_set()
+    ((fault, step),) = scheduler.faults
+    assert (str(fault), fault.rank, step) == ("Rank 1 failed: ValueError: boom", 1, 7)
+    assert other.fault is fault
+    assert failing.fault is None
+    assert "[rank 0] Rank 1 failed: ValueError: boom" in caplog.text
+
+
+def test_whoever_fails_first_is_published(board: MakeBoard) -> None:
+    first, second = board(0), board(1)
+    assert first.publish(ValueError("boom"))
+    assert not second.publish(KeyError("consequence"))
+    assert second.fault is not None
+    assert second.fault.rank == 0
+
+
+def test_a_scheduler_that_comes_later_is_told_too(board: MakeBoard) -> None:
+    failing, other, scheduler = board(1), board(0), Scheduler()
+    failing.publish(ValueError("boom"))
+    other.watch(scheduler)
+    assert scheduler.told.wait(2.0)
+
+
+def test_a_failure_of_the_schedulers_own_threads_is_published_without_being_asked(board: MakeBoard) -> None:
+    failing, other, scheduler, own = board(1), board(0), Scheduler(), Scheduler()
+    other.watch(scheduler)
+    failing.watch(own)
+    own.failed_with = LaunchOrderError("different programs")
+    assert scheduler.told.wait(2.0)
+    assert str(other.fault) == "Rank 1 failed: LaunchOrderError: different programs"
+
+
+def test_patience_lets_the_others_go_on_for_a_while(board: MakeBoard) -> None:
+    leaving, other, scheduler = board(1), board(0), Scheduler()
+    other.watch(scheduler)
+    start = time.monotonic()
+    assert leaving.publish(SystemExit(), patience=1.5)
+    assert time.monotonic() - start < 1.0
+    assert not scheduler.told.wait(0.7)
+    assert other.fault is not None  # it would be named, if anything broke meanwhile
+    assert scheduler.told.wait(2.0)
+
+
+def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None:
+    first, second, scheduler = board(0, world_size=3), board(1, world_size=3), Scheduler()  # there is no rank 2
+    second.watch(scheduler)
+    start = time.monotonic()
+    found = first.diagnose(BROKEN)
+    assert time.monotonic() - start < 3.0
+    assert isinstance(found, RankFailedError)
+    assert found.rank == 2
+    assert str(found) == ("Rank 2 failed: it shows no sign of life; here that broke: Connection closed by peer [::1]:1")
+    assert found.__cause__ is BROKEN
+    assert scheduler.told.wait(2.0)
+    assert str(second.diagnose(BROKEN)) == str(found)
+
+
+def test_several_ranks_without_a_sign_of_life_are_named_once_it_is_certain(board: MakeBoard) -> None:
+    found = board(0, world_size=3).diagnose(BROKEN)
+    assert str(found).startswith("Rank 1 failed: it shows no sign of life (nor do ranks 2)")
+
+
+def test_an_error_whose_cause_cannot_be_told_stays_as_it_is(board: MakeBoard) -> None:
+    first, _ = board(0), board(1)
+    assert first.diagnose(BROKEN, timeout=0.5) is BROKEN
+
+
+def test_errors_that_are_no_consequence_are_not_looked_into(board: MakeBoard) -> None:
+    first = board(0)
+    own = ValueError("boom")
+    start = time.monotonic()
+    assert first.explain(own) is own
+    assert time.monotonic() - start < 0.1
+
+
+@pytest.mark.parametrize("error", [LATE, SchedulerTimeoutError("bucket 3 did not finish within 3 s.")])
+def test_a_timeout_says_where_the_ranks_are(board: MakeBoard, error: BaseException) -> None:
+    ranks = [board(rank, world_size=3) for rank in range(3)]
+    for each, phase in zip(ranks, ("in training_step, step 4", "in training_step, step 3"), strict=False):
+        each.watch(Scheduler(phase))
+    time.sleep(0.6)
+    explained = ranks[0].explain(error)
+    assert isinstance(explained, SchedulerTimeoutError)
+    assert str(explained).endswith(
+        "Where the ranks are: rank 0: in training_step, step 4; rank 1: in training_step, step 3; rank 2: in setup."
+    )
+    assert ranks[0].explain(explained) is explained  # once is enough
+    ranks[1].publish(ValueError("boom"))
+    assert str(ranks[0].explain(error)) == "Rank 1 failed: ValueError: boom"
+
+
+@pytest.mark.parametrize(
+    ("agent", "names"), [("False", "Rank 0 failed: its process is gone"), ("True", "Another rank failed: the rendez")]
+)
+def test_a_store_that_is_gone_names_its_host(
+    board: MakeBoard, agent: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        presence = StorePresence(*host.getsockname())
+        other = board(1, presence=presence)
+        served, _ = host.accept()
+        assert not other.hopeless
+        served.close()
+        found = other.diagnose(BROKEN)
+    assert str(found).startswith(names)
+    assert other.hopeless
+    assert not other.publish(ValueError("nobody hears this"))
+
+
+def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
+    host, other = board(0, hosts_store=True), board(1)
+    leaving = threading.Timer(0.7, other.close)
+    leaving.start()
+    start = time.monotonic()
+    assert host.close()
+    assert 0.6 < time.monotonic() - start < 3.0
+    leaving.join()
+
+
+def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> None:
+    host = board(0, hosts_store=True)
+    host.diagnose(BROKEN)
+    start = time.monotonic()
+    assert host.close()
+    assert time.monotonic() - start < 1.0
+
+
+def test_the_host_of_the_store_waits_longer_for_the_living(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "_LINGER_S", 0.3)
+    host, other = board(0, hosts_store=True), board(1)
+    host.publish(ValueError("boom"), patience=30.0)  # the other takes its time
+    leaving = threading.Timer(2.0, other.close)
+    leaving.start()
+    assert host.close()
+    leaving.join()
+    assert not other._store_lost
+
+
+def test_a_training_thread_that_does_not_come_back_is_ended(board: MakeBoard, caplog: pytest.LogCaptureFixture) -> None:
+    codes: list[int] = []
+    failing, stuck = board(1), board(0, last_resort=LastResort(patience=0.5, end=codes.append))
+    failing.publish(ValueError("boom"))
+    with stuck.patient():  # it writes a checkpoint
+        time.sleep(1.2)
+        assert not codes
+    deadline = time.monotonic() + 3.0
+    while not codes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert codes == [1]
+    assert "Rank 1 failed: ValueError: boom. The training thread did not come back within 0.5 s" in caplog.text
+    assert "test_a_training_thread_that_does_not_come_back_is_ended" in caplog.text  # where it was
+
+
+def test_a_training_thread_that_comes_back_is_left_alone(board: MakeBoard) -> None:
+    codes: list[int] = []
+    failing, other = board(1), board(0, last_resort=LastResort(patience=0.3, end=codes.append))
+    failing.publish(ValueError("boom"))
+    other.take_over()
+    time.sleep(1.0)
+    assert not codes
+
+
+def test_an_endless_message_is_cut(board: MakeBoard) -> None:
+    failing, other = board(1), board(0)
+    failing.publish(ValueError("x" * 100_000))
+    assert other.fault is not None
+    assert len(str(other.fault)) < 3000

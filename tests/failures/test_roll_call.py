@@ -1,0 +1,98 @@
+"""Who is there, and who is in another training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.roll_call import Introduction, hold_roll_call, names_of, require_alike
+
+
+def introduction(rank: int, *, noted: dict[str, str] | None = None, **facts: str) -> Introduction:
+    return Introduction(rank=rank, host=f"host{rank // 2}", facts=facts, noted=noted or {})
+
+
+def test_everybody_learns_of_everybody() -> None:
+    store = dist.HashStore()
+    own = [introduction(rank, mode="'auto'", noted={"torch": "2"}) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(hold_roll_call, store, one, world_size=3, timeout=20.0) for one in own]
+        assert [call.result() for call in calls] == [own] * 3
+    require_alike(own)
+    assert json.loads(store.get("1"))["facts"] == {"mode": "'auto'"}
+
+
+def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    store.set("2", introduction(2).encode())
+    arguments: dict[str, Any] = {"world_size": 4, "warn_after": 0.1}
+    with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError) as caught:
+        hold_roll_call(store, introduction(0), timeout=1.0, **arguments)
+    assert "ranks 1, 3 of 4 did not join this training" in str(caught.value)
+    assert "(here: ranks 0, 2, on host0, host1)" in str(caught.value)
+    assert "strategy='ddp'" in str(caught.value)
+    assert 2 <= len(caplog.records) <= 4  # after 0.1, 0.2, 0.4 and 0.8 s: ever more seldom
+    caplog.clear()
+    store.set("3", introduction(3).encode())
+    with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
+        hold_roll_call(store, introduction(2), timeout=0.5, **arguments)
+    assert not caplog.records  # the first one speaks for all
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    store = dist.HashStore()
+    late = threading.Timer(0.5, lambda: store.set("1", introduction(1).encode()))
+    late.start()
+    assert len(hold_roll_call(store, introduction(0), world_size=2, timeout=20.0)) == 2
+
+
+def test_a_failure_elsewhere_ends_the_wait() -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="boom"):
+        hold_roll_call(
+            dist.HashStore(), introduction(0), world_size=2, timeout=20.0, failure=lambda: ValueError("boom")
+        )
+    assert time.monotonic() - start < 10.0
+
+
+def test_each_difference_names_ranks_hosts_and_values() -> None:
+    ranks = [
+        introduction(0, version="'1'", mode="'auto'", noted={"BYTESCHEDULER_CREDIT": "9"}),
+        introduction(1, version="'1'", mode="'ddp'"),
+        introduction(2, version="'2'", mode="'auto'"),
+    ]
+    with pytest.raises(RanksDifferError) as caught:
+        require_alike(ranks)
+    assert str(caught.value).startswith(
+        "The ranks are not in the same training: version is '1' on ranks 0, 1 (host0), but '2' on rank 2 (host1); "
+        "mode is 'auto' on ranks 0, 2 (host0, host1), but 'ddp' on rank 1 (host0) "
+        "(BYTESCHEDULER_CREDIT is 9 on rank 0 (host0), but nothing on ranks 1, 2 (host0, host1)). Start all"
+    )
+
+
+def test_a_fact_that_one_rank_does_not_know_is_a_difference() -> None:
+    with pytest.raises(RanksDifferError, match=r"news is nothing on rank 0 .*, but 1 on rank 1"):
+        require_alike([introduction(0), introduction(1, news="1")])
+
+
+def test_what_may_differ_is_said() -> None:
+    said: list[str] = []
+    require_alike([introduction(0, noted={"torch": "2.6"}), introduction(2, noted={"torch": "2.7"})], warn=said.append)
+    assert said == [
+        "bytescheduler: not the same on all ranks: torch is 2.6 on rank 0 (host0), but 2.7 on rank 2 (host1)."
+    ]
+    require_alike([introduction(0, noted={"torch": "2.6"})] * 2, warn=said.append)
+    assert len(said) == 1
+
+
+def test_many_ranks_are_counted() -> None:
+    assert names_of([4]) == "rank 4"
+    assert names_of(range(20)).endswith("15 and 4 more")

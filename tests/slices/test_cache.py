@@ -1,0 +1,250 @@
+"""The cache stays within its bound, keeps what is in use, and survives whatever happens to those who write it."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices import cache as cache_module
+from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, file_bytes
+from lightning_bytescheduler.slices.slice import ChunkPlan
+
+# Fork is meant: processes that were forked share what is open.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+PLAN = ChunkPlan(size=2500, chunk_bytes=1000, digests=None)
+SIZE = file_bytes(PLAN)
+
+
+def chunks(letter: str) -> list[bytes]:
+    return [letter.encode() * (stop - start) for start, stop in map(PLAN.bounds, range(PLAN.count))]
+
+
+def put(cache: SliceCache, name: str):
+    writer = cache.begin(name, PLAN)
+    for chunk in chunks(name):
+        writer.write(chunk)
+    return writer.commit()
+
+
+def held(cache: SliceCache, name: str) -> list[bytes] | None:
+    cached = cache.find(name, PLAN)
+    if cached is None:
+        return None
+    content = [bytes(chunk) for chunk in cached.chunks(0)]
+    cached.close()
+    return content
+
+
+def names(cache: SliceCache) -> set[str]:
+    return {path.stem for path in cache.folder.glob("*.slice")}
+
+
+def test_what_is_put_is_found(tmp_path):
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    put(cache, "a").close()
+    assert held(cache, "a") == chunks("a")
+    assert held(SliceCache(tmp_path, 10 * SIZE), "a") == chunks("a")
+    assert held(cache, "b") is None
+    assert cache.begin("a", PLAN) is None
+
+
+def test_the_longest_unused_goes_first(tmp_path):
+    cache = SliceCache(tmp_path, 3 * SIZE)
+    for age, name in enumerate("abc"):
+        put(cache, name).close()
+        os.utime(tmp_path / f"{name}.slice", (1000 + age, 1000 + age))
+    assert held(cache, "a") == chunks("a")
+    put(cache, "d").close()
+    assert names(cache) == {"a", "c", "d"}
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.slice")) <= cache.capacity_bytes
+
+
+def test_what_is_in_use_stays(tmp_path):
+    cache = SliceCache(tmp_path, 2 * SIZE)
+    used = put(cache, "a")
+    other = put(SliceCache(tmp_path, 2 * SIZE), "b")
+    with pytest.raises(CacheFull, match="no room"):
+        cache.begin("c", PLAN)
+    other.close()
+    put(cache, "c").close()
+    assert names(cache) == {"a", "c"}
+    used.close()
+
+
+def test_nothing_is_deleted_where_that_would_not_be_enough(tmp_path):
+    cache = SliceCache(tmp_path, 3 * SIZE)
+    used = [put(cache, "a"), put(cache, "b")]
+    put(cache, "c").close()
+    large = ChunkPlan(size=2 * PLAN.size, chunk_bytes=1000, digests=None)
+    with pytest.raises(CacheFull):
+        cache.begin("d", large)
+    assert held(cache, "c") == chunks("c")
+    for cached in used:
+        cached.close()
+
+
+def test_what_is_being_written_counts_with_its_full_size(tmp_path):
+    cache = SliceCache(tmp_path, 2 * SIZE)
+    first, second = cache.begin("a", PLAN), cache.begin("b", PLAN)
+    assert cache.begin("a", PLAN) is None
+    with pytest.raises(CacheFull):
+        cache.begin("c", PLAN)
+    first.abandon()
+    cache.begin("c", PLAN).abandon()
+    second.abandon()
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_another_follows_what_is_being_written(tmp_path):
+    cache = SliceCache(tmp_path, 2 * SIZE)
+    writer = cache.begin("a", PLAN)
+    growing = SliceCache(tmp_path, 2 * SIZE).follow("a", PLAN)
+    assert growing.chunk(0) is None
+    writer.write(chunks("a")[0])
+    assert growing.chunk(0) == chunks("a")[0]
+    assert growing.chunk(1) is None
+    for chunk in chunks("a")[1:]:
+        writer.write(chunk)
+    writer.commit().close()
+    assert growing.chunk(2) == chunks("a")[2]
+    growing.close()
+    assert cache.follow("a", PLAN) is None
+
+
+@pytest.mark.parametrize("at", [0, 1500, 2499])
+def test_a_flipped_bit_on_the_disk_ends_the_chunks_before_it(tmp_path, at):
+    cache = SliceCache(tmp_path, SIZE)
+    put(cache, "a").close()
+    content = bytearray((tmp_path / "a.slice").read_bytes())
+    content[at] ^= 1
+    (tmp_path / "a.slice").write_bytes(content)
+    cached = cache.find("a", PLAN)
+    assert len(list(cached.chunks(0))) == at // 1000
+    cache.discard("a", cached)
+    cached.close()
+    assert names(cache) == set()
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: content[:-20] + b"x" * 20])
+def test_a_damaged_file_is_deleted(tmp_path, damage):
+    cache = SliceCache(tmp_path, SIZE)
+    put(cache, "a").close()
+    (tmp_path / "a.slice").write_bytes(damage((tmp_path / "a.slice").read_bytes()))
+    assert cache.find("a", PLAN) is None
+    assert names(cache) == set()
+
+
+def test_a_slice_fetched_again_is_not_discarded_for_the_old_one(tmp_path):
+    cache = SliceCache(tmp_path, 2 * SIZE)
+    old = put(cache, "a")
+    (tmp_path / "a.slice").unlink()
+    put(cache, "a").close()
+    cache.discard("a", old)
+    old.close()
+    assert held(cache, "a") == chunks("a")
+
+
+def test_a_full_disk_makes_room_and_then_gives_up(tmp_path, monkeypatch):
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    put(cache, "a").close()
+    used = put(cache, "b")
+    pwrite = os.pwrite
+
+    def full(descriptor, content, at):
+        if len(names(cache)) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, content, at)
+
+    monkeypatch.setattr(cache_module.os, "pwrite", full)
+    put(cache, "c").close()
+    assert names(cache) == {"b", "c"}
+    writer = cache.begin("d", PLAN)
+    used_too = cache.find("c", PLAN)
+    with pytest.raises(DiskFailed, match="No space left"):
+        writer.write(chunks("d")[0])
+    writer.abandon()
+    used.close()
+    used_too.close()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _other(folder: Path, what: str, ready) -> None:
+    cache = SliceCache(folder, 10**6)
+    if what == "write":
+        writer = cache.begin("a", PLAN)
+        writer.write(b"x" * 1000)
+        ready.set()
+        time.sleep(60)
+    elif what == "lock":
+        with cache._locked():
+            ready.set()
+            time.sleep(60)
+    else:
+        pinned = cache.find("p", PLAN)
+        ready.set()
+        time.sleep(60)
+        pinned.close()
+
+
+def other_process(folder: Path, what: str):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=_other, args=(folder, what, ready))
+    process.start()
+    assert ready.wait(30)
+    return process
+
+
+def kill(process) -> None:
+    process.kill()
+    process.join()
+
+
+def test_kill_9_in_mid_write_leaves_nothing_behind(tmp_path):
+    writer = other_process(tmp_path, "write")
+    try:
+        (partial,) = tmp_path.glob("*.partial")
+        cache = SliceCache(tmp_path, 10**6)  # whoever writes lives: its file stays
+        assert partial.exists()
+        assert cache.begin("a", PLAN) is None
+        assert held(cache, "a") is None
+    finally:
+        kill(writer)
+    assert partial.exists()
+    put(cache, "a").close()  # not even a new start is needed
+    assert held(cache, "a") == chunks("a")
+    partial.write_bytes(b"x" * 1000)
+    SliceCache(tmp_path, 10**6)
+    assert not partial.exists()
+
+
+def test_locks_of_dead_processes_do_not_hang(tmp_path):
+    cache = SliceCache(tmp_path, SIZE)
+    put(cache, "p").close()
+    owner = other_process(tmp_path, "lock")
+    kill(owner)
+    started = time.monotonic()
+    pinning = other_process(tmp_path, "pin")
+    try:
+        with pytest.raises(CacheFull):
+            SliceCache(tmp_path, SIZE).begin("q", PLAN)
+    finally:
+        kill(pinning)
+    put(cache, "q").close()
+    assert names(cache) == {"q"}
+    assert time.monotonic() - started < 30  # the lock's own limit is a minute
+
+
+def test_misuse(tmp_path):
+    with pytest.raises(OptionError, match="cache_bytes"):
+        SliceCache(tmp_path, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        SliceCache(tmp_path / "file", 10)

@@ -1,0 +1,71 @@
+"""A catalogue gives back every slice as it was, from columns."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.slice import Slice
+from tests.slices.tracker_workers import slices
+
+CHECKSUMS = st.one_of(
+    st.none(),
+    st.integers(0, 2**64 - 1).map(lambda number: f"xxh3_64:{number:016x}"),
+    st.sampled_from(["xxh3_64:ABC", "xxh3_64:", "xxh3_64:00000000000000ab1", "etag:00ab", ""]),
+)
+SLICES = st.lists(
+    st.builds(
+        Slice,
+        key=st.text(min_size=1, max_size=8),
+        url=st.sampled_from(["memory://a", "memory://ä", "s3://b/c"]),
+        start=st.integers(0, 2**62),
+        size=st.integers(0, 2**62),
+        samples=st.integers(1, 2**40),
+        checksum=CHECKSUMS,
+    ),
+    min_size=1,
+    max_size=20,
+    unique_by=lambda item: item.key,
+)
+
+
+@given(items=SLICES)
+@settings(max_examples=100, deadline=None)
+def test_slices_come_back_as_they_were_also_in_another_process(items):
+    for catalogue in (SliceCatalogue(items), pickle.loads(pickle.dumps(SliceCatalogue(items)))):
+        assert list(catalogue) == items == catalogue[:]
+        assert catalogue[-1] == items[-1]
+        assert [catalogue.find(item.key) for item in items] == list(range(len(items)))
+        assert catalogue.total_samples == sum(item.samples for item in items)
+
+
+def test_a_key_that_is_not_there_is_not_found():
+    assert SliceCatalogue(slices([1, 2])).find("slice2") is None
+
+
+def test_a_key_that_is_there_twice_is_refused_by_name():
+    with pytest.raises(OptionError, match="slice1"):
+        SliceCatalogue([*slices([1] * 5), slices([1, 2])[1]])
+
+
+def test_an_index_out_of_range_is_an_error():
+    catalogue = SliceCatalogue(slices([1, 2]))
+    for index in (2, -3):
+        with pytest.raises(IndexError):
+            catalogue[index]
+
+
+def test_no_slices_are_refused():
+    with pytest.raises(OptionError, match="slices="):
+        SliceCatalogue([])
+
+
+def test_a_catalogue_takes_few_bytes_a_slice():
+    """What it holds, counted; a Slice object with its texts takes some 400."""
+    catalogue = SliceCatalogue(slices([1] * 10_000))
+    assert catalogue.memory < 110 * len(catalogue)

@@ -1,0 +1,56 @@
+"""An index is either what was written, or an error that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_bytescheduler.exceptions import SliceIndexError
+from lightning_bytescheduler.slices.open_source import indexed_slice, read_index, write_index
+
+ENTRIES = [
+    indexed_slice("slice-0.txt", b"a\n" * 3, 3, folder="memory://data"),
+    indexed_slice("slice-1.txt", b"b" * 3_000_000, 1, folder="memory://data"),
+]
+
+
+def test_round_trip():
+    assert read_index(write_index(ENTRIES), folder="memory://data") == ENTRIES
+
+
+def test_names_follow_the_folder():
+    (moved, _) = read_index(write_index(ENTRIES), folder="zip://::file:///b.zip")
+    assert moved.slice.url == "zip://slice-0.txt::file:///b.zip"
+    assert moved.slice.key == "slice-0.txt"
+
+
+@pytest.mark.parametrize("at", [0, 40, 150, 300, -2])
+def test_a_flipped_bit_is_noticed(at):
+    content = bytearray(write_index(ENTRIES))
+    content[at] ^= 4
+    with pytest.raises(SliceIndexError):
+        read_index(bytes(content), folder="memory://data")
+
+
+def test_a_cut_short_or_foreign_index_is_refused():
+    content = write_index(ENTRIES)
+    for wrong in (b"", b"{}", b"\xff\x00", content[:-10], content.partition(b"\n")[0]):
+        with pytest.raises(SliceIndexError, match=r"slices make|[Mm]ake the slices again"):
+            read_index(wrong, folder="memory://data")
+
+
+def test_another_version_is_named():
+    with pytest.raises(SliceIndexError, match="of version 2, and this release reads version 1"):
+        read_index(write_index(ENTRIES).replace(b'"version": 1', b'"version": 2'), folder="memory://data")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other.txt", "file:///etc/passwd", "a::b", ""])
+def test_an_index_cannot_name_files_elsewhere(name):
+    import json
+
+    from lightning_bytescheduler.slices.slice import checksum_of
+
+    head, _, body = write_index(ENTRIES[:1]).partition(b"\n")
+    body = body.replace(b"slice-0.txt", json.dumps(name)[1:-1].encode())
+    head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
+    with pytest.raises(SliceIndexError, match="line 2"):
+        read_index(head + b"\n" + body, folder="memory://data")

@@ -1,0 +1,162 @@
+"""Readers yield the same samples however their bytes are divided, and from any sample on."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.formats import NpyHeader, count_json_lines, count_text_lines, format_of, npy_slice
+from lightning_bytescheduler.slices.slice import SliceStream
+
+
+def pieces(content: bytes, size: int):
+    for start in range(0, len(content), size):
+        yield bytearray(content[start : start + size])
+
+
+def read(url: str, content: bytes, size: int, first: int = 0) -> list:
+    return list(format_of(url).samples(SliceStream(pieces(content, size)), first))
+
+
+LINES = st.lists(st.text(st.characters(exclude_characters="\n\r", codec="utf-8"), max_size=8), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=LINES, end=st.sampled_from(["\n", "\r\n"]), last=st.booleans(), size=st.integers(1, 20), data=st.data())
+def test_text(lines, end, last, size, data):
+    content = end.join(lines).encode() + (end.encode() if last and lines else b"")
+    expected = list(lines)
+    if not last and expected and not expected[-1]:
+        expected.pop()  # nothing stands behind the last line end
+    first = data.draw(st.integers(0, len(expected)))
+    assert read("a.txt", content, size, first) == expected[first:]
+    assert count_text_lines(content) == len(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=3)), max_size=10),
+    size=st.integers(1, 20),
+    data=st.data(),
+)
+def test_jsonl(values, size, data):
+    blanks = data.draw(st.lists(st.sampled_from(["", "\n", " \n"]), min_size=len(values), max_size=len(values)))
+    content = "".join(f"{blank}{json.dumps(value)}\n" for blank, value in zip(blanks, values, strict=True)).encode()
+    first = data.draw(st.integers(0, len(values)))
+    assert read("a.jsonl", content, size, first) == values[first:]
+    assert count_json_lines(content) == len(values)
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 5)])
+@pytest.mark.parametrize("size", [1, 13, 64, 128, 130, 4096])
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_npy(shape, size, first):
+    rows = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    found = read("a.npy", npy_slice(rows), size, first)
+    assert len(found) == 7 - first
+    for row, expected in zip(found, rows[first:], strict=True):
+        np.testing.assert_array_equal(row, expected)
+
+
+def test_rows_of_a_piece_share_its_memory():
+    content = bytearray(npy_slice(np.zeros((4, 8), np.float32)))
+    rows = list(format_of("a.npy").samples(SliceStream(iter([content]))))
+    rows[2][3] = 5
+    assert np.load(io.BytesIO(content))[2, 3] == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no array",
+        npy_slice(np.zeros((3, 2)))[:-1],
+        npy_slice(np.zeros((3, 2)))[:50],
+        npy_slice(np.zeros((3, 0))),
+    ],
+)
+def test_a_damaged_array_is_an_error(content):
+    with pytest.raises(ValueError, match=r"\w"):
+        read("a.npy", content, 40)
+
+
+def test_an_array_of_objects_is_refused_and_not_run():
+    file = io.BytesIO()
+    np.save(file, np.array([{}, []], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="Python objects"):
+        read("a.npy", file.getvalue(), 4096)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_compressed_members_one_after_the_other(suffix, size):
+    if suffix == "gz":
+        pack = gzip.compress
+    else:
+        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    content = pack(b"one\ntw") + pack(b"o\nthree\n")
+    assert read(f"a.txt.{suffix}", content, size) == ["one", "two", "three"]
+    with pytest.raises(ValueError, match="decompressed"):
+        read(f"a.txt.{suffix}", content[:-3], size)
+    with pytest.raises(ValueError, match="decompressed"):
+        read(f"a.txt.{suffix}", b"plain text", size)
+
+
+def test_the_suffix_is_that_of_the_file_and_not_of_a_query_or_a_container():
+    assert format_of("http://host/a.JSONL?version=1.2").suffix == ".jsonl"
+    assert format_of("zip://a.npy::/tmp/b.zip").suffix == ".npy"
+    with pytest.raises(OptionError, match="a reader for its format"):
+        format_of("/tmp/a.tfrecord")
+
+
+def test_any_other_format_is_one_function():
+    def read_pairs(stream, first):
+        stream.read(2 * first)
+        while pair := stream.read(2):
+            yield pair
+
+    form = format_of("a.bin", read_pairs)
+    assert list(form.samples(SliceStream(pieces(b"aabbccdd", 3)), 1)) == [b"bb", b"cc", b"dd"]
+
+
+def test_parquet():
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"a": [1, 2, 3]}), file)
+    assert read("a.parquet", file.getvalue(), 100, 1) == [{"a": 2}, {"a": 3}]
+
+
+def test_headers_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython up to 3.11 fails, now and then, where two threads parse Python at once."""
+    parse = np.lib.format.read_array_header_1_0
+    parsing = threading.Semaphore(1)
+    at_once: list[bool] = []
+
+    def slowly(file: Any) -> Any:
+        at_once.append(not parsing.acquire(blocking=False))
+        time.sleep(0.02)
+        parsing.release()
+        return parse(file)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slowly)
+    content = io.BytesIO()
+    np.save(content, np.zeros((7, 3)))
+    threads = [threading.Thread(target=NpyHeader, args=(content.getvalue(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [False] * 3

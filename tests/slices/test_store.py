@@ -1,0 +1,316 @@
+"""Samples come from verified chunks, before the whole slice is local, whatever happens on the way; none is lost."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import warnings
+
+import pytest
+
+from lightning_bytescheduler.exceptions import (
+    ByteSchedulerError,
+    OptionError,
+    SliceCorruptError,
+    SourceUnavailableError,
+)
+from lightning_bytescheduler.slices import cache
+from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
+
+# Fork is meant: processes that were forked share what is open.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+SLICE_BYTES = 20_000
+LONG = 60.0
+
+
+@pytest.fixture
+def options(tmp_path):
+    return StoreOptions(
+        cache_dir=tmp_path / "cache", cache_bytes=10 * SLICE_BYTES, timeout=LONG, request_bytes=4 * CHUNK
+    )
+
+
+def until(condition) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def cached_names(options: StoreOptions) -> list[str]:
+    return [name for name in os.listdir(options.cache_dir) if name.endswith(".slice")]
+
+
+def test_all_samples_and_the_second_time_from_the_cache(options):
+    source = FaultySource(3)
+    with SliceStore(source, options) as store:
+        for _ in range(2):
+            for number, slice_ in enumerate(source.slices):
+                assert list(store.samples(slice_)) == lines(number)
+            until(lambda: len(cached_names(options)) == 3)  # a slice can be read before it is durable
+        statistics = store.statistics
+    assert (statistics.cache_misses, statistics.cache_hits) == (3, 3)
+    assert statistics.bytes_fetched == sum(map(len, source.contents.values()))
+
+
+@pytest.mark.parametrize("first", [0, 1, 99, 499, 500])
+@pytest.mark.parametrize("cached", [True, False])
+def test_it_begins_with_any_sample(options, first, cached):
+    source = FaultySource(1)
+    with SliceStore(source, options if cached else None) as store:
+        for _ in range(2):
+            assert list(store.samples(source.slices[0], first)) == lines(0)[first:]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_samples_come_before_the_slice_is_local(options, cached):
+    source = FaultySource(1)
+    held = threading.Event()
+
+    def slow(slice_, start, answer):
+        if start >= 3 * CHUNK:
+            assert held.wait(LONG)
+        return answer
+
+    source.fault = slow
+    with SliceStore(source, options if cached else None) as store:
+        samples = store.samples(source.slices[0])
+        assert [next(samples) for _ in range(50)] == lines(0)[:50]
+        held.set()
+        assert list(samples) == lines(0)[50:]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    "fault",
+    [lambda answer: answer[:-1], lambda answer: answer[:700], lambda answer: bytes([answer[0] ^ 1]) + answer[1:]],
+    ids=["truncated", "cut short", "flipped bit"],
+)
+def test_wrong_answers_are_fetched_again_and_nothing_wrong_is_yielded(options, cached, fault):
+    source = FaultySource(2)
+    source.fault = lambda slice_, start, answer: fault(answer) if len(source.asked) % 2 else answer
+    clock = VirtualTime()
+    with SliceStore(source, options if cached else None, waiting=clock.waiting()) as store:
+        for number, slice_ in enumerate(source.slices):
+            assert list(store.samples(slice_)) == lines(number)
+        assert store.statistics.corrupt_chunks > 0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_slice_that_stays_corrupt_is_named_and_the_next_one_is_read(options, cached):
+    source = FaultySource(2)
+    source.fault = lambda slice_, start, answer: b"x" * len(answer) if slice_.key == "s0" and start else answer
+    with SliceStore(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
+        read: list[str] = []
+        with pytest.raises(SliceCorruptError, match=r"'s0' at test://s0\.txt"):
+            read.extend(store.samples(source.slices[0]))
+        assert read == lines(0)[: len(read)]
+        assert list(store.samples(source.slices[1])) == lines(1)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_source_gone_for_five_seconds(options, cached):
+    source, clock = FaultySource(1), VirtualTime()
+
+    def away(slice_, start, answer):
+        if start and clock.now < 5.0:
+            raise OSError("gone")
+        return answer
+
+    source.fault = away
+    with SliceStore(source, options if cached else None, waiting=clock.waiting()) as store:
+        assert list(store.samples(source.slices[0])) == lines(0)
+    assert clock.now >= 5.0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_source_that_stays_away_is_an_error(options, cached):
+    source = FaultySource(1)
+
+    def away(*_):
+        raise OSError("gone")
+
+    source.fault = away
+    store = SliceStore(source, options if cached else None, waiting=VirtualTime().waiting())
+    with store, pytest.raises(SourceUnavailableError, match=r"test://s0\.txt.*60\.0 s.*OSError: gone"):
+        list(store.samples(source.slices[0]))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_request_that_never_returns_is_an_error_and_no_hang(tmp_path, cached):
+    source, held = FaultySource(1), threading.Event()
+    source.fault = lambda slice_, start, answer: answer if held.wait(LONG) else b""
+    store = SliceStore(source, StoreOptions(cache_dir=tmp_path if cached else None, cache_bytes=10**6, timeout=0.1))
+    try:
+        with pytest.raises(SourceUnavailableError, match="a request that has not returned"):
+            list(store.samples(source.slices[0]))
+    finally:
+        held.set()
+        store.close()
+
+
+def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
+    source = FaultySource(1)
+    with SliceStore(source, options) as store:
+        assert list(store.samples(source.slices[0])) == lines(0)
+        until(lambda: cached_names(options))
+        (name,) = cached_names(options)
+        path = f"{options.cache_dir}/{name}"
+        with open(path, "r+b") as file:
+            file.seek(5 * CHUNK)
+            file.write(b"\0")
+        assert list(store.samples(source.slices[0])) == lines(0)
+        assert store.statistics.corrupt_chunks == 1
+        until(lambda: cached_names(options))
+        assert list(store.samples(source.slices[0])) == lines(0)
+        assert store.statistics.cache_hits == 2
+
+
+@pytest.mark.parametrize("after_chunks", [0, 5])
+def test_a_full_disk_streams_past_the_cache_with_one_warning(options, monkeypatch, after_chunks):
+    def full(descriptor, content, at, pwrite=os.pwrite):
+        if at >= after_chunks * CHUNK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, content, at)
+
+    monkeypatch.setattr(cache.os, "pwrite", full)
+    source = FaultySource(2)
+    with SliceStore(source, options) as store, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.prefetch(source.slices)
+        for number, slice_ in enumerate(source.slices):
+            assert list(store.samples(slice_)) == lines(number)
+        assert store.statistics.uncached == 2
+    (warning,) = caught
+    assert "No space left" in str(warning.message)
+    assert "loses nothing" in str(warning.message)
+    assert os.listdir(options.cache_dir) in (["cache.lock"], [])
+
+
+def test_a_cache_without_room_beside_what_is_in_use(options, tmp_path):
+    source = FaultySource(2)
+    small = StoreOptions(cache_dir=tmp_path / "small", cache_bytes=SLICE_BYTES)
+    with SliceStore(source, small) as store:
+        outer = store.samples(source.slices[0])
+        assert next(outer) == lines(0)[0]
+        assert list(store.samples(source.slices[1])) == lines(1)
+        assert list(outer) == lines(0)[1:]
+
+
+def test_planned_slices_are_local_before_they_are_wanted(options):
+    source = FaultySource(6)
+    with SliceStore(source, options) as store:
+        store.prefetch(source.slices[1:])
+        until(lambda: store.statistics.prefetched >= 2)
+        for number, slice_ in enumerate(source.slices[1:], start=1):
+            until(lambda number=number: store.statistics.prefetched >= number)
+            assert list(store.samples(slice_)) == lines(number)
+        assert store.statistics.cache_hits == 5
+        assert store.depth >= 1
+
+
+def test_what_is_planned_stays_in_a_cache_that_others_fill(options, tmp_path):
+    source = FaultySource(5)
+    small = StoreOptions(cache_dir=tmp_path / "small", cache_bytes=3 * SLICE_BYTES, prefetch=1)
+    with SliceStore(source, small) as store:
+        store.prefetch(source.slices[:1])
+        until(lambda: store.statistics.prefetched == 1)
+        with SliceStore(source, small) as other:
+            for number in range(1, 5):
+                assert list(other.samples(source.slices[number])) == lines(number)
+        assert list(store.samples(source.slices[0])) == lines(0)
+        assert store.statistics.cache_hits == 1
+
+
+def test_a_wanted_slice_does_not_stand_behind_plans(options):
+    source, held = FaultySource(4), threading.Event()
+    source.fault = lambda slice_, start, answer: answer if slice_.key == "s3" or held.wait(LONG) else b""
+    with SliceStore(source, options) as store:
+        store.prefetch(source.slices[:3])
+        until(lambda: source.asked)
+        assert list(store.samples(source.slices[3])) == lines(3)
+        held.set()
+
+
+def _read_in_another_process(options, gate, results):
+    source = FaultySource(2)
+
+    def slow(slice_, start, answer):
+        time.sleep(0.01)
+        return answer
+
+    source.fault = slow
+    gate.wait(LONG)
+    with SliceStore(source, options) as store:
+        right = [list(store.samples(slice_)) == lines(number) for number, slice_ in enumerate(source.slices)]
+        results.put((right, store.statistics.bytes_fetched))
+
+
+def test_two_processes_fetch_a_slice_once(options):
+    context = multiprocessing.get_context("fork")
+    gate, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_read_in_another_process, args=(options, gate, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=LONG) for _ in processes]
+    for process in processes:
+        process.join(LONG)
+    assert [right for right, _ in found] == [[True, True]] * 2
+    assert sum(fetched for _, fetched in found) == sum(map(len, FaultySource(2).contents.values()))
+
+
+def _read_after_fork(store, results):
+    results.put([list(store.samples(slice_)) == lines(n) for n, slice_ in enumerate(store.source.slices)])
+    store.close()
+
+
+def test_a_forked_process_begins_anew(options):
+    source = FaultySource(3)
+    with SliceStore(source, options) as store:
+        store.prefetch(source.slices[:2])
+        assert list(store.samples(source.slices[2])) == lines(2)
+        context = multiprocessing.get_context("fork")
+        results = context.Queue()
+        process = context.Process(target=_read_after_fork, args=(store, results))
+        process.start()
+        assert results.get(timeout=LONG) == [True] * 3
+        process.join(LONG)
+        assert list(store.samples(source.slices[0])) == lines(0)
+
+
+def test_a_store_can_be_sent_to_another_process(options):
+    with SliceStore(FaultySource(1), options) as store, pickle.loads(pickle.dumps(store)) as other:
+        assert list(other.samples(other.source.slices[0])) == lines(0)
+
+
+def test_its_threads_end_with_it(options):
+    source = FaultySource(4)
+    store = SliceStore(source, options)
+    store.prefetch(source.slices)
+    samples = store.samples(source.slices[0])
+    next(samples)
+    samples.close()
+    store.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slice-")]
+    with pytest.raises(ByteSchedulerError, match="closed"):
+        list(store.samples(source.slices[0]))
+
+
+def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
+    with pytest.raises(OptionError, match=r"cache_bytes=1000 is not allowed.*largest slice, 's0'"):
+        SliceStore(FaultySource(1), StoreOptions(cache_dir=tmp_path, cache_bytes=1000))
+
+
+@pytest.mark.parametrize(("option", "value"), [("cache_dir", 3), ("cache_bytes", 0), ("prefetch", -1), ("timeout", 0)])
+def test_misuse(option, value):
+    with pytest.raises(OptionError, match=option):
+        StoreOptions(**{option: value})
+    source = FaultySource(1)
+    with SliceStore(source) as store, pytest.raises(OptionError, match="first"):
+        list(store.samples(source.slices[0], 501))

@@ -1,0 +1,401 @@
+"""The tracker's rules, one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.messages import (
+    Assignment,
+    Begin,
+    Done,
+    EpochOver,
+    Join,
+    JoinAgain,
+    Progress,
+    Quarantine,
+    Renew,
+    Request,
+    Verdict,
+    Wait,
+    WaitReason,
+)
+from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
+
+
+def exactly(counts, times=1):
+    return Counter({(f"slice{index}", sample): times for index, count in enumerate(counts) for sample in range(count)})
+
+
+def test_a_slice_is_available_then_assigned_then_used():
+    tracker = make_tracker([5])
+    worker = Worker(tracker, "0", Counter())
+    assert tracker.state_of("slice0") is SliceState.AVAILABLE
+    worker.ask()
+    assert tracker.state_of("slice0") is SliceState.ASSIGNED
+    worker.train(5)
+    assert tracker.state_of("slice0") is SliceState.USED
+    assert isinstance(worker.ask(), EpochOver)
+
+
+def test_one_worker_trains_on_each_sample_once_in_each_epoch():
+    counts, clock, trained = [3, 1, 7], Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker(counts, clock)
+    worker = Worker(tracker, "0", trained)
+    for epoch in range(3):
+        worker.epoch = epoch
+        worker.ask()
+        finish(tracker, [worker], clock)
+    assert trained == exactly(counts, times=3)
+
+
+def test_the_order_is_another_one_in_each_epoch_and_the_same_for_the_same_seed():
+    def orders(seed, shuffle=True):
+        tracker = make_tracker([1] * 50, seed=seed, shuffle=shuffle)
+        worker = Worker(tracker, "0", Counter())
+        found: list[list[int]] = []
+        for worker.epoch in (0, 1):
+            found.append([])
+            for _ in range(50):
+                found[-1].append(worker.ask().slice_index)
+                worker.train(1)
+        return found
+
+    first, second = orders(7)
+    assert first != second
+    assert [first, second] == orders(7)
+    assert first not in orders(8)
+    assert orders(7, shuffle=False) == [list(range(50))] * 2
+
+
+def test_an_answer_that_was_lost_is_sent_again():
+    tracker = make_tracker([5, 5, 5])
+    worker = Worker(tracker, "0", Counter())
+    lost = worker.ask(lose_answer=True)
+    assert worker.ask() == lost
+    assert worker.ask().grant != lost.grant
+
+
+def test_a_late_copy_of_a_request_hands_nothing_begun_out_again():
+    tracker = make_tracker([5, 5, 5])
+    worker = Worker(tracker, "0", Counter())
+    worker.ask()
+    worker.train(2)
+    answer = tracker.request(Request(session=worker.session, epoch=0))  # it knew of no grant yet
+    assert answer.slice.key != worker.held[0].key
+    assert worker.ask() == answer
+
+
+def test_a_worker_holds_no_more_ahead_than_it_may():
+    tracker = make_tracker([5] * 5, prefetch=2)
+    usual, greedy = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter(), prefetch=3)
+    assert [isinstance(usual.ask(), Assignment) for _ in range(3)] == [True, True, False]
+    assert usual.ask().reason is WaitReason.LIMIT
+    assert [isinstance(greedy.ask(), Assignment) for _ in range(4)] == [True, True, True, False]
+    tracker = make_tracker([5] * 5, prefetch=2)
+    worker = Worker(tracker, "0", Counter())
+    worker.ask()
+    worker.ask()
+    worker.train(1)
+    assert isinstance(worker.ask(), Assignment)  # what it trains on is not ahead
+
+
+def test_a_worker_gets_first_what_it_has_locally_in_the_epochs_order():
+    tracker = make_tracker([1] * 100)
+    plain = Worker(make_tracker([1] * 100), "0", Counter())
+    order = []
+    for _ in range(100):
+        order.append(plain.ask().slice.key)
+        plain.train(1)
+    worker = Worker(tracker, "0", Counter(), cached=("slice3", "slice50", "of other data"))
+    got = []
+    for turn in range(100):
+        got.append(worker.ask(cached=("slice70",) if turn == 0 else (), evicted=("slice3",)).slice.key)
+        worker.train(1)
+    local = [key for key in order if key in ("slice50", "slice70")]
+    assert got == local + [key for key in order if key not in local]
+
+
+def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
+    counts, clock, trained = [10], Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker(counts, clock)
+    dead = Worker(tracker, "dead", trained)
+    dead.ask()
+    dead.train(4)
+    dead.train(2, report=False)
+    assert tracker.release("dead")
+    assert not tracker.release("dead")
+    worker = Worker(tracker, "0", trained)
+    assert worker.ask().first == 4
+    finish(tracker, [worker], clock)
+    assert trained == exactly(counts) + Counter({("slice0", 4): 1, ("slice0", 5): 1})
+    report = tracker.report()
+    assert (report.trained, report.dropped, report.returned) == (10, 0, 1)
+
+
+def test_at_most_once_only_what_was_not_begun_comes_back_from_the_dead():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([10, 10], clock, delivery="at_most_once")
+    dead = Worker(tracker, "dead", trained)
+    dead.ask()
+    dead.ask()
+    dead.train(4)
+    dead.train(2, report=False)
+    tracker.release("dead")
+    assert (tracker.report().trained, tracker.report().dropped) == (4, 6)
+    finish(tracker, [Worker(tracker, "0", trained)], clock)
+    assert max(trained.values()) == 1
+    assert (tracker.report().trained, tracker.report().dropped) == (14, 6)
+
+
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+def test_who_leaves_gives_everything_back_where_it_stands(delivery):
+    counts, clock, trained = [10, 10], Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker(counts, clock, delivery=delivery)
+    worker = Worker(tracker, "0", trained)
+    worker.ask()
+    worker.train(4)
+    worker.leave()
+    finish(tracker, [Worker(tracker, "1", trained)], clock)
+    assert trained == exactly(counts)
+
+
+def test_a_silent_worker_is_taken_for_dead_and_any_message_keeps_it_alive():
+    clock = Clock()
+    tracker = make_tracker([10, 10, 10], clock, lease=10.0)
+    silent, alive = Worker(tracker, "silent", Counter()), Worker(tracker, "alive", Counter())
+    silent.ask()
+    silent.train(3)
+    for _ in range(3):
+        clock.now += 4.0
+        tracker.renew(Renew(session=alive.session))
+    assert tracker.expire() == ("silent",)
+    assert silent.ask() == JoinAgain()
+    assert tracker.begin(Begin(session=alive.session, grant=99)).verdict is Verdict.FINISHED
+
+
+def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([10], clock, lease=10.0)
+    late = Worker(tracker, "late", trained)
+    late.ask()
+    clock.now += 100.0
+    late.train(4)
+    assert tracker.report().trained == 4
+    session, grant = late.session, late.held[0].grant
+    clock.now += 100.0
+    other = Worker(tracker, "other", trained)
+    assert other.ask().first == 4
+    assert tracker.done(Done(session=session, grant=grant)).verdict is Verdict.JOIN_AGAIN
+    assert tracker.report().trained == 4
+    assert tracker.state_of("slice0") is SliceState.ASSIGNED
+
+
+def test_repeated_and_late_reports_change_nothing():
+    tracker = make_tracker([10, 10])
+    worker = Worker(tracker, "0", Counter())
+    grant = worker.ask().grant
+    for trained in (6, 2, 6):
+        assert tracker.progress(Progress(session=worker.session, grant=grant, trained=trained)).accepted
+        assert tracker.report().trained == 6
+    assert tracker.done(Done(session=worker.session, grant=grant)).accepted
+    assert tracker.done(Done(session=worker.session, grant=grant)).verdict is Verdict.FINISHED
+    late = Progress(session=worker.session, grant=grant, trained=3)
+    assert tracker.progress(late).verdict is Verdict.FINISHED
+    assert not tracker.begin(Begin(session=worker.session, grant=grant)).accepted
+    assert tracker.report().trained == 10
+
+
+def test_at_the_end_a_slice_ahead_of_the_slowest_goes_to_who_has_nothing_to_do():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([100] * 5, clock, prefetch=2, shuffle=False)
+    slow, slower, fast = (Worker(tracker, name, trained) for name in ("slow", "slower", "fast"))
+    for worker in (slow, slower):
+        worker.ask()
+        worker.ask()
+    fast.ask()
+    for _ in range(5):
+        clock.now += 1.0
+        slow.train(4)
+        slower.train(2)
+        fast.train(20)
+    answer = fast.ask()
+    assert answer.slice.key == "slice3"
+    assert slower.held[1].key == "slice3"
+    assert slower.ask().revoked == (slower.held[0].grant + 1,)
+    assert tracker.report().stolen == 1
+    finish(tracker, [slow, slower, fast], clock, batch=10)
+    assert trained == exactly([100] * 5)
+
+
+def test_a_begin_decides_whose_slice_it_is():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([100] * 3, clock, shuffle=False)
+    busy = Worker(tracker, "busy", trained)
+    for _ in range(2):
+        busy.ask()
+    thief = Worker(tracker, "thief", trained)
+    thief.ask()
+    stolen = thief.ask()
+    assert isinstance(stolen, Wait)  # it would not be done with it any sooner
+    busy.train(50)
+    thief.train(100)
+    assert thief.ask().slice.key == "slice1"
+    busy.train(50)
+    assert busy.train(50) == 0
+    finish(tracker, [busy, thief], clock, batch=10)
+    assert trained == exactly([100] * 3)
+
+
+def test_nothing_is_stolen_that_would_not_be_done_sooner():
+    clock = Clock()
+    tracker = make_tracker([100, 100, 100], clock, shuffle=False)
+    fast, slow = Worker(tracker, "fast", Counter()), Worker(tracker, "slow", Counter())
+    fast.ask()
+    fast.ask()
+    slow.ask()
+    for _ in range(3):
+        clock.now += 1.0
+        fast.train(30)
+        slow.train(1)
+    slow.train(97)
+    clock.now += 300.0
+    slow.report()
+    answer = slow.ask()
+    assert isinstance(answer, Assignment)  # by now the silent one is the slower
+    assert slow.train(1) == 1
+
+
+def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([4, 4], clock)
+    worker, other = Worker(tracker, "0", trained), Worker(tracker, "1", trained)
+    worker.ask()
+    worker.train(1)
+    broken = worker.held[0]
+    told = Quarantine(session=other.session, key=broken.key, reason="wrong checksum")
+    assert tracker.quarantine(told).accepted
+    assert tracker.quarantine(told).accepted
+    done = tracker.done(Done(session=worker.session, grant=broken.grant))
+    assert done.verdict is Verdict.TAKEN
+    finish(tracker, [worker, other], clock)
+    assert (tracker.report().trained, tracker.report().dropped) == (5, 3)
+    assert tracker.report().quarantined == {broken.key: "wrong checksum"}
+    worker.epoch = 1
+    worker.ask()
+    finish(tracker, [worker], clock)
+    assert (tracker.report().trained, tracker.report().dropped) == (4, 4)
+    assert tracker.lift_quarantine(broken.key)
+    assert not tracker.lift_quarantine(broken.key)
+    worker.epoch = 2
+    worker.ask()
+    finish(tracker, [worker], clock)
+    assert tracker.report().trained == 8
+
+
+def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_once():
+    tracker = make_tracker([4, 4])
+    worker = Worker(tracker, "0", Counter())
+    told = Quarantine(session=worker.session, key="slice0", reason="wrong checksum")
+    tracker.quarantine(told)
+    tracker.lift_quarantine("slice0")
+    tracker.quarantine(told)
+    assert (tracker.report().dropped, tracker.report().unfinished) == (4, 1)
+    finish(tracker, [worker], Clock())
+
+
+def test_the_next_epoch_starts_when_somebody_asks_for_it_and_others_learn_that_theirs_is_over():
+    tracker = make_tracker([2, 2])
+    first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())
+    first.ask()
+    second.ask()
+    first.train(2)
+    first.epoch = 1
+    assert first.ask().reason is WaitReason.EPOCH
+    second.train(2)
+    assert first.ask().epoch == 1
+    assert second.ask() == EpochOver(epoch=0)
+    second.epoch = 1
+    assert second.ask().epoch == 1
+
+
+def test_an_epoch_can_be_abandoned():
+    tracker = make_tracker([4, 4, 4])
+    worker = Worker(tracker, "0", Counter())
+    grant = worker.ask().grant
+    worker.train(1)
+    assert not tracker.start_epoch(1)
+    assert not tracker.start_epoch(2, abandon=True)
+    assert tracker.start_epoch(1, abandon=True)
+    assert tracker.start_epoch(1)
+    assert tracker.done(Done(session=worker.session, grant=grant)).verdict is Verdict.EPOCH_OVER
+    assert tracker.report().trained == 0
+
+
+def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeated_join_does_not():
+    trained = Counter[tuple[str, int]]()
+    tracker = make_tracker([10])
+    first = Worker(tracker, "0", trained)
+    first.ask()
+    first.train(3)
+    again = tracker.join(Join(worker="0", incarnation="a"))
+    assert again.session == first.session
+    second = Worker(tracker, "0", trained, incarnation="b")
+    assert tracker.renew(Renew(session=first.session)).verdict is Verdict.JOIN_AGAIN
+    assert second.ask().first == 3
+
+
+def test_a_request_looks_at_no_more_slices_than_there_are():
+    """Not a matter of time: what is looked at in an epoch does not grow with the number of requests."""
+    tracker = make_tracker([1] * 2000)
+    workers = [
+        Worker(tracker, str(rank), Counter(), cached=tuple(f"slice{index}" for index in range(rank, 2000, 2)))
+        for rank in range(3)
+    ]
+    while not tracker.over:
+        for worker in workers:
+            worker.ask()
+            worker.train(1)
+    assert tracker._slices.looked_at <= 2000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("shuffle", 1),
+        ("delivery", "exactly_once"),
+        ("lease", 0),
+        ("lease", float("nan")),
+        ("lease", True),
+        ("prefetch", 0),
+        ("prefetch", 1.5),
+    ],
+)
+def test_options_that_are_not_allowed(option, value):
+    with pytest.raises(OptionError, match=f"{option}="):
+        TrackerOptions(**{option: value})
+
+
+def test_messages_that_are_not_allowed():
+    tracker = make_tracker([10])
+    worker = Worker(tracker, "0", Counter())
+    grant = worker.ask().grant
+    for trained in (-1, 11, 1.5, True):
+        with pytest.raises(OptionError, match="trained="):
+            tracker.progress(Progress(session=worker.session, grant=grant, trained=trained))
+    with pytest.raises(OptionError, match="key='elsewhere'"):
+        tracker.quarantine(Quarantine(session=worker.session, key="elsewhere", reason="?"))
+    with pytest.raises(OptionError, match="worker="):
+        tracker.join(Join(worker="", incarnation="a"))
+    with pytest.raises(OptionError, match="incarnation="):
+        tracker.join(Join(worker="1", incarnation=""))
+    with pytest.raises(OptionError, match="prefetch="):
+        tracker.join(Join(worker="1", incarnation="a", prefetch=0))
+    assert tracker.report().workers == 1

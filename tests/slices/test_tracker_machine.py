@@ -1,0 +1,212 @@
+"""Workers that come, train, die and leave as chance has it, over a transport that loses, delays and repeats."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lightning_bytescheduler.slices.messages import Done, Progress, Quarantine
+from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
+
+LEASE = 50.0
+NAMES = st.sampled_from("abcd")
+
+
+class TrackerMachine(RuleBasedStateMachine):
+    """Beside the tracker: what was really trained on in this epoch, and whether anybody died in it."""
+
+    @initialize(
+        counts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+        delivery=st.sampled_from(["at_least_once", "at_most_once"]),
+        prefetch=st.integers(1, 3),
+        seed=st.integers(0, 5),
+    )
+    def start(self, counts, delivery, prefetch, seed):
+        self.counts, self.delivery = counts, delivery
+        self.options = {"delivery": delivery, "prefetch": prefetch, "seed": seed, "lease": LEASE}
+        self.clock = Clock()
+        self.tracker = make_tracker(counts, self.clock, **self.options)
+        self.trained: Counter = Counter()
+        self.workers: dict[str, Worker] = {}
+        self.dead: set[str] = set()  # the tracker has not noticed yet
+        self.deaths = False
+        self.mail: list[tuple[str, object]] = []
+        self.processes = 0
+        self.saved: Any = None
+        self.join("a", set())
+        self.join("b", set())
+
+    def worker(self, data):
+        """One of those that are there, joining first if nobody is."""
+        self.expire()
+        if not self.workers:
+            self.join("c", set())
+        return self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
+
+    def expire(self):
+        """Nobody's lease ends unnoticed; those who have not joined since a state was loaded did not die."""
+        names = self.tracker.expire()
+        self.deaths |= any(name in self.workers or name in self.dead for name in names)
+        self.dead -= set(names)
+
+    @rule(name=NAMES, cached=st.sets(st.integers(0, 7)))
+    def join(self, name, cached):
+        self.expire()
+        if name in self.workers:
+            return
+        self.processes += 1
+        self.deaths |= name in self.dead
+        self.dead.discard(name)
+        self.workers[name] = Worker(
+            self.tracker,
+            name,
+            self.trained,
+            incarnation=f"process {self.processes}",
+            cached=tuple(f"slice{i}" for i in cached),
+        )
+
+    @rule(data=st.data(), lose=st.booleans())
+    def ask(self, data, lose):
+        self.worker(data).ask(lose_answer=lose)
+
+    @rule(data=st.data(), samples=st.integers(1, 12), copies=st.integers(0, 2))
+    def train(self, data, samples, copies):
+        """Reports are put in the mail; a report that is lost is made up for by a later one, but that a slice is done
+        is repeated until it is answered."""
+        worker = self.worker(data)
+        name = worker.name
+        worker.ask()
+        if not worker.train(samples, report=False):
+            return
+        held = worker.held[0]
+        report = Progress(session=worker.session, grant=held.grant, trained=held.position)
+        self.mail += [(name, report)] * copies
+        if held.position == held.samples:
+            worker.held.pop(0)
+            self.mail += [(name, Done(session=worker.session, grant=held.grant))] * max(copies, 1)
+
+    @precondition(lambda self: self.mail)
+    @rule(data=st.data())
+    def deliver(self, data):
+        self.expire()
+        _, message = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
+        self.post(message)
+
+    def post(self, message):
+        if isinstance(message, Done):
+            self.tracker.done(message)
+        else:
+            self.tracker.progress(message)
+
+    def deliver_all(self, names):
+        """Everything that these workers have to report arrives."""
+        for name, message in self.mail:
+            if name in names:
+                self.post(message)
+        self.mail = [(name, message) for name, message in self.mail if name not in names]
+        for name in names:
+            worker = self.workers[name]
+            if worker.held and worker.held[0].begun:
+                worker.report()
+
+    @rule(data=st.data(), noticed=st.booleans())
+    def die(self, data, noticed):
+        name = self.worker(data).name
+        del self.workers[name]
+        if noticed:
+            self.tracker.release(name)
+            self.deaths = True
+        else:
+            self.dead.add(name)
+
+    @rule(data=st.data())
+    def leave(self, data):
+        name = self.worker(data).name
+        self.deliver_all([name])
+        self.workers.pop(name).leave()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, LEASE / 2]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+
+    @rule(data=st.data())
+    def quarantine(self, data):
+        worker = self.worker(data)
+        if len(self.tracker.report().quarantined) < 2:
+            index = data.draw(st.integers(0, len(self.counts) - 1))
+            self.tracker.quarantine(Quarantine(session=worker.session, key=f"slice{index}", reason="broken"))
+            self.deaths = True  # its holder may train on a batch or two more, which nobody counts
+
+    @rule()
+    def save(self):
+        """A checkpoint is made when what was trained on is reported, and nobody is dead unnoticed."""
+        self.expire()
+        if self.dead:
+            return
+        self.deliver_all(list(self.workers))
+        file = io.BytesIO()
+        torch.save(self.tracker.state_dict(), file)
+        self.saved = (file.getvalue(), self.trained.copy(), self.deaths)
+
+    @precondition(lambda self: self.saved)
+    @rule(stay=st.none() | st.sets(NAMES))
+    def load(self, stay):
+        state, trained, self.deaths = self.saved
+        self.trained = trained.copy()
+        self.workers, self.dead, self.mail = {}, set(), []
+        self.tracker = make_tracker(self.counts, self.clock, **self.options)
+        self.tracker.load_state_dict(torch.load(io.BytesIO(state), weights_only=True), workers=stay)
+
+    @precondition(lambda self: self.tracker.over)
+    @rule()
+    def next_epoch(self):
+        self.check_end()
+        assert self.tracker.start_epoch(self.tracker.epoch + 1)
+        self.trained.clear()
+        self.deaths, self.saved = False, None
+        for worker in self.workers.values():
+            worker.epoch, worker.held = self.tracker.epoch, []
+
+    @invariant()
+    def counts_add_up(self):
+        report = self.tracker.report()
+        slices = self.tracker._slices
+        left = sum(slices.left(index) for index in range(len(self.counts)) if slices.states[index] < 2)
+        assert report.trained + report.dropped + left == report.samples == sum(self.counts)
+        assert report.trained <= len(self.trained)  # nothing counts that was not trained on
+        if self.delivery == "at_most_once" or not self.deaths:
+            assert not self.trained or max(self.trained.values()) == 1
+
+    def check_end(self):
+        report = self.tracker.report()
+        assert len(self.trained) >= report.samples - report.dropped
+        if self.delivery == "at_least_once" and not report.quarantined:
+            assert report.dropped == 0
+        if not self.deaths and not report.quarantined:
+            assert len(self.trained) == report.trained == report.samples
+            assert sum(self.trained.values()) == report.samples
+
+    def teardown(self):
+        if not hasattr(self, "tracker"):
+            return
+        self.expire()
+        self.deliver_all(list(self.workers))
+        if not self.workers:
+            self.join("d", set())
+        # Workers whose lease ends now are dead, or not there since the state was loaded.
+        self.deaths |= bool(self.dead)
+        finish(self.tracker, list(self.workers.values()), self.clock)
+        self.counts_add_up()
+        self.check_end()
+
+
+TestTrackerMachine = TrackerMachine.TestCase
+TestTrackerMachine.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

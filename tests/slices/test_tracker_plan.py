@@ -1,0 +1,301 @@
+"""Workers that take batches from a tracker: each sample once, whatever was read ahead and whoever waits for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.batch_reader import ReadNote, SliceBatch
+from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker_plan import TrackerPlan
+from tests.slices.tracker_workers import Clock, make_tracker, slices
+
+
+class _Waits(Exception):
+    """The plan would wait now."""
+
+
+class _NoWaiting:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.stopped = False
+
+    def set(self) -> None:
+        self.stopped = True
+
+    def wait(self, seconds: float) -> bool:
+        if self.stopped:
+            return True
+        self.clock.now += seconds
+        raise _Waits
+
+
+class Trains:
+    """A training loop that fetches batches ahead, and remembers what it trained on."""
+
+    def __init__(self, tracker: SliceTracker, clock: Clock, name: str, trained: Counter, **options) -> None:
+        self.plan = TrackerPlan(
+            tracker,
+            worker=name,
+            incarnation="a",
+            slices=tuple(tracker.catalogue),
+            clock=clock,
+            **{"batch_size": 3, **options},
+        )
+        self.plan._stopped = _NoWaiting(clock)  # type: ignore[assignment]
+        self.trained = trained
+        self.begin()
+
+    def begin(self) -> None:
+        self.batches: Iterator[SliceBatch] = iter(self.plan)
+        self.fetched: list[SliceBatch] = []
+
+    def fetch(self) -> bool:
+        try:
+            self.fetched.append(next(self.batches))
+        except _Waits:
+            assert not self.fetched, "it waited while a batch was not trained on"
+            self.begin()
+            return False
+        except StopIteration:
+            return False
+        self.plan.received(ReadNote({}, depth=2))
+        return True
+
+    def train(self) -> int:
+        if not self.fetched:
+            return 0
+        batch = self.fetched.pop(0)
+        for run in batch.runs:
+            self.trained.update((batch.epoch, run.slice_index, sample) for sample in range(run.start, run.stop))
+        self.plan.trained()
+        return sum(run.stop - run.start for run in batch.runs)
+
+    def epoch(self) -> list[int]:
+        """Sizes of the batches of a pass, fetched one ahead as Lightning does."""
+        self.begin()
+        self.fetch()
+        sizes = []
+        while self.fetched:
+            self.fetch()
+            sizes.append(self.train())
+        return sizes
+
+
+def all_of(counts: list[int], epochs: int = 1) -> Counter:
+    return Counter(
+        (epoch, index, sample)
+        for epoch in range(epochs)
+        for index, count in enumerate(counts)
+        for sample in range(count)
+    )
+
+
+def test_one_worker_goes_from_epoch_to_epoch():
+    clock = Clock()
+    trained: Counter = Counter()
+    worker = Trains(make_tracker([4, 5, 2], clock), clock, "w", trained, batch_size=4)
+    assert [worker.epoch() for _ in range(3)] == [[4, 4, 3]] * 3
+    assert trained == all_of([4, 5, 2], epochs=3)
+    assert worker.plan.epoch == 2
+
+
+def test_the_batch_size_may_change():
+    clock = Clock()
+    trained: Counter = Counter()
+    worker = Trains(make_tracker([10], clock), clock, "w", trained, batch_size=4)
+    worker.fetch()
+    worker.plan.batch_size = 1
+    worker.fetch()
+    assert [worker.train(), worker.train()] == [4, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_sample_once_in_any_order_of_fetching_and_training(data):
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker(counts, clock, seed=3)
+    workers = [
+        Trains(tracker, clock, f"w{number}", trained, batch_size=data.draw(st.integers(1, 5)), ahead=ahead)
+        for number, ahead in enumerate(data.draw(st.lists(st.sampled_from([None, 0, 3]), min_size=1, max_size=4)))
+    ]
+    for _ in range(data.draw(st.integers(0, 30))):
+        worker = data.draw(st.sampled_from(workers))
+        getattr(worker, data.draw(st.sampled_from(["fetch", "train", "train", "begin"])))()
+        if tracker.epoch:
+            break
+    for _ in range(1000):
+        if tracker.over or tracker.epoch:
+            break
+        for worker in workers:
+            if not worker.fetched and not worker.fetch():
+                worker.begin()
+            worker.train()
+    first = Counter({sample: count for sample, count in trained.items() if sample[0] == 0})
+    assert first == all_of(counts)
+
+
+def test_who_dies_is_continued_where_it_was():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([6, 6], clock, lease=10.0)
+    dead, other = (Trains(tracker, clock, name, trained) for name in "ab")
+    dead.fetch()
+    dead.train()
+    dead.fetch()  # and is never trained
+    other.epoch()
+    clock.now += 11.0
+    other.epoch()
+    assert trained == all_of([6, 6])
+
+
+def test_who_leaves_gives_back_and_may_come_again():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([6], clock)
+    worker = Trains(tracker, clock, "w", trained)
+    worker.fetch()
+    worker.train()
+    worker.fetch()
+    worker.plan.leave()
+    worker.plan.leave()  # nothing more to give
+    assert tracker.report().workers == 0
+    assert worker.epoch() == [3]
+    assert trained == all_of([6])
+
+
+def test_after_the_lease_is_over_it_joins_again():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4, 4], clock, lease=10.0)
+    worker = Trains(tracker, clock, "w", trained, batch_size=2)
+    worker.fetch()
+    clock.now += 11.0
+    tracker.expire()
+    worker.train()
+    assert trained == {(0, *sample): 1 for sample in [(1, 0), (1, 1)]} or len(trained) == 2
+    worker.epoch()
+    assert set(trained) == set(all_of([4, 4]))
+    assert tracker.over
+
+
+def test_the_lease_is_kept_while_nothing_is_trained():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4, 4], clock, lease=10.0)
+    worker = Trains(tracker, clock, "w", trained)
+    worker.fetch()
+    for _ in range(10):
+        clock.now += 4.0
+        worker.plan.keep_alive()
+        assert not tracker.expire()
+    worker.train()
+    worker.epoch()
+    assert trained == all_of([4, 4])
+
+
+def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([3, 3], clock, shuffle=False)
+    worker = Trains(tracker, clock, "w", trained)
+    first = next(worker.batches)
+    worker.plan.received(ReadNote({}, corrupt=(("slice0", "it is damaged."),), lost=3, is_empty=True))
+    assert first.runs[0].slice_index == 0
+    assert tracker.state_of("slice0") is SliceState.QUARANTINED
+    worker.fetch()
+    worker.train()
+    assert trained == {(0, 1, sample): 1 for sample in range(3)}
+    assert tracker.over
+
+
+def test_it_prefers_what_is_cached_and_says_what_comes_and_goes():
+    clock, local = Clock(), {"slice7", "slice5"}
+    trained: Counter = Counter()
+    tracker = make_tracker([2] * 9, clock)
+    worker = Trains(
+        tracker,
+        clock,
+        "w",
+        trained,
+        batch_size=2,
+        ahead=0,
+        cached=lambda some: [slice_.key for slice_ in some if slice_.key in local],
+    )
+    worker.fetch()
+    worker.train()
+    local.clear()
+    worker.fetch()
+    worker.train()
+    assert len({index for _, index, _ in trained} & {5, 7}) >= 1
+    local.update(f"slice{index}" for _, index, _ in trained)
+    while worker.fetch():
+        worker.train()
+    assert trained == all_of([2] * 9)
+
+
+def test_stop_ends_a_wait():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4], clock)
+    holder, waits = (Trains(tracker, clock, name, trained) for name in "ab")
+    holder.fetch()
+    with pytest.raises(_Waits):
+        next(waits.batches)
+    waits.plan.stop()
+    assert list(waits.plan) == []
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])
+def test_misuse(batch_size):
+    with pytest.raises(OptionError, match="batch_size"):
+        TrackerPlan(make_tracker([1]), worker="w", incarnation="a", batch_size=batch_size, slices=slices([1]))
+
+
+def test_other_slices_than_the_trackers_are_an_error():
+    plan = TrackerPlan(make_tracker([1]), worker="w", incarnation="a", batch_size=1, slices=slices([1], prefix="other"))
+    with pytest.raises(OptionError, match="'slice0'"):
+        next(iter(plan))
+
+
+def test_without_waiting_epochs_end_together():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4], clock)
+    busy, idle = (Trains(tracker, clock, name, trained, batch_size=2, waits=False) for name in "ab")
+    busy.fetch()
+    assert idle.epoch() == []
+    assert idle.plan.awaits_others()
+    assert not busy.plan.awaits_others()  # it has samples of its own
+    idle.plan.end_epoch()
+    assert idle.plan.epoch == 0
+    while busy.fetched:
+        busy.fetch()
+        busy.train()
+    assert not busy.plan.awaits_others()
+    assert idle.epoch() == []  # it does not go on by itself
+    assert not idle.plan.awaits_others()
+    for worker in (idle, busy):
+        worker.plan.end_epoch()
+    assert idle.epoch() == [2, 2]
+    assert busy.plan.epoch == 1
+    assert trained == all_of([4], epochs=2)
+
+
+def test_whoever_looks_is_given_what_nobody_holds():
+    clock = Clock()
+    tracker = make_tracker([4], clock)
+    worker, other = (Trains(tracker, clock, name, Counter(), batch_size=2, waits=False) for name in "ab")
+    worker.fetch()
+    assert other.plan.awaits_others()
+    tracker.release("a")
+    assert not other.plan.awaits_others()
+    assert other.epoch() == [2, 2]

@@ -1,0 +1,194 @@
+"""A tracker goes on where its state was saved, and refuses what is not its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+
+import pytest
+import torch
+
+from lightning_bytescheduler.exceptions import TrackerStateError
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.messages import Done, Quarantine
+from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, slices
+
+COUNTS = [5, 9, 2, 7, 4, 6]
+
+
+def round_trip(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def in_mid_epoch(**options):
+    """A tracker with two workers in mid-slice, one of them with slices ahead, and what was trained on."""
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker(COUNTS, clock, **options)
+    workers = [Worker(tracker, name, trained) for name in "01"]
+    for worker in (*workers, workers[0], workers[0]):
+        worker.ask()
+        worker.train(1)
+    return tracker, workers, trained
+
+
+@pytest.mark.parametrize("stay", [None, ["0", "1"]])
+def test_a_worker_of_the_same_name_continues_exactly_what_it_held(stay):
+    tracker, workers, _ = in_mid_epoch()
+    state = round_trip(tracker.state_dict())
+    resumed = make_tracker(COUNTS)
+    resumed.load_state_dict(state, workers=stay)
+    for before in reversed(workers):
+        after = Worker(resumed, before.name, Counter(), incarnation="b")
+        for held in before.held:
+            assignment = after.ask()
+            assert (assignment.slice.key, assignment.first) == (held.key, held.position)
+
+
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+@pytest.mark.parametrize("names", [["0"], ["x", "y", "z"], ["0", "1", "2"]])
+@pytest.mark.parametrize("said", [True, False])
+def test_any_workers_finish_the_epoch_exactly(delivery, names, said):
+    """Whether it is said who goes on, or the leases of the others have to end."""
+    tracker, _, trained = in_mid_epoch(delivery=delivery)
+    state = round_trip(tracker.state_dict())
+    clock = Clock()
+    resumed = make_tracker(COUNTS, clock, delivery=delivery)
+    resumed.load_state_dict(state, workers=names if said else None)
+    workers = [Worker(resumed, name, trained, incarnation="b") for name in names]
+    finish(resumed, workers, clock, batch=2)
+    assert set(trained.values()) == {1}
+    assert sum(trained.values()) == sum(COUNTS)
+    assert resumed.report().dropped == 0
+
+
+def test_the_rest_of_the_epoch_and_the_next_come_in_the_same_order():
+    tracker, workers, _ = in_mid_epoch()
+    resumed = make_tracker(COUNTS)
+    resumed.load_state_dict(round_trip(tracker.state_dict()))
+    others = [Worker(resumed, worker.name, Counter(), incarnation="b") for worker in workers]
+    for other in others:
+        while getattr(other.ask(), "first", 0) or len(other.held) < len(workers[int(other.name)].held):
+            pass
+
+    def keys(team):
+        team[1].leave()
+        found = []
+        for team[0].epoch in (0, 1):
+            team[0].ask()
+            while not team[0].tracker.over:
+                team[0].ask()
+                team[0].train(9)
+                found.append([held.key for held in team[0].held])
+        return found
+
+    assert keys(workers) == keys(others)
+
+
+def test_sessions_and_grants_of_before_do_not_count():
+    tracker, workers, _ = in_mid_epoch()
+    old = Done(session=workers[0].session, grant=workers[0].held[0].grant)
+    tracker.load_state_dict(tracker.state_dict())
+    assert not tracker.done(old).accepted
+    worker = Worker(tracker, "0", Counter())
+    assert worker.session > workers[1].session
+    assert worker.ask().grant > max(held.grant for worker in workers for held in worker.held)
+
+
+def test_quarantine_and_dropped_samples_are_kept():
+    tracker, workers, _ = in_mid_epoch(delivery="at_most_once")
+    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    tracker.release("1")
+    before = tracker.report()
+    assert before.dropped > 0
+    resumed = make_tracker(COUNTS, delivery="at_most_once")
+    resumed.load_state_dict(round_trip(tracker.state_dict()))
+    assert resumed.report() == before
+    assert resumed.state_of("slice4") is SliceState.QUARANTINED
+
+
+def test_a_checkpoint_is_a_byte_a_slice():
+    tracker = make_tracker([3] * 20_000)
+    worker = Worker(tracker, "0", Counter())
+    for _ in range(5000):
+        worker.ask()
+        worker.train(3)
+    file = io.BytesIO()
+    torch.save(tracker.state_dict(), file)
+    assert file.tell() < 20_000 + 8_000
+
+
+def test_a_state_is_not_changed_by_what_the_tracker_does_next():
+    tracker, workers, _ = in_mid_epoch()
+    state = tracker.state_dict()
+    kept = copy.deepcopy(state)
+    for _ in range(5):
+        workers[0].ask()
+        workers[0].train(5)
+    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    assert str(state) == str(kept)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (slices([*COUNTS, 1]), "it is of 6 slices, and there are 7 slices now"),
+        (slices([5, 9, 2, 7, 4, 7]), "it is of 33 samples, and there are 34 samples now"),
+        (slices([5, 9, 7, 2, 4, 6]), "for the first time among slices 2 to 2"),
+        (slices(COUNTS, prefix="other"), "for the first time among slices 0 to 0"),
+    ],
+)
+def test_a_state_of_other_data_is_refused_with_what_differs(found, message):
+    tracker, _, _ = in_mid_epoch()
+    other = SliceTracker(SliceCatalogue(found), clock=Clock())
+    with pytest.raises(TrackerStateError, match=message):
+        other.load_state_dict(tracker.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}])
+def test_a_state_of_another_order_is_refused(options):
+    tracker, _, _ = in_mid_epoch()
+    other = SliceTracker(SliceCatalogue(slices(COUNTS)), TrackerOptions(**options), clock=Clock())
+    with pytest.raises(TrackerStateError, match=next(iter(options))):
+        other.load_state_dict(tracker.state_dict())
+
+
+DAMAGE = {
+    "version": [None, 2, True],
+    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}],
+    "epoch": [-1, None],
+    "states": [
+        None,
+        torch.zeros(5, dtype=torch.uint8),
+        torch.full((6,), 4, dtype=torch.uint8),
+        torch.zeros(6, dtype=torch.uint8),
+        torch.zeros(6),
+    ],
+    "partial": [torch.tensor([9]), torch.tensor([-1]), torch.zeros(0, dtype=torch.int64), None],
+    "partial_positions": [torch.tensor([99, 99]), torch.tensor([-1, -1]), None],
+    "workers": [None, {}, {"0": 1}, {"": []}, {"0": [[0]]}, {"0": [[0, 1]]}, {"0": [[-1, True]]}],
+    "quarantined": [None, {7: "?"}, {1: None}],
+    "places": [None, [6], [-1]],
+    "cursor": [7, -1, None],
+    "returned": [-1, None],
+    "next_grant": [None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in DAMAGE.items() for value in values])
+def test_a_damaged_state_is_refused_and_changes_nothing(name, value):
+    tracker, workers, _ = in_mid_epoch()
+    state = tracker.state_dict()
+    assert len(state["partial"]) == 2
+    before = str(tracker.state_dict())
+    with pytest.raises(TrackerStateError):
+        tracker.load_state_dict({**state, name: value})
+    assert str(tracker.state_dict()) == before
+    assert workers[0].ask() is not None
+    assert len(workers[0].held) == 3

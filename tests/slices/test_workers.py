@@ -1,0 +1,306 @@
+"""DataLoader workers share their rank's samples: the same batches with any number of them, each sample made once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_bytescheduler import SliceDataModule, SliceDataset
+from lightning_bytescheduler.slices import formats
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.read_slice import ReaderSpeed
+from lightning_bytescheduler.slices.slice import ChunkPlan, SliceStream
+from tests.slices.fits import Remembers, SaveEveryStep, fit, make_rows
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
+)
+
+SAMPLES = 50
+
+
+def counting(made: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose calls are counted in all processes that are forked."""
+
+    def counted(*arguments: Any) -> Any:
+        with made.get_lock():
+            made.value += 1
+        return function(*arguments)
+
+    return counted
+
+
+def batches_of(data: SliceDataModule) -> list[Any]:
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    data.teardown("fit")
+    return batches
+
+
+def as_lists(batches: list[Any]) -> list[Any]:
+    return [
+        {key: as_lists([part])[0] for key, part in batch.items()}
+        if isinstance(batch, dict)
+        else batch.tolist()
+        if isinstance(batch, torch.Tensor)
+        else batch
+        for batch in batches
+    ]
+
+
+def write(folder: Path, form: str) -> str:
+    lines = [json.dumps({"x": number, "text": f"é{number}"}) for number in range(SAMPLES)]
+    if form == "npy":
+        np.save(folder / "a.npy", np.arange(SAMPLES * 3, dtype=np.float32).reshape(SAMPLES, 3))
+        make_slices(f"{folder}/a.npy", f"{folder}/slices", slice_bytes=300)
+        return f"{folder}/slices"
+    if form == "numbers":
+        np.save(folder / "a.npy", np.arange(SAMPLES, dtype=np.int16))
+        return f"{folder}/a.npy"
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pyarrow.parquet.write_table(pyarrow.table({"x": list(range(SAMPLES))}), folder / "a.parquet")
+        return f"{folder}/a.parquet"
+    if form.endswith(".gz"):
+        (folder / f"a.{form}").write_bytes(gzip.compress("\n".join(lines).encode()))
+    else:
+        (folder / f"a.{form}").write_text("\n".join(lines))
+    return f"{folder}/a.{form}"
+
+
+@pytest.mark.parametrize("form", ["npy", "numbers", "txt", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("shuffle_samples", [False, True])
+def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, shuffle_samples: bool) -> None:
+    url = write(tmp_path, form)
+    options: dict[str, Any] = {"batch_size": 4, "slice_bytes": 400, "shuffle_samples": shuffle_samples, "seed": 3}
+    alone, *others = (
+        batches_of(SliceDataModule(url, num_workers=workers, **options))
+        for workers in ((0, 1, 2, 4) if form == "npy" else (0, 3))
+    )
+    assert sum(len(batch if isinstance(batch, (list, torch.Tensor)) else batch["x"]) for batch in alone) == SAMPLES
+    for batches in others:
+        assert as_lists(batches) == as_lists(alone)
+        for batch, expected in zip(batches, alone, strict=True):
+            assert type(batch) is type(expected)
+            if isinstance(batch, torch.Tensor):
+                assert batch.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("shuffle_samples", [False, True])
+def test_each_sample_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_samples: bool) -> None:
+    url = write(tmp_path, "jsonl")
+    made = multiprocessing.Value("i", 0)
+    data = SliceDataModule(url, batch_size=4, num_workers=3, slice_bytes=400, shuffle_samples=shuffle_samples)
+    monkeypatch.setattr(formats, "_decode_json", counting(made, formats._decode_json))
+    assert sum(len(batch["x"]) for batch in batches_of(data)) == SAMPLES
+    assert made.value == SAMPLES
+
+
+def test_a_users_reader_makes_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReaderSpeed, "should_begin_anew", lambda *_: True)
+    made = multiprocessing.Value("i", 0)
+    as_number = counting(made, int)
+
+    def read(stream: SliceStream, first: int) -> Iterator[int]:
+        stream.read(4 * first)
+        while record := stream.read(4):
+            yield as_number(record)
+
+    (tmp_path / "a.numbers").write_bytes(b"".join(b"%04d" % number for number in range(SAMPLES)))
+    data = SliceDataModule(f"{tmp_path}/a.numbers", batch_size=4, num_workers=3, reader=read)
+    data.setup("fit")
+    opening = made.value  # counts the samples
+    assert torch.cat(list(data.train_dataloader())).tolist() == list(range(SAMPLES))
+    assert made.value - opening == SAMPLES
+
+
+def test_chunks_are_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_slices(make_rows(tmp_path / "rows", [40, 40]), str(tmp_path / "slices"))
+    data = SliceDataModule(str(tmp_path / "slices"), batch_size=4, num_workers=2)
+    verified = multiprocessing.Value("i", 0)
+    data.setup("fit")
+    monkeypatch.setattr(ChunkPlan, "is_right", counting(verified, ChunkPlan.is_right))
+    for _ in range(3):
+        assert len(list(data.train_dataloader())) == 20
+    data.teardown("fit")
+    assert 2 <= verified.value <= 2 * 2  # two may come to a chunk at the same moment, in the first epoch
+
+
+def test_resumed_with_another_number_of_workers(tmp_path: Path) -> None:
+    url = write(tmp_path, "numbers")
+    options: dict[str, Any] = {"batch_size": 4, "shuffle_samples": True, "transform": float, "slice_bytes": 30}
+    save = SaveEveryStep(str(tmp_path))
+    whole = fit(SliceDataModule(url, num_workers=2, collate=as_column, **options), callbacks=[save]).batches
+    for workers in (0, 2, 3):
+        data = SliceDataModule(url, num_workers=workers, collate=as_column, **options)
+        assert fit(data, resume=save.saved[4]).batches == whole[5:]
+
+
+def as_column(samples: list[float]) -> torch.Tensor:
+    assert type(samples) is list
+    return torch.tensor(samples).reshape(-1, 1)
+
+
+def test_a_malformed_sample_is_named_whichever_worker_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join("?\n" if number == 13 else f"{number}\n" for number in range(SAMPLES)))
+    data = SliceDataModule(f"{tmp_path}/a.jsonl", batch_size=4, num_workers=2, shuffle=False)
+    with pytest.warns(UserWarning, match="is corrupt, also when fetched again, and is quarantined: after sample 13"):
+        batches = batches_of(data)
+    assert [len(batch) for batch in batches] == [4] * 12 + [2]
+    assert batches[0].tolist() == [0, 1, 2, 3]
+    assert batches[3].tolist() == [12, 12, 12, 12]
+
+
+def die(sample: Any) -> Any:
+    if sample.item() == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, shuffle=False, transform=die)
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
+        batches_of(data)
+
+
+def test_batches_of_any_structure_and_size(tmp_path: Path) -> None:
+    def collate(samples: list[Any]) -> Any:
+        size = 2_000_000 if samples[0] == 0 else 3  # 8 MB do not fit into a slot
+        nested = [torch.zeros(0, 2), {"a": torch.full((size,), float(samples[0])), "b": "text"}]
+        return {"nested": nested, "pair": (torch.ones(2, requires_grad=True), torch.tensor(samples)[::2]), 3: None}
+
+    data = SliceDataModule(
+        write(tmp_path, "numbers"), batch_size=5, num_workers=2, shuffle=False, transform=int, collate=collate
+    )
+    for number, batch in enumerate(batches_of(data)):
+        first = 5 * number
+        assert batch["nested"][0].shape == (0, 2)
+        assert batch["nested"][1]["b"] == "text"
+        assert batch["nested"][1]["a"].shape == (3 if number else 2_000_000,)
+        assert (batch["nested"][1]["a"] == first).all()
+        learned, strided = batch["pair"]
+        assert learned.requires_grad
+        assert strided.tolist() == list(range(first, first + 5, 2))
+        assert batch[3] is None
+
+
+def test_many_batches_that_are_kept(tmp_path: Path) -> None:
+    """A slot that was written to too early would change a batch on its way."""
+    np.save(tmp_path / "a.npy", np.arange(3000, dtype=np.int64))
+    data = SliceDataModule(f"{tmp_path}/a.npy", batch_size=5, num_workers=2, shuffle=False, prefetch_factor=3)
+    assert torch.cat(batches_of(data)).tolist() == list(range(3000))
+
+
+def with_process(samples: list[Any]) -> tuple[torch.Tensor, int]:
+    return torch.stack([torch.as_tensor(sample) for sample in samples]), os.getpid()
+
+
+class Processes(Remembers):
+    """Keeps who has read, in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[set[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self.read.append(set())
+        self.read[-1].add(batch[1])
+        return super().training_step(batch[0].reshape(-1, 1), batch_idx)
+
+
+def test_workers_stay_from_epoch_to_epoch_and_end_with_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # Lightning gives each loader a function of its own then
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, collate=with_process)
+    model = Processes()
+    fit(data, model=model, max_epochs=3)
+    first, *later = model.read
+    assert len(first) == 2
+    assert later == [first, first]
+    assert not first & {process.pid for process in multiprocessing.active_children()}
+    alone = fit(SliceDataModule(write(tmp_path, "numbers"), batch_size=4, collate=as_column), max_epochs=3)
+    assert model.batches == alone.batches
+
+
+def test_workers_end_with_a_fit_that_fails(tmp_path: Path) -> None:
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, collate=with_process)
+    model = Processes()
+
+    def fail(step: int) -> None:
+        if step == 14:  # at the begin of the second epoch
+            raise ArithmeticError
+
+    model.on_step = fail
+    with pytest.raises(ArithmeticError):
+        fit(data, model=model, max_epochs=3)
+    assert model.read[1] <= model.read[0]
+    assert not model.read[0] & {process.pid for process in multiprocessing.active_children()}
+
+
+def test_passes_that_overlap_or_are_given_up(tmp_path: Path) -> None:
+    data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, shuffle=False, collate=with_process)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    whole = [batch.tolist() for batch, _ in loader]
+    torch.manual_seed(1)
+    assert [batch.tolist() for batch, _ in loader] == whole
+    drawn = torch.rand(1)
+    given_up = iter(loader)  # gets those that were kept, and ends them
+    kept = {next(given_up)[1] for _ in range(2)}
+    side_by_side = list(zip(loader, loader, strict=True))
+    for one, batch in enumerate(whole):
+        assert [side[0].tolist() for side in side_by_side[one]] == [batch, batch]
+    readers = [{batch[side][1] for batch in side_by_side} for side in range(2)]
+    assert not readers[0] & readers[1]
+    given_up.close()  # type: ignore[attr-defined]
+    assert not kept & {process.pid for process in multiprocessing.active_children()}
+    assert {process for _, process in loader} in readers
+    data.teardown("fit")
+    assert not set.union(*readers) & {process.pid for process in multiprocessing.active_children()}
+
+    torch.manual_seed(1)
+    alone = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, shuffle=False)
+    batches_of(alone)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join("?\n" if number == 13 else f"{number}\n" for number in range(SAMPLES)))
+    data = SliceDataModule(f"{tmp_path}/a.jsonl", batch_size=4, num_workers=2, shuffle=False)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    told: list[Any] = []
+    loader._on_note = lambda note: told.extend(note.corrupt)
+    epochs = []
+    for _ in range(2):
+        epochs.append(as_lists(list(loader)))
+        assert len(told) == len(epochs)  # by the worker whose sample it is
+    assert epochs[0] == epochs[1]
+    data.teardown("fit")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_without_lightning_follows_its_epoch(tmp_path: Path, workers: int) -> None:
+    dataset = SliceDataset(write(tmp_path, "numbers"), batch_sizes=(4,), shuffle_samples=True)
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=None, num_workers=workers, collate_fn=list, persistent_workers=workers > 0
+    )
+    epochs = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        epochs.append([int(number) for batch in loader for number in batch])
+        alone = SliceDataset(write(tmp_path, "numbers"), batch_sizes=(4,), shuffle_samples=True)
+        alone.set_epoch(epoch)
+        assert epochs[-1] == [int(number) for batch in alone for number in batch]
+    assert epochs[0] != epochs[1]

@@ -1,0 +1,142 @@
+"""A tracker with a clock to turn, and workers that train as the protocol says and remember what they trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.messages import (
+    Answer,
+    Assignment,
+    Begin,
+    Done,
+    EpochOver,
+    Join,
+    JoinAgain,
+    Leave,
+    Progress,
+    Receipt,
+    Request,
+    Verdict,
+)
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def slices(counts: list[int], prefix: str = "slice") -> list[Slice]:
+    return [
+        Slice(key=f"{prefix}{index}", url=f"memory://{prefix}{index}", start=0, size=count, samples=count)
+        for index, count in enumerate(counts)
+    ]
+
+
+def make_tracker(counts: list[int], clock: Clock | None = None, **options) -> SliceTracker:
+    return SliceTracker(SliceCatalogue(slices(counts)), TrackerOptions(**options), clock=clock or Clock())
+
+
+class Held:
+    """A slice as a worker sees it: ``position`` is where it really is."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.grant = assignment.grant
+        self.key = assignment.slice.key
+        self.samples = assignment.slice.samples
+        self.position = assignment.first
+        self.begun = False
+
+
+class Worker:
+    """Trains on what it is given, and writes every sample into ``trained``."""
+
+    def __init__(
+        self, tracker: SliceTracker, name: str, trained: Counter[tuple[str, int]], incarnation: str = "a", **join
+    ) -> None:
+        self.tracker, self.name, self.trained, self.incarnation = tracker, name, trained, incarnation
+        self.held: list[Held] = []
+        self._join = join
+        self.join()
+
+    def join(self) -> None:
+        joined = self.tracker.join(Join(worker=self.name, incarnation=self.incarnation, **self._join))
+        self.session, self.epoch = joined.session, joined.epoch
+        self.held = []
+
+    def ask(self, *, lose_answer: bool = False, **more) -> Answer:
+        message = Request(
+            session=self.session, epoch=self.epoch, holding=tuple(held.grant for held in self.held), **more
+        )
+        answer = self.tracker.request(message)
+        if lose_answer:
+            return answer
+        if isinstance(answer, JoinAgain):
+            self.join()
+        else:
+            self.held = [held for held in self.held if held.grant not in answer.revoked]
+        if isinstance(answer, Assignment):
+            self.held.append(Held(answer))
+        if isinstance(answer, EpochOver):
+            self.held = []
+        return answer
+
+    def train(self, samples: int, *, report: bool = True) -> int:
+        """Train on up to so many samples of the first slice held; returns how many."""
+        held = self.current()
+        if held is None:
+            return 0
+        count = min(samples, held.samples - held.position)
+        for sample in range(held.position, held.position + count):
+            self.trained[held.key, sample] += 1
+        held.position += count
+        if report:
+            self.report()
+        return count
+
+    def current(self) -> Held | None:
+        """The first slice that the tracker still leaves to this worker, begun."""
+        while self.held:
+            held = self.held[0]
+            if held.begun or self._heed(self.tracker.begin(Begin(session=self.session, grant=held.grant))):
+                held.begun = True
+                return held
+        return None
+
+    def report(self) -> None:
+        """Say where the first slice stands, and that it is done if it is."""
+        if not self.held:
+            return
+        held = self.held[0]
+        progress = Progress(session=self.session, grant=held.grant, trained=held.position)
+        if self._heed(self.tracker.progress(progress)) and held.position == held.samples:
+            self.tracker.done(Done(session=self.session, grant=held.grant))
+            self.held.pop(0)
+
+    def _heed(self, receipt: Receipt) -> bool:
+        if receipt.verdict is Verdict.JOIN_AGAIN:
+            self.join()
+        elif not receipt.accepted:
+            self.held.pop(0)
+        return receipt.accepted
+
+    def leave(self) -> None:
+        self.tracker.leave(Leave(session=self.session))
+
+
+def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: int = 3) -> None:
+    """Let the workers train until nothing is left of the epoch."""
+    for _ in range(100_000):
+        if tracker.over:
+            return
+        for worker in workers:
+            worker.ask()
+            worker.train(batch)
+        clock.now += 1.0
+    raise AssertionError(f"The epoch does not end: {tracker.report()}")
