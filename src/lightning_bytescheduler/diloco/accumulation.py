@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.diloco.round_options import require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["WEIGHTINGS", "UpdateAccumulator", "require_weighting", "update_weight", "weight_shares"]

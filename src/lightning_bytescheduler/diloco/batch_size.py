@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from lightning_bytescheduler.diloco.round_options import require_positive, require_share, require_whole
+from lightning_bytescheduler.checks import require_positive, require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "resolve_batch_size"]

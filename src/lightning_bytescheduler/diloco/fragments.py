@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.diloco.round_options import require_share, require_whole
+from lightning_bytescheduler.checks import require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["FragmentAction", "FragmentOptions", "FragmentSchedule", "mix", "split_fragments"]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import require_positive, require_share, require_whole
 from lightning_bytescheduler.ddp.ddp_options import (
     check_bucket_cap,
     check_ddp_options,
@@ -22,7 +23,7 @@ from lightning_bytescheduler.ddp.ddp_options import (
 from lightning_bytescheduler.diloco.accumulation import require_weighting
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.round_options import RoundOptions, require_positive, require_share, require_whole
+from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.runtime import OuterOptions
 from lightning_bytescheduler.diloco.wire import WIRE_DTYPES, WireFormat

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_bytescheduler.diloco.round_options import require_positive, require_share
+from lightning_bytescheduler.checks import require_positive, require_share
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["OuterOptimizer", "pseudo_gradient"]

@@ -5,6 +5,7 @@ Used by one thread, or under the caller's lock. Messages of an older round, and 
 
 from __future__ import annotations
 
+from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
     Done,
@@ -17,7 +18,6 @@ from lightning_bytescheduler.diloco.messages import (
     UpdateReceived,
     Wait,
 )
-from lightning_bytescheduler.diloco.round_options import require_seconds, require_whole
 
 __all__ = ["RoundCounter"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from lightning_bytescheduler.diloco.round_options import require_positive, require_seconds, require_whole
+from lightning_bytescheduler.checks import require_positive, require_seconds, require_whole
 
 __all__ = [
     "FastestSteps",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.diloco.round_options import require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["ROUNDINGS", "WIRE_DTYPES", "WireFormat"]

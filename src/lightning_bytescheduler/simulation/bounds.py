@@ -64,8 +64,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.simulation.link import LinkModel, require_whole
+from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.networks import ModelProfile
 
 __all__ = ["clipped_bound", "ddp_bound", "lower_bound", "norm_seconds", "require_all_reduce"]

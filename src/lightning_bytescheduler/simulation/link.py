@@ -17,8 +17,6 @@ costs however many are in flight (a launch, a handshake); the link stands idle m
 
 Limits: workers are alike, links are dedicated, no congestion or loss; the time a simulation takes does not
 depend on the number of workers.
-
-Checks of the numbers that describe links, models and schedules.
 """
 
 from __future__ import annotations
@@ -26,31 +24,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ALGORITHMS", "LinkModel", "require_seconds", "require_whole"]
-
-
-def require_seconds(option: str, value: object) -> float:
-    """Return ``value`` if it is a finite number of seconds, 0 or more.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise OptionError(option, value, "a finite number of seconds, 0 or more")
-    return value
-
-
-def require_whole(option: str, value: object, least: int) -> int:
-    """Return ``value`` if it is a whole number, ``least`` or more.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(option, value, f"a whole number, {least} or more")
-    return value
+__all__ = [
+    "ALGORITHMS",
+    "LinkModel",
+]
 
 
 ALGORITHMS = ("ring", "halving_doubling", "push_pull")

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.link import require_seconds, require_whole
 
 __all__ = ["NETWORKS", "LayerProfile", "ModelProfile", "network_profile"]
 

@@ -21,9 +21,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
-from lightning_bytescheduler.simulation.link import LinkModel, require_whole
+from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.networks import ModelProfile
 
 __all__ = [
