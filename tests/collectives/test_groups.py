@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from tests.faults.ranks import free_port, quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
 from tests.support.rank_pool import RankPool
 
@@ -90,3 +95,25 @@ def turns_of_new_threads(rank: int) -> set[int]:
 @needs_support
 def test_threads_of_the_groups_have_short_turns(two_plain_ranks: RankPool) -> None:
     assert two_plain_ranks.run(turns_of_new_threads) == [{SHORT}, {SHORT}]
+
+
+@pytest.mark.slow
+def test_what_is_under_way_does_not_abort_an_interpreter_that_ends() -> None:
+    port = free_port()
+    script = str(Path(__file__).with_name("ends_under_way.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(port)],
+            env={**os.environ, **quiet_environment()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = ranks[0].communicate(timeout=60)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 0, said

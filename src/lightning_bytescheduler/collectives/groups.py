@@ -1,7 +1,7 @@
 """The scheduler's own process groups.
 
 Gradients never travel on the default group: DDP's bucket rebuild, its buffer broadcasts and Lightning's per-batch
-SIGTERM broadcast live there and would interleave differently on each rank, or wait behind gradients (DESIGN 3, trap 1).
+SIGTERM broadcast live there and would interleave differently on each rank, or wait behind gradients.
 
 Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched under
 the core's launching lock alone; *control* for launch decisions, always gloo, touched under the launching lock of rank 0
@@ -11,14 +11,17 @@ is next in the order, so each group sees one order per rank.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.completion import break_connections
 from lightning_bytescheduler.scheduler.core import short_turns
 
 __all__ = ["SchedulerGroups", "leave"]
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # Followers wait for the next decision as long as a validation or a checkpoint may take; liveness is checked elsewhere.
 _CONTROL_TIMEOUT = timedelta(days=30)
+_CALLED_OFF_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,9 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
     """Leave a group; local, does not wait for other ranks.
 
     Gloo cannot abort a collective that nobody else will join, and the destructor of a group waits for it, even
-    while the interpreter ends. A group that is not idle is therefore kept alive for as long as the process lives;
-    the kernel closes its connections.
+    while the interpreter ends. A group that is not idle is therefore kept alive for as long as the process lives.
+    What is under way on it is ended before the interpreter is: it ends when another rank's connection closes, lets go
+    of its tensors then, and would abort the process if it asked for Python's lock while the interpreter goes down.
 
     Args:
         group: One that this package has made.
@@ -91,6 +96,13 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
     if not idle:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     try:
+        if not idle and dist.get_backend(group) == "gloo":
+            atexit.register(_call_off, group)
         dist.destroy_process_group(group)
     except Exception:  # the default group was destroyed first, and took this one along
         log.debug("could not leave a process group", exc_info=True)
+
+
+def _call_off(group: dist.ProcessGroup) -> None:
+    break_connections(group)
+    time.sleep(_CALLED_OFF_S)  # without Python's lock, which gloo's threads want now
