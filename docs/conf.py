@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
 from lightning_bytescheduler import __version__
 
 project = "lightning-bytescheduler"
@@ -40,7 +45,7 @@ if os.environ.get("DOCS_INTERSPHINX") == "1":
     }
 # Names of others are not looked for: without their inventories none would be found, and with them not all are in there.
 nitpick_ignore_regex += [
-    (r"py:.*", r"(torch|lightning|pl|L|dist|nn|collections|datetime|os|pathlib|typing|numpy|np|fsspec)(\..*)?"),
+    (r"py:.*", r"(torch|lightning|collections|datetime|os|pathlib|typing|numpy|fsspec)(\..*)?"),
 ]
 
 html_theme = "furo"
@@ -48,3 +53,27 @@ html_title = f"{project} {version}"
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 exclude_patterns: list[str] = []
+
+
+def _benchmarks_are_a_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """On a forge pages link to the benchmarks' README, which is no page of this folder; here it is included in one."""
+    if docname != "benchmarks-in-depth":
+        source[0] = source[0].replace("../benchmarks/README.md", "benchmarks-in-depth.md")
+
+
+def _first_line_is_prose(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from taking what a property's docstring says before a colon for its type."""
+    if what in ("attribute", "property"):
+        lines.insert(0, "")
+
+
+def _types_may_have_no_page(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
+    """A type in a signature may have no page; what a sentence refers to must have one."""
+    return None if "refwarn" in node else text
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _benchmarks_are_a_page)
+    app.connect("autodoc-process-docstring", _first_line_is_prose, priority=400)  # before napoleon
+    app.connect("missing-reference", _types_may_have_no_page, priority=900)  # after intersphinx
