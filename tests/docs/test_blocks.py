@@ -1,8 +1,8 @@
 """Each block of code in the README and in the documentation is run, or parsed as far as that is cheap.
 
-Python: executed, page by page and in order, in a folder that has slices, with a model and data at hand. Only what trains
-is replaced, by something with the same signature. Commands: parsed by what would run them. Configurations: made into a
-Trainer. What a command prints is a block of ``text``.
+Python: executed, page by page and in order, in a folder that has slices, with a model and data at hand. Only what
+trains is replaced, by something with the same signature. Commands: parsed by what would run them. Configurations: made
+into a Trainer. What a command prints is a block of ``text``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 from unittest.mock import create_autospec
@@ -22,7 +22,6 @@ from unittest.mock import create_autospec
 import lightning as L
 import pytest
 import torch.distributed.run
-import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from packaging.requirements import Requirement
@@ -120,8 +119,8 @@ def _parse_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let our command parse its arguments, and do nothing."""
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_args(self: argparse.ArgumentParser, *arguments: object) -> argparse.Namespace:
-        options = parse(self, *arguments)
+    def parse_args(self: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        options = parse(self, arguments)
         options.run = lambda _: 0
         return options
 
@@ -231,7 +230,6 @@ def test_a_wrong_command_is_found(
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_configurations(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "trainer" in yaml.safe_load(block.text)
     config = tmp_path / "config.yaml"
     config.write_text(block.text)
     monkeypatch.setattr("sys.argv", ["train.py"])

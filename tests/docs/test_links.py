@@ -1,4 +1,4 @@
-"""Each link of the README and of the documentation leads somewhere, also on a forge that shows the files as they are."""
+"""Each link of the README and of the documentation leads somewhere, also on a forge that shows files as they are."""
 
 from __future__ import annotations
 
