@@ -51,6 +51,9 @@ nitpick_ignore_regex += [
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {"navigation_with_keys": True}
 exclude_patterns: list[str] = []
 
