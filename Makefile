@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and made anew when what it is made from changes.
-# Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make bench   |   make clean
+# Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make docs   |   make bench   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
 # Random trainings against DDP:         make fuzz FUZZ_ARGS="--seed 7 --count 50"
@@ -35,13 +35,14 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fuzz lint bench lightning-suite real-models clean
+.PHONY: help demo test fuzz lint docs bench lightning-suite real-models clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format and types"
+	@echo "make docs    build the documentation into build/docs (Python 3.11 or later)"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
 	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
@@ -66,6 +67,11 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# Without the network: links into the documentation of Python, torch and Lightning need DOCS_INTERSPHINX=1.
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx -W --keep-going -q -b html -d build/docs-doctrees docs build/docs
+	@echo "The documentation is build/docs/index.html"
 
 bench: $(VENV)/.demo
 	$(RUN) -m benchmarks $(BENCH_ARGS)
@@ -111,6 +117,11 @@ $(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/__about__.py
 	@echo "Installing the project and what its tests need (minutes on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.demo $@
+
+$(VENV)/.docs: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+	@echo "Installing the project and what its documentation needs (a minute on a slow connection)"
+	@$(INSTALL) --no-build-isolation -e ".[docs]"
+	@touch $@
 
 $(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightning_bytescheduler/__about__.py
 	@echo "Installing the project and what Lightning's tests need (minutes on a slow connection)"

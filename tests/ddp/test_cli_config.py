@@ -1,4 +1,4 @@
-"""The strategy by ``class_path`` in a LightningCLI config, as the README shows it."""
+"""The strategy by ``class_path`` in a LightningCLI config, as the documentation shows it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each DDP option the README calls honoured gives DDP's weights, and overlaps where the README says so."""
+"""Each DDP option the documentation calls honoured gives DDP's weights, and overlaps where it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defaults that the README promises."""
+"""Defaults that the documentation promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's compatibility table, made from what the tests test: ``python -m tests.parity.compatibility_table``."""
+"""The documentation's compatibility table, made from the tests: ``python -m tests.parity.compatibility_table``."""
 
 from __future__ import annotations
 

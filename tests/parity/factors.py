@@ -1,6 +1,6 @@
 """What a training may consist of, in independent factors, and which values of two factors do not go together.
 
-The matrix of combinations, the fuzz and the README's compatibility table are all made from these tables.
+The matrix of combinations, the fuzz and the documentation's compatibility table are all made from these tables.
 """
 
 from __future__ import annotations

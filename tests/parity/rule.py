@@ -29,8 +29,8 @@ class Effect(NamedTuple):
     Attributes:
         mode: Of a combination with this value, if no other value has a stronger effect.
         word: Occurs in the reason that the strategy gives, if the mode is synchronised.
-        why: For the README.
-        instead: What keeps the overlap, for the README.
+        why: For the documentation's table.
+        instead: What keeps the overlap, for the table.
     """
 
     mode: Mode

@@ -1,4 +1,4 @@
-"""What the README says about compatibility is what the tests test."""
+"""What the documentation says about compatibility is what the tests test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.parity import rule
 from tests.parity.compatibility_table import BEGIN, END, table
 from tests.parity.factors import FACTORS
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "overlap.md"
 
 
-def test_readme_has_this_table() -> None:
-    before, rest = README.read_text().split(BEGIN)
+def test_the_documentation_has_this_table() -> None:
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     between, after = rest.split(END)
     assert before
     assert after
     assert between.strip() == table().strip(), (
-        f"put what `python -m tests.parity.compatibility_table` prints between {BEGIN} and {END} in README.md"
+        f"put what `python -m tests.parity.compatibility_table` prints between {BEGIN} and {END} in docs/overlap.md"
     )
 
 

@@ -48,9 +48,9 @@ def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: p
     assert "bytescheduler with norm clipping" not in found
 
 
-def test_the_readme_says_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## Plan before you buy")[2].partition("\n## ")[0]
+def test_the_documentation_says_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
+    section = text.partition("## Predict a network")[2].partition("\n## ")[0]
     command, table, profile = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     argv = command.split()[2:]
     assert main(argv[: argv.index("--png")]) == 0

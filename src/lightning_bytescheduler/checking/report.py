@@ -47,7 +47,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """See :attr:`Findings.verdict`."""
+        """``"identical"``, ``"rounding"``, ``"different"``, ``"fails"``, ``"not reproducible"`` or ``"unchecked"``."""
         return self.findings.verdict
 
     @property

@@ -1,0 +1,92 @@
+"""The documentation is complete: what the package exports, raises and accepts has its place there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import lightning_bytescheduler
+from lightning_bytescheduler import (
+    ByteSchedulerError,
+    ByteSchedulerStrategy,
+    CreditTuner,
+    DiLoCoStrategy,
+    SliceDataModule,
+)
+from tests.docs.pages import DOCS, PAGES, REPOSITORY, Page
+
+OWN_VARIABLE = re.compile(r"\bBYTESCHEDULER_[A-Z]+(?:_[A-Z]+)*\b")
+
+
+def page(name: str) -> Page:
+    return Page(DOCS / f"{name}.md")
+
+
+def test_the_readme_is_short() -> None:
+    assert (REPOSITORY / "README.md").stat().st_size <= 8192
+
+
+def test_each_page_is_in_the_index() -> None:
+    index = page("index")
+    trees = "".join(block.text for block in index.blocks if block.language == "{toctree}")
+    listed = set(re.findall(r"^(?!:)(?:.* <)?([\w-]+)>?$", trees, re.MULTILINE))
+    pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
+    assert listed == pages
+    assert {f"{name}.md" for name in pages} - set(index.targets) == {"benchmarks-in-depth.md"}
+
+
+def test_the_readme_leads_to_each_page() -> None:
+    linked = set(Page(REPOSITORY / "README.md").targets)
+    below = {"index.md", "api-rooms.md", "benchmarks-in-depth.md"}
+    assert {f"docs/{path.name}" for path in DOCS.glob("*.md") if path.name not in below} <= linked
+
+
+def test_each_exported_name_is_in_the_reference() -> None:
+    text = "".join(block.text for block in page("api").blocks)
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
+    assert documented == {name for name in lightning_bytescheduler.__all__ if not name.startswith("__")}
+
+
+def test_each_exception_has_a_way_out() -> None:
+    headings = set(page("troubleshooting").headings)
+    exported = {name: getattr(lightning_bytescheduler, name) for name in lightning_bytescheduler.__all__}
+    errors = {
+        name
+        for name, value in exported.items()
+        if inspect.isclass(value) and issubclass(value, ByteSchedulerError) and value is not ByteSchedulerError
+    }
+    assert len(errors) > 10
+    assert errors <= headings
+
+
+@pytest.mark.parametrize(
+    ("name", "taker"),
+    [
+        ("options", ByteSchedulerStrategy),
+        ("diloco", DiLoCoStrategy),
+        ("slices", SliceDataModule),
+        ("tuning", CreditTuner),
+    ],
+)
+def test_each_option_is_described(name: str, taker: type) -> None:
+    options = [
+        option
+        for option, parameter in inspect.signature(taker).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    text = page(name).text
+    assert [option for option in options if f"`{option}`" not in text and f"`{option}=" not in text] == []
+
+
+def test_each_variable_is_described() -> None:
+    sources = (REPOSITORY / "src").rglob("*.py")
+    used = {name for path in sources for name in OWN_VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    described = set(OWN_VARIABLE.findall(page("options").text))
+    assert described == used
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_nobody_is_referred_to_what_is_not_there(page: Page) -> None:
+    assert not re.search(r"\bseeds? 0\d\d\b|\bDESIGN\b", page.text)
