@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.fetch import FetchOptions, SliceCounters, fetch_chunks
+from lightning_bytescheduler.slices.fetch import SliceCounters, fetch_chunks
+from lightning_bytescheduler.slices.options import FetchOptions
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime
 
 

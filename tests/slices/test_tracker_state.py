@@ -11,10 +11,10 @@ import torch
 
 from lightning_bytescheduler.exceptions import TrackerStateError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Done, Quarantine
+from lightning_bytescheduler.slices.messages import FinishSlice, QuarantineSlice
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.tracker_state import TrackerOptions
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, slices
 
 COUNTS = [5, 9, 2, 7, 4, 6]
@@ -93,7 +93,7 @@ def test_the_rest_of_the_epoch_and_the_next_come_in_the_same_order():
 
 def test_sessions_and_grants_of_before_do_not_count():
     tracker, workers, _ = in_mid_epoch()
-    old = Done(session=workers[0].session, grant=workers[0].held[0].grant)
+    old = FinishSlice(session=workers[0].session, grant=workers[0].held[0].grant)
     tracker.load_state_dict(tracker.state_dict())
     assert not tracker.done(old).accepted
     worker = Worker(tracker, "0", Counter())
@@ -103,7 +103,7 @@ def test_sessions_and_grants_of_before_do_not_count():
 
 def test_quarantine_and_dropped_samples_are_kept():
     tracker, workers, _ = in_mid_epoch(delivery="at_most_once")
-    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    tracker.quarantine(QuarantineSlice(session=workers[1].session, key="slice4", reason="broken"))
     tracker.release("1")
     before = tracker.report()
     assert before.dropped > 0
@@ -131,7 +131,7 @@ def test_a_state_is_not_changed_by_what_the_tracker_does_next():
     for _ in range(5):
         workers[0].ask()
         workers[0].train(5)
-    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    tracker.quarantine(QuarantineSlice(session=workers[1].session, key="slice4", reason="broken"))
     assert str(state) == str(kept)
 
 

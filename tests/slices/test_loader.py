@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import SliceDataModule, SliceDataset
 from lightning_bytescheduler.slices import formats
+from lightning_bytescheduler.slices.checksums import ChunkPlan
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.read_slice import ReaderSpeed
-from lightning_bytescheduler.slices.slice import ChunkPlan, SliceStream
+from lightning_bytescheduler.slices.open_slice import ReaderSpeed
+from lightning_bytescheduler.slices.slice import SliceStream
 from tests.slices.fits import Remembers, SaveEveryStep, fit, make_rows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -281,7 +282,7 @@ def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Pa
     data.setup("fit")
     loader = data.train_dataloader()
     told: list[Any] = []
-    loader._on_note = lambda note: told.extend(note.corrupt)
+    loader._on_report = lambda report: told.extend(report.corrupt)
     epochs = []
     for _ in range(2):
         epochs.append(as_lists(list(loader)))
