@@ -71,7 +71,8 @@ def write(folder: Path, form: str) -> str:
         return f"{folder}/a.npy"
     if form == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
-        pyarrow.parquet.write_table(pyarrow.table({"x": list(range(SAMPLES))}), folder / "a.parquet")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"x": list(range(SAMPLES))}), folder / "a.parquet")
         return f"{folder}/a.parquet"
     if form.endswith(".gz"):
         (folder / f"a.{form}").write_bytes(gzip.compress("\n".join(lines).encode()))

@@ -161,8 +161,10 @@ def test_a_state_of_another_order_is_refused(options):
 
 DAMAGE = {
     "version": [None, 2, True],
-    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}],
-    "epoch": [-1, None],
+    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}, {"slices": 6, "samples": 33, "blocks": [1]}],
+    "seed": [None, "0"],
+    "shuffle": [None, 1],
+    "epoch": [-1, None, 0.5],
     "states": [
         None,
         torch.zeros(5, dtype=torch.uint8),
@@ -172,12 +174,22 @@ DAMAGE = {
     ],
     "partial": [torch.tensor([9]), torch.tensor([-1]), torch.zeros(0, dtype=torch.int64), None],
     "partial_positions": [torch.tensor([99, 99]), torch.tensor([-1, -1]), None],
-    "workers": [None, {}, {"0": 1}, {"": []}, {"0": [[0]]}, {"0": [[0, 1]]}, {"0": [[-1, True]]}],
-    "quarantined": [None, {7: "?"}, {1: None}],
+    "workers": [
+        None,
+        {},
+        {"0": 1},
+        {"": []},
+        {"0": [[0]]},
+        {"0": [[0, 1]]},
+        {"0": [[-1, True]]},
+        {"0": [[0, True, 1]]},
+    ],
+    "quarantined": [None, {7: "?"}, {1: None}, {"1": "?"}, {-1: "?"}],
     "places": [None, [6], [-1]],
     "cursor": [7, -1, None],
     "returned": [-1, None],
     "next_grant": [None],
+    "next_session": [None, -1, "1"],
 }
 
 

@@ -43,8 +43,8 @@ __all__ = [
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class JoinTracker(_Message, frozen=True):
     worker: Name
     incarnation: Name
     cached: tuple[Name, ...] = ()
-    prefetch: Positive | None = None
+    prefetch: _Positive | None = None
 
 
 class Joined(_Message, frozen=True):
@@ -82,7 +82,7 @@ class Joined(_Message, frozen=True):
 
     session: Natural
     epoch: Natural
-    lease: Seconds
+    lease: _Seconds
 
 
 class RequestSlice(_Message, frozen=True):
@@ -124,7 +124,7 @@ class Assignment(_Message, frozen=True):
     slice_index: Natural
     slice: Slice
     first: Natural
-    lease: Seconds
+    lease: _Seconds
     revoked: tuple[Natural, ...] = ()
 
 
@@ -149,7 +149,7 @@ class AskLater(_Message, frozen=True):
     """
 
     reason: WaitReason
-    seconds: Seconds
+    seconds: _Seconds
     revoked: tuple[Natural, ...] = ()
 
 

@@ -13,6 +13,7 @@ from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "require_seed",
     "sample_order",
     "slice_order",
 ]

@@ -53,7 +53,7 @@ class Slice:
 
 
 class SliceState(IntEnum):
-    """State of a slice in the running epoch (seed 004), as the tracker keeps it in one byte.
+    """State of a slice in the running epoch, as the tracker keeps it in one byte.
 
     ``AVAILABLE -> ASSIGNED -> USED``; back to ``AVAILABLE`` when its holder dies or leaves, and with a new epoch.
     ``QUARANTINED`` slices cannot be read; they are left out of this epoch and of those that follow.
