@@ -30,8 +30,8 @@ from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.training import (
+    CoordinatedDataModule,
     LockStepTraining,
-    SlicesOfTraining,
     TrackedTraining,
     TrackerHost,
     TrainingSlices,
@@ -50,7 +50,7 @@ _SPLITS = {
 }
 
 
-class SliceDataModule(SlicesOfTraining):
+class SliceDataModule(CoordinatedDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
     A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of

@@ -83,7 +83,7 @@ def ask(
 
     def pause(state: RetryCallState) -> float:
         # The last attempt comes when the time is over, not a little before.
-        return min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock())
+        return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
 
     def give_up(state: RetryCallState) -> _Answer:
         error = state.outcome.exception() if state.outcome is not None else None

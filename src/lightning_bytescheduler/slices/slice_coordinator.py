@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.fetch import SliceStatistics
-from lightning_bytescheduler.slices.training import SlicesOfTraining
+from lightning_bytescheduler.slices.training import CoordinatedDataModule
 
 __all__ = [
     "SliceCoordinator",
@@ -101,7 +101,7 @@ class SliceCoordinator(pl.Callback):
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._data(trainer).training.keep_alive()
 
-    def _log(self, pl_module: pl.LightningModule, data: SlicesOfTraining) -> None:
+    def _log(self, pl_module: pl.LightningModule, data: CoordinatedDataModule) -> None:
         now, before, steps = data.statistics, self._logged, self._steps
         waited = data.waited - self._waited
         self._logged, self._waited, self._steps = now, data.waited, 0
@@ -117,9 +117,9 @@ class SliceCoordinator(pl.Callback):
             on_epoch=False,
         )
 
-    def _data(self, trainer: pl.Trainer) -> SlicesOfTraining:
+    def _data(self, trainer: pl.Trainer) -> CoordinatedDataModule:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, SlicesOfTraining):
+        if not isinstance(data, CoordinatedDataModule):
             raise UnsupportedError(
                 "SliceCoordinator needs the data to be a SliceDataModule: pass one to trainer.fit(datamodule=...), or "
                 "leave the callback out."

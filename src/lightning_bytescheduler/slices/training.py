@@ -24,8 +24,8 @@ from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerC
 from lightning_bytescheduler.slices.tracker_plan import TrackerPlan
 
 __all__ = [
+    "CoordinatedDataModule",
     "LockStepTraining",
-    "SlicesOfTraining",
     "TrackedTraining",
     "TrackerHost",
     "TrainingSlices",
@@ -77,7 +77,7 @@ class TrainingSlices(Protocol):
         """Go on where a state was saved."""
 
 
-class SlicesOfTraining(pl.LightningDataModule):
+class CoordinatedDataModule(pl.LightningDataModule):
     """A data module whose training data stands somewhere: what a ``SliceCoordinator`` needs to know of one."""
 
     @property
