@@ -20,15 +20,7 @@ from lightning_bytescheduler.slices.open_slice import OpenSlice
 from lightning_bytescheduler.slices.shuffle import sample_order
 from lightning_bytescheduler.slices.store import SliceStore
 
-__all__ = [
-    "SLICES_AHEAD",
-    "BatchPlan",
-    "BatchReader",
-    "ReadReport",
-    "SampleRun",
-    "SliceBatch",
-    "cut_batches",
-]
+__all__ = ["SLICES_AHEAD", "BatchPlan", "BatchReader", "ReadReport", "SampleRun", "SliceBatch", "cut_batches"]
 
 SLICES_AHEAD = 8
 """How many slices a batch names that come after it: no more are prefetched."""

@@ -30,15 +30,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.checksums import ChunkPlan, ChunkSeals, digests_of, right_chunks
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "CacheFull",
-    "CachedSlice",
-    "DiskFailed",
-    "GrowingSlice",
-    "SliceCache",
-    "cache_name",
-    "file_bytes",
-]
+__all__ = ["CacheFull", "CachedSlice", "DiskFailed", "GrowingSlice", "SliceCache", "cache_name", "file_bytes"]
 
 _COMPLETE = ".slice"
 _PARTIAL = ".partial"

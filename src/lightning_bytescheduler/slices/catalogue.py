@@ -17,11 +17,7 @@ import numpy.typing as npt
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Slice
 
-__all__ = [
-    "CatalogueFingerprint",
-    "SliceCatalogue",
-    "TextColumn",
-]
+__all__ = ["CatalogueFingerprint", "SliceCatalogue", "TextColumn"]
 
 _BLOCKS = 64
 _CHECKSUM = "xxh3_64:"

@@ -23,11 +23,7 @@ from lightning_bytescheduler.slices.serve import SliceServer
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 
-__all__ = [
-    "_bytes",
-    "add_arguments",
-    "verify_slices",
-]
+__all__ = ["_bytes", "add_arguments", "verify_slices"]
 
 TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 """Environment variable with the token of ``slices serve``, which arguments would show to all users of the machine."""

@@ -38,9 +38,7 @@ from lightning_bytescheduler.slices.training import (
     require_same_slices,
 )
 
-__all__ = [
-    "SliceDataModule",
-]
+__all__ = ["SliceDataModule"]
 
 _SPLITS = {
     "fit": ("train", "val"),

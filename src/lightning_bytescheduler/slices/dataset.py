@@ -18,9 +18,7 @@ from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
-__all__ = [
-    "SliceDataset",
-]
+__all__ = ["SliceDataset"]
 
 
 class SliceDataset(IterableDataset[list[Any]]):

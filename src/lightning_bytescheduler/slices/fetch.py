@@ -18,15 +18,7 @@ from lightning_bytescheduler.slices.checksums import ChunkPlan
 from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "LASTING",
-    "ReadAhead",
-    "SliceCounters",
-    "SliceStatistics",
-    "Waiting",
-    "ask",
-    "fetch_chunks",
-]
+__all__ = ["LASTING", "ReadAhead", "SliceCounters", "SliceStatistics", "Waiting", "ask", "fetch_chunks"]
 
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0

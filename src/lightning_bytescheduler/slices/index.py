@@ -18,13 +18,7 @@ from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, ChunkPlan, che
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.urls import join
 
-__all__ = [
-    "INDEX_NAME",
-    "IndexedSlice",
-    "indexed_slice",
-    "read_index",
-    "write_index",
-]
+__all__ = ["INDEX_NAME", "IndexedSlice", "indexed_slice", "read_index", "write_index"]
 
 INDEX_NAME = "slices.index"
 """Name of the index in a folder of slices."""

@@ -27,11 +27,7 @@ from torch.utils.data import default_collate as torch_collate
 
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport, SliceBatch
 
-__all__ = [
-    "BatchWorkers",
-    "SliceLoader",
-    "collate_samples",
-]
+__all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
 
 _SLOT_BYTES = 4 * 1024 * 1024  # of address space; memory is taken as far as batches reach
 _ALIGNMENT = 64

@@ -24,11 +24,7 @@ from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.options import require_shortage
 from lightning_bytescheduler.slices.shuffle import slice_order
 
-__all__ = [
-    "LockStepEpoch",
-    "LockStepPlan",
-    "Stage",
-]
+__all__ = ["LockStepEpoch", "LockStepPlan", "Stage"]
 
 _VERSION = 1
 

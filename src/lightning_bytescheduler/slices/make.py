@@ -24,13 +24,7 @@ from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
 from lightning_bytescheduler.slices.urls import exists, expand, join, local_path, make_folder, read_range, size_of
 
-__all__ = [
-    "SLICE_BYTES",
-    "cut_lines",
-    "make_slices",
-    "npy_slice",
-    "row_ranges",
-]
+__all__ = ["SLICE_BYTES", "cut_lines", "make_slices", "npy_slice", "row_ranges"]
 
 SLICE_BYTES = 64 * 1024 * 1024
 """Target size of a slice."""

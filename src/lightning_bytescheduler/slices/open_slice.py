@@ -21,14 +21,7 @@ from lightning_bytescheduler.slices.checksums import ChunkPlan, VerifiedChunks, 
 from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "BlockSamples",
-    "OpenSlice",
-    "ReaderSamples",
-    "ReaderSpeed",
-    "Reading",
-    "mapped_chunks",
-]
+__all__ = ["BlockSamples", "OpenSlice", "ReaderSamples", "ReaderSpeed", "Reading", "mapped_chunks"]
 
 _SAME_SECONDS = 2e-4  # a difference that does not matter: about what it takes to send a batch to another process
 _WEIGHT = 0.3  # of the newest measurement

@@ -19,11 +19,7 @@ from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource
 
-__all__ = [
-    "FetchJob",
-    "PrefetchDepth",
-    "SlicePrefetcher",
-]
+__all__ = ["FetchJob", "PrefetchDepth", "SlicePrefetcher"]
 
 _WEIGHT = 0.3  # of the newest measurement
 _CALM_SLICES = 16  # after so many without a stall, what a stall added is taken back by one

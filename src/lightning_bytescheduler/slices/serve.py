@@ -21,9 +21,7 @@ from aiohttp.typedefs import Handler
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = [
-    "SliceServer",
-]
+__all__ = ["SliceServer"]
 
 _START_SECONDS = 10.0
 

@@ -12,11 +12,7 @@ import numpy.typing as npt
 from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "require_seed",
-    "sample_order",
-    "slice_order",
-]
+__all__ = ["require_seed", "sample_order", "slice_order"]
 
 _WORD = 2**64
 

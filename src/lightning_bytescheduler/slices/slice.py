@@ -10,12 +10,7 @@ from enum import IntEnum
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "Bytes",
-    "Slice",
-    "SliceState",
-    "SliceStream",
-]
+__all__ = ["Bytes", "Slice", "SliceState", "SliceStream"]
 
 Bytes = bytes | bytearray | memoryview
 

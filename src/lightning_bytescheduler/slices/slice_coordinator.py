@@ -11,9 +11,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.fetch import SliceStatistics
 from lightning_bytescheduler.slices.training import CoordinatedDataModule
 
-__all__ = [
-    "SliceCoordinator",
-]
+__all__ = ["SliceCoordinator"]
 
 
 class SliceCoordinator(pl.Callback):

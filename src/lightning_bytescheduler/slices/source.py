@@ -35,11 +35,7 @@ from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
 from lightning_bytescheduler.slices.urls import expand, file_version, read_range, size_of
 
-__all__ = [
-    "SliceSource",
-    "SourceFile",
-    "open_source",
-]
+__all__ = ["SliceSource", "SourceFile", "open_source"]
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _HEADER_BYTES = 4096

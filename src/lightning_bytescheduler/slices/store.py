@@ -34,9 +34,7 @@ from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
-__all__ = [
-    "SliceStore",
-]
+__all__ = ["SliceStore"]
 
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0

@@ -11,14 +11,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Grant",
-    "Holder",
-    "TrackedWorker",
-    "WorkerRegistry",
-    "WorkerSpeed",
-    "holder_to_relieve",
-]
+__all__ = ["Grant", "Holder", "TrackedWorker", "WorkerRegistry", "WorkerSpeed", "holder_to_relieve"]
 
 _INTERVALS = 15
 

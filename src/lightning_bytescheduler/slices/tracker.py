@@ -53,10 +53,7 @@ from lightning_bytescheduler.slices.tracked_workers import (
 )
 from lightning_bytescheduler.slices.tracker_state import EpochSlices, SavedEpoch, pack, unpack
 
-__all__ = [
-    "SliceTracker",
-    "TrackerReport",
-]
+__all__ = ["SliceTracker", "TrackerReport"]
 
 _SOONEST, _LATEST = 0.05, 5.0  # seconds after which a worker that waits asks again
 

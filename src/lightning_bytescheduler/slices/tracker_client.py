@@ -21,10 +21,7 @@ from lightning_bytescheduler.slices.messages import (
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
-__all__ = [
-    "LocalTracker",
-    "TrackerClient",
-]
+__all__ = ["LocalTracker", "TrackerClient"]
 
 
 class TrackerClient(Protocol):

@@ -29,9 +29,7 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker_client import TrackerClient
 
-__all__ = [
-    "TrackerPlan",
-]
+__all__ = ["TrackerPlan"]
 
 _LATEST = 0.5  # seconds until the tracker is asked again, whose guess is made of speeds that it may not know yet
 _RENEWALS = 4  # in the time of a lease, while there is nothing else to say

@@ -23,12 +23,7 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
-__all__ = [
-    "EpochSlices",
-    "SavedEpoch",
-    "pack",
-    "unpack",
-]
+__all__ = ["EpochSlices", "SavedEpoch", "pack", "unpack"]
 
 _VERSION = 1
 

@@ -16,16 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "exists",
-    "expand",
-    "file_version",
-    "join",
-    "local_path",
-    "make_folder",
-    "read_range",
-    "size_of",
-]
+__all__ = ["exists", "expand", "file_version", "join", "local_path", "make_folder", "read_range", "size_of"]
 
 Options = Mapping[str, Any]
 
