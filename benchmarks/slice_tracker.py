@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Assignment, Begin, Done, Join, Request
+from lightning_bytescheduler.slices.messages import Assignment, BeginSlice, FinishSlice, JoinTracker, RequestSlice
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import SliceTracker
 
@@ -69,23 +69,23 @@ def measure(count: int, workers: int = 16) -> TrackerFigures:
     sessions = []
     for worker in range(workers):
         cached = tuple(tracker.catalogue.key(index) for index in range(worker, min(count, 16_000), 2 * workers))
-        sessions.append(tracker.join(Join(worker=str(worker), incarnation="a", cached=cached)).session)
+        sessions.append(tracker.join(JoinTracker(worker=str(worker), incarnation="a", cached=cached)).session)
     requests, dones, saved = [], [], io.BytesIO()
     checkpoint = 0.0
     for turn in range(count):
         session = sessions[turn % workers]
         start = time.perf_counter()
-        answer = tracker.request(Request(session=session, epoch=0))
+        answer = tracker.request(RequestSlice(session=session, epoch=0))
         requests.append(time.perf_counter() - start)
         if not isinstance(answer, Assignment):
             raise RuntimeError(f"Expected a slice, got {answer}.")
-        tracker.begin(Begin(session=session, grant=answer.grant))
+        tracker.begin(BeginSlice(session=session, grant=answer.grant))
         if turn == count // 2:
             start = time.perf_counter()
             torch.save(tracker.state_dict(), saved)
             checkpoint = time.perf_counter() - start
         start = time.perf_counter()
-        tracker.done(Done(session=session, grant=answer.grant))
+        tracker.done(FinishSlice(session=session, grant=answer.grant))
         dones.append(time.perf_counter() - start)
     memory = max(memory, _resident_bytes() - before - sys.getsizeof(requests) - sys.getsizeof(dones) - count * 48)
     start = time.perf_counter()

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmarks.slice_loaders import SHAPES, compare_loaders
 from lightning_bytescheduler import SliceDataModule
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.open_source import open_source
+from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.source import SliceSource
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.source import SliceSource, open_source
+from lightning_bytescheduler.slices.store import SliceStore
 
 
 class _MappedRows(Dataset):

@@ -13,7 +13,7 @@ import pytest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices import cache as cache_module
 from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, file_bytes
-from lightning_bytescheduler.slices.slice import ChunkPlan
+from lightning_bytescheduler.slices.checksums import ChunkPlan
 
 # Fork is meant: processes that were forked share what is open.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +68,13 @@ def test_no_slices_are_refused():
 
 
 def test_a_catalogue_takes_few_bytes_a_slice():
-    """What it holds, counted; a Slice object with its texts takes some 400."""
-    catalogue = SliceCatalogue(slices([1] * 10_000))
-    assert catalogue.memory < 110 * len(catalogue)
+    """What it holds, traced; a Slice object with its texts takes some 400."""
+    found = slices([1] * 10_000)
+    tracemalloc.start()
+    try:
+        catalogue = SliceCatalogue(found)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 130 * len(catalogue)

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.fetch import FetchOptions, SliceCounters, fetch_chunks
+from lightning_bytescheduler.slices.fetch import SliceCounters, fetch_chunks
+from lightning_bytescheduler.slices.options import FetchOptions
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime
 
 
@@ -147,3 +148,33 @@ def test_a_missing_library_is_not_waited_for(source, time):
 def test_misuse(option, value):
     with pytest.raises(OptionError, match=option):
         FetchOptions(**{option: value})
+
+
+def test_hours_of_asking(source, time):
+    def away(*_):
+        raise ConnectionError("gone")
+
+    source.fault = away
+    counters = SliceCounters()
+    with pytest.raises(SourceUnavailableError, match=r"10800\.0 s"):
+        fetch(source, time, counters=counters, timeout=3 * 3600.0)
+    assert max(time.sleeps) == 5.0
+    assert counters.snapshot().retries == len(time.sleeps) > 2000
+    assert len(source.asked) == len(time.sleeps) + 1
+
+
+def test_whoever_stops_a_pause_ends_the_fetch(source, time, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def away(*_):
+        raise ConnectionError("gone")
+
+    def stop(seconds):
+        raise Stopped
+
+    source.fault = away
+    monkeypatch.setattr(time, "sleep", stop)
+    with pytest.raises(Stopped):
+        fetch(source, time)
+    assert len(source.asked) == 1

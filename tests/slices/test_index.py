@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lightning_bytescheduler.exceptions import SliceIndexError
-from lightning_bytescheduler.slices.open_source import indexed_slice, read_index, write_index
+from lightning_bytescheduler.slices.checksums import checksum_of
+from lightning_bytescheduler.slices.index import indexed_slice, read_index, write_index
 
 ENTRIES = [
     indexed_slice("slice-0.txt", b"a\n" * 3, 3, folder="memory://data"),
@@ -15,6 +18,37 @@ ENTRIES = [
 
 def test_round_trip():
     assert read_index(write_index(ENTRIES), folder="memory://data") == ENTRIES
+
+
+def test_an_index_of_an_earlier_release_is_read():
+    """Which had blanks between its values."""
+    head, *lines = write_index(ENTRIES).splitlines()
+    body = b"".join(json.dumps(json.loads(line)).encode() + b"\n" for line in lines)
+    head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
+    assert b'"version": 1' in head
+    assert read_index(head + b"\n" + body, folder="memory://data") == ENTRIES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("slices", None), ("chunk_bytes", 0), ("chunk_bytes", True), ("checksum", 1)]
+)
+def test_a_damaged_first_line_is_an_error(name, value):
+    head, _, body = write_index(ENTRIES).partition(b"\n")
+    head = json.dumps({**json.loads(head), name: value}).encode()
+    with pytest.raises(SliceIndexError, match="is damaged"):
+        read_index(head + b"\n" + body, folder="memory://data")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("size", "8"), ("samples", 0), ("samples", True), ("checksum", 1), ("chunks", "x"), ("more", 1)],
+)
+def test_a_line_that_is_no_slice_is_named(name, value):
+    head, _, body = write_index(ENTRIES[:1]).partition(b"\n")
+    body = json.dumps({**json.loads(body), name: value}).encode() + b"\n"
+    head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
+    with pytest.raises(SliceIndexError, match="line 2, does not describe a slice"):
+        read_index(head + b"\n" + body, folder="memory://data")
 
 
 def test_names_follow_the_folder():
@@ -40,15 +74,11 @@ def test_a_cut_short_or_foreign_index_is_refused():
 
 def test_another_version_is_named():
     with pytest.raises(SliceIndexError, match="of version 2, and this release reads version 1"):
-        read_index(write_index(ENTRIES).replace(b'"version": 1', b'"version": 2'), folder="memory://data")
+        read_index(write_index(ENTRIES).replace(b'"version":1', b'"version":2'), folder="memory://data")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.txt", "file:///etc/passwd", "a::b", ""])
 def test_an_index_cannot_name_files_elsewhere(name):
-    import json
-
-    from lightning_bytescheduler.slices.slice import checksum_of
-
     head, _, body = write_index(ENTRIES[:1]).partition(b"\n")
     body = body.replace(b"slice-0.txt", json.dumps(name)[1:-1].encode())
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()

@@ -9,8 +9,9 @@ import pytest
 
 from lightning_bytescheduler.slices.command import verify_slices
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.open_source import open_source
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.source import open_source
+from lightning_bytescheduler.slices.store import SliceStore
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

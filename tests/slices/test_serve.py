@@ -15,9 +15,10 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.open_source import open_source
+from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.serve import SliceServer
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.source import open_source
+from lightning_bytescheduler.slices.store import SliceStore
 
 TEXT = [f"line {number}" for number in range(5000)]
 

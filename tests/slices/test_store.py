@@ -19,7 +19,8 @@ from lightning_bytescheduler.exceptions import (
     SourceUnavailableError,
 )
 from lightning_bytescheduler.slices import cache
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.store import SliceStore
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
 
 # Fork is meant: processes that were forked share what is open.

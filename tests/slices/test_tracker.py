@@ -8,22 +8,23 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.messages import (
+    AskLater,
     Assignment,
-    Begin,
-    Done,
+    BeginSlice,
     EpochOver,
-    Join,
+    FinishSlice,
     JoinAgain,
-    Progress,
-    Quarantine,
-    Renew,
-    Request,
+    JoinTracker,
+    QuarantineSlice,
+    RenewLease,
+    ReportProgress,
+    RequestSlice,
     Verdict,
-    Wait,
     WaitReason,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+from lightning_bytescheduler.slices.tracker_state import EpochSlices
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 
@@ -85,7 +86,7 @@ def test_a_late_copy_of_a_request_hands_nothing_begun_out_again():
     worker = Worker(tracker, "0", Counter())
     worker.ask()
     worker.train(2)
-    answer = tracker.request(Request(session=worker.session, epoch=0))  # it knew of no grant yet
+    answer = tracker.request(RequestSlice(session=worker.session, epoch=0))  # it knew of no grant yet
     assert answer.slice.key != worker.held[0].key
     assert worker.ask() == answer
 
@@ -172,10 +173,10 @@ def test_a_silent_worker_is_taken_for_dead_and_any_message_keeps_it_alive():
     silent.train(3)
     for _ in range(3):
         clock.now += 4.0
-        tracker.renew(Renew(session=alive.session))
+        tracker.renew(RenewLease(session=alive.session))
     assert tracker.expire() == ("silent",)
     assert silent.ask() == JoinAgain()
-    assert tracker.begin(Begin(session=alive.session, grant=99)).verdict is Verdict.FINISHED
+    assert tracker.begin(BeginSlice(session=alive.session, grant=99)).verdict is Verdict.FINISHED
 
 
 def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone():
@@ -190,7 +191,7 @@ def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone(
     clock.now += 100.0
     other = Worker(tracker, "other", trained)
     assert other.ask().first == 4
-    assert tracker.done(Done(session=session, grant=grant)).verdict is Verdict.JOIN_AGAIN
+    assert tracker.done(FinishSlice(session=session, grant=grant)).verdict is Verdict.JOIN_AGAIN
     assert tracker.report().trained == 4
     assert tracker.state_of("slice0") is SliceState.ASSIGNED
 
@@ -200,13 +201,13 @@ def test_repeated_and_late_reports_change_nothing():
     worker = Worker(tracker, "0", Counter())
     grant = worker.ask().grant
     for trained in (6, 2, 6):
-        assert tracker.progress(Progress(session=worker.session, grant=grant, trained=trained)).accepted
+        assert tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained)).accepted
         assert tracker.report().trained == 6
-    assert tracker.done(Done(session=worker.session, grant=grant)).accepted
-    assert tracker.done(Done(session=worker.session, grant=grant)).verdict is Verdict.FINISHED
-    late = Progress(session=worker.session, grant=grant, trained=3)
+    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).accepted
+    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.FINISHED
+    late = ReportProgress(session=worker.session, grant=grant, trained=3)
     assert tracker.progress(late).verdict is Verdict.FINISHED
-    assert not tracker.begin(Begin(session=worker.session, grant=grant)).accepted
+    assert not tracker.begin(BeginSlice(session=worker.session, grant=grant)).accepted
     assert tracker.report().trained == 10
 
 
@@ -241,7 +242,7 @@ def test_a_begin_decides_whose_slice_it_is():
     thief = Worker(tracker, "thief", trained)
     thief.ask()
     stolen = thief.ask()
-    assert isinstance(stolen, Wait)  # it would not be done with it any sooner
+    assert isinstance(stolen, AskLater)  # it would not be done with it any sooner
     busy.train(50)
     thief.train(100)
     assert thief.ask().slice.key == "slice1"
@@ -277,10 +278,10 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     worker.ask()
     worker.train(1)
     broken = worker.held[0]
-    told = Quarantine(session=other.session, key=broken.key, reason="wrong checksum")
+    told = QuarantineSlice(session=other.session, key=broken.key, reason="wrong checksum")
     assert tracker.quarantine(told).accepted
     assert tracker.quarantine(told).accepted
-    done = tracker.done(Done(session=worker.session, grant=broken.grant))
+    done = tracker.done(FinishSlice(session=worker.session, grant=broken.grant))
     assert done.verdict is Verdict.TAKEN
     finish(tracker, [worker, other], clock)
     assert (tracker.report().trained, tracker.report().dropped) == (5, 3)
@@ -300,7 +301,7 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
 def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_once():
     tracker = make_tracker([4, 4])
     worker = Worker(tracker, "0", Counter())
-    told = Quarantine(session=worker.session, key="slice0", reason="wrong checksum")
+    told = QuarantineSlice(session=worker.session, key="slice0", reason="wrong checksum")
     tracker.quarantine(told)
     tracker.lift_quarantine("slice0")
     tracker.quarantine(told)
@@ -332,7 +333,7 @@ def test_an_epoch_can_be_abandoned():
     assert not tracker.start_epoch(2, abandon=True)
     assert tracker.start_epoch(1, abandon=True)
     assert tracker.start_epoch(1)
-    assert tracker.done(Done(session=worker.session, grant=grant)).verdict is Verdict.EPOCH_OVER
+    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.EPOCH_OVER
     assert tracker.report().trained == 0
 
 
@@ -342,15 +343,22 @@ def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeate
     first = Worker(tracker, "0", trained)
     first.ask()
     first.train(3)
-    again = tracker.join(Join(worker="0", incarnation="a"))
+    again = tracker.join(JoinTracker(worker="0", incarnation="a"))
     assert again.session == first.session
     second = Worker(tracker, "0", trained, incarnation="b")
-    assert tracker.renew(Renew(session=first.session)).verdict is Verdict.JOIN_AGAIN
+    assert tracker.renew(RenewLease(session=first.session)).verdict is Verdict.JOIN_AGAIN
     assert second.ask().first == 3
 
 
-def test_a_request_looks_at_no_more_slices_than_there_are():
+def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):
     """Not a matter of time: what is looked at in an epoch does not grow with the number of requests."""
+    looked_at, take = [], EpochSlices.take
+
+    def taken(slices, index):
+        looked_at.append(index)
+        return take(slices, index)
+
+    monkeypatch.setattr(EpochSlices, "take", taken)
     tracker = make_tracker([1] * 2000)
     workers = [
         Worker(tracker, str(rank), Counter(), cached=tuple(f"slice{index}" for index in range(rank, 2000, 2)))
@@ -360,7 +368,7 @@ def test_a_request_looks_at_no_more_slices_than_there_are():
         for worker in workers:
             worker.ask()
             worker.train(1)
-    assert tracker._slices.looked_at <= 2000
+    assert len(looked_at) <= 2000 + 3000  # each in the epoch's order, and as one that a worker has locally
 
 
 @pytest.mark.parametrize(
@@ -389,13 +397,13 @@ def test_messages_that_are_not_allowed():
     grant = worker.ask().grant
     for trained in (-1, 11, 1.5, True):
         with pytest.raises(OptionError, match="trained="):
-            tracker.progress(Progress(session=worker.session, grant=grant, trained=trained))
+            tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained))
     with pytest.raises(OptionError, match="key='elsewhere'"):
-        tracker.quarantine(Quarantine(session=worker.session, key="elsewhere", reason="?"))
+        tracker.quarantine(QuarantineSlice(session=worker.session, key="elsewhere", reason="?"))
     with pytest.raises(OptionError, match="worker="):
-        tracker.join(Join(worker="", incarnation="a"))
+        tracker.join(JoinTracker(worker="", incarnation="a"))
     with pytest.raises(OptionError, match="incarnation="):
-        tracker.join(Join(worker="1", incarnation=""))
+        tracker.join(JoinTracker(worker="1", incarnation=""))
     with pytest.raises(OptionError, match="prefetch="):
-        tracker.join(Join(worker="1", incarnation="a", prefetch=0))
+        tracker.join(JoinTracker(worker="1", incarnation="a", prefetch=0))
     assert tracker.report().workers == 1

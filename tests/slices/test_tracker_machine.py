@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_bytescheduler.slices.messages import Done, Progress, Quarantine
+from lightning_bytescheduler.slices.messages import FinishSlice, QuarantineSlice, ReportProgress
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 LEASE = 50.0
@@ -85,11 +85,11 @@ class TrackerMachine(RuleBasedStateMachine):
         if not worker.train(samples, report=False):
             return
         held = worker.held[0]
-        report = Progress(session=worker.session, grant=held.grant, trained=held.position)
+        report = ReportProgress(session=worker.session, grant=held.grant, trained=held.position)
         self.mail += [(name, report)] * copies
         if held.position == held.samples:
             worker.held.pop(0)
-            self.mail += [(name, Done(session=worker.session, grant=held.grant))] * max(copies, 1)
+            self.mail += [(name, FinishSlice(session=worker.session, grant=held.grant))] * max(copies, 1)
 
     @precondition(lambda self: self.mail)
     @rule(data=st.data())
@@ -99,7 +99,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.post(message)
 
     def post(self, message):
-        if isinstance(message, Done):
+        if isinstance(message, FinishSlice):
             self.tracker.done(message)
         else:
             self.tracker.progress(message)
@@ -140,7 +140,7 @@ class TrackerMachine(RuleBasedStateMachine):
         worker = self.worker(data)
         if len(self.tracker.report().quarantined) < 2:
             index = data.draw(st.integers(0, len(self.counts) - 1))
-            self.tracker.quarantine(Quarantine(session=worker.session, key=f"slice{index}", reason="broken"))
+            self.tracker.quarantine(QuarantineSlice(session=worker.session, key=f"slice{index}", reason="broken"))
             self.deaths = True  # its holder may train on a batch or two more, which nobody counts
 
     @rule()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.batch_reader import ReadNote, SliceBatch
+from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.tracker_plan import TrackerPlan
@@ -65,7 +65,7 @@ class Trains:
             return False
         except StopIteration:
             return False
-        self.plan.received(ReadNote({}, depth=2))
+        self.plan.received(ReadReport({}, depth=2))
         return True
 
     def train(self) -> int:
@@ -208,7 +208,7 @@ def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
     tracker = make_tracker([3, 3], clock, shuffle=False)
     worker = Trains(tracker, clock, "w", trained)
     first = next(worker.batches)
-    worker.plan.received(ReadNote({}, corrupt=(("slice0", "it is damaged."),), lost=3, is_empty=True))
+    worker.plan.received(ReadReport({}, corrupt=(("slice0", "it is damaged."),), lost=3, is_empty=True))
     assert first.runs[0].slice_index == 0
     assert tracker.state_of("slice0") is SliceState.QUARANTINED
     worker.fetch()

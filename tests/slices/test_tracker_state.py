@@ -11,10 +11,10 @@ import torch
 
 from lightning_bytescheduler.exceptions import TrackerStateError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Done, Quarantine
+from lightning_bytescheduler.slices.messages import FinishSlice, QuarantineSlice
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.tracker_state import TrackerOptions
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, slices
 
 COUNTS = [5, 9, 2, 7, 4, 6]
@@ -93,7 +93,7 @@ def test_the_rest_of_the_epoch_and_the_next_come_in_the_same_order():
 
 def test_sessions_and_grants_of_before_do_not_count():
     tracker, workers, _ = in_mid_epoch()
-    old = Done(session=workers[0].session, grant=workers[0].held[0].grant)
+    old = FinishSlice(session=workers[0].session, grant=workers[0].held[0].grant)
     tracker.load_state_dict(tracker.state_dict())
     assert not tracker.done(old).accepted
     worker = Worker(tracker, "0", Counter())
@@ -103,7 +103,7 @@ def test_sessions_and_grants_of_before_do_not_count():
 
 def test_quarantine_and_dropped_samples_are_kept():
     tracker, workers, _ = in_mid_epoch(delivery="at_most_once")
-    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    tracker.quarantine(QuarantineSlice(session=workers[1].session, key="slice4", reason="broken"))
     tracker.release("1")
     before = tracker.report()
     assert before.dropped > 0
@@ -131,7 +131,7 @@ def test_a_state_is_not_changed_by_what_the_tracker_does_next():
     for _ in range(5):
         workers[0].ask()
         workers[0].train(5)
-    tracker.quarantine(Quarantine(session=workers[1].session, key="slice4", reason="broken"))
+    tracker.quarantine(QuarantineSlice(session=workers[1].session, key="slice4", reason="broken"))
     assert str(state) == str(kept)
 
 
@@ -161,8 +161,10 @@ def test_a_state_of_another_order_is_refused(options):
 
 DAMAGE = {
     "version": [None, 2, True],
-    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}],
-    "epoch": [-1, None],
+    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}, {"slices": 6, "samples": 33, "blocks": [1]}],
+    "seed": [None, "0"],
+    "shuffle": [None, 1],
+    "epoch": [-1, None, 0.5],
     "states": [
         None,
         torch.zeros(5, dtype=torch.uint8),
@@ -172,12 +174,22 @@ DAMAGE = {
     ],
     "partial": [torch.tensor([9]), torch.tensor([-1]), torch.zeros(0, dtype=torch.int64), None],
     "partial_positions": [torch.tensor([99, 99]), torch.tensor([-1, -1]), None],
-    "workers": [None, {}, {"0": 1}, {"": []}, {"0": [[0]]}, {"0": [[0, 1]]}, {"0": [[-1, True]]}],
-    "quarantined": [None, {7: "?"}, {1: None}],
+    "workers": [
+        None,
+        {},
+        {"0": 1},
+        {"": []},
+        {"0": [[0]]},
+        {"0": [[0, 1]]},
+        {"0": [[-1, True]]},
+        {"0": [[0, True, 1]]},
+    ],
+    "quarantined": [None, {7: "?"}, {1: None}, {"1": "?"}, {-1: "?"}],
     "places": [None, [6], [-1]],
     "cursor": [7, -1, None],
     "returned": [-1, None],
     "next_grant": [None],
+    "next_session": [None, -1, "1"],
 }
 
 

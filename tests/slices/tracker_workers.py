@@ -8,20 +8,20 @@ from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
     Answer,
     Assignment,
-    Begin,
-    Done,
+    BeginSlice,
     EpochOver,
-    Join,
+    FinishSlice,
     JoinAgain,
-    Leave,
-    Progress,
+    JoinTracker,
+    LeaveTracker,
     Receipt,
-    Request,
+    ReportProgress,
+    RequestSlice,
     Verdict,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.tracker_state import TrackerOptions
 
 
 class Clock:
@@ -66,12 +66,12 @@ class Worker:
         self.join()
 
     def join(self) -> None:
-        joined = self.tracker.join(Join(worker=self.name, incarnation=self.incarnation, **self._join))
+        joined = self.tracker.join(JoinTracker(worker=self.name, incarnation=self.incarnation, **self._join))
         self.session, self.epoch = joined.session, joined.epoch
         self.held = []
 
     def ask(self, *, lose_answer: bool = False, **more) -> Answer:
-        message = Request(
+        message = RequestSlice(
             session=self.session, epoch=self.epoch, holding=tuple(held.grant for held in self.held), **more
         )
         answer = self.tracker.request(message)
@@ -104,7 +104,7 @@ class Worker:
         """The first slice that the tracker still leaves to this worker, begun."""
         while self.held:
             held = self.held[0]
-            if held.begun or self._heed(self.tracker.begin(Begin(session=self.session, grant=held.grant))):
+            if held.begun or self._heed(self.tracker.begin(BeginSlice(session=self.session, grant=held.grant))):
                 held.begun = True
                 return held
         return None
@@ -114,9 +114,9 @@ class Worker:
         if not self.held:
             return
         held = self.held[0]
-        progress = Progress(session=self.session, grant=held.grant, trained=held.position)
+        progress = ReportProgress(session=self.session, grant=held.grant, trained=held.position)
         if self._heed(self.tracker.progress(progress)) and held.position == held.samples:
-            self.tracker.done(Done(session=self.session, grant=held.grant))
+            self.tracker.done(FinishSlice(session=self.session, grant=held.grant))
             self.held.pop(0)
 
     def _heed(self, receipt: Receipt) -> bool:
@@ -127,7 +127,7 @@ class Worker:
         return receipt.accepted
 
     def leave(self) -> None:
-        self.tracker.leave(Leave(session=self.session))
+        self.tracker.leave(LeaveTracker(session=self.session))
 
 
 def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: int = 3) -> None:

@@ -15,24 +15,24 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Answer,
-    Begin,
+    BeginSlice,
     Call,
-    Done,
-    Join,
+    FinishSlice,
     Joined,
-    Leave,
-    Progress,
-    Quarantine,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
     Receipt,
-    Renew,
+    RenewLease,
     Reply,
-    Request,
+    ReportProgress,
+    RequestSlice,
     Verdict,
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.tracked_training import TrackedTraining
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["SharedSlices", "share_slices", "training_of"]
 
@@ -139,14 +139,14 @@ def training_of(trainer: pl.Trainer) -> TrackedTraining | None:
 class _Answers:
     def __init__(self, tracker: LocalTracker) -> None:
         self._calls: dict[type[Any], Callable[[Any], Reply]] = {
-            Join: tracker.join,
-            Request: tracker.request,
-            Begin: tracker.begin,
-            Progress: tracker.progress,
-            Done: tracker.done,
-            Quarantine: tracker.quarantine,
-            Renew: tracker.renew,
-            Leave: tracker.leave,
+            JoinTracker: tracker.join,
+            RequestSlice: tracker.request,
+            BeginSlice: tracker.begin,
+            ReportProgress: tracker.progress,
+            FinishSlice: tracker.done,
+            QuarantineSlice: tracker.quarantine,
+            RenewLease: tracker.renew,
+            LeaveTracker: tracker.leave,
         }
 
     def __call__(self, text: str) -> str:
@@ -167,28 +167,28 @@ class _RemoteTracker:
             if not quietly:
                 self._caller.bid_farewell()
 
-    def join(self, message: Join) -> Joined:
+    def join(self, message: JoinTracker) -> Joined:
         return cast(Joined, self._ask(message))
 
-    def request(self, message: Request) -> Answer:
+    def request(self, message: RequestSlice) -> Answer:
         return cast(Answer, self._ask(message))
 
-    def begin(self, message: Begin) -> Receipt:
+    def begin(self, message: BeginSlice) -> Receipt:
         return self._tell(message)
 
-    def progress(self, message: Progress) -> Receipt:
+    def progress(self, message: ReportProgress) -> Receipt:
         return self._tell(message)
 
-    def done(self, message: Done) -> Receipt:
+    def done(self, message: FinishSlice) -> Receipt:
         return self._tell(message)
 
-    def quarantine(self, message: Quarantine) -> Receipt:
+    def quarantine(self, message: QuarantineSlice) -> Receipt:
         return self._tell(message)
 
-    def renew(self, message: Renew) -> Receipt:
+    def renew(self, message: RenewLease) -> Receipt:
         return self._tell(message)
 
-    def leave(self, message: Leave) -> Receipt:
+    def leave(self, message: LeaveTracker) -> Receipt:
         return self._tell(message)
 
     def _tell(self, message: Call) -> Receipt:

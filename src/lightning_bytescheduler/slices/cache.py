@@ -1,24 +1,17 @@
 """The cache of slices: a folder of this machine, bounded in bytes, shared by its processes.
 
+A slice is one file: its bytes, and behind them a footer with the digests of its chunks, which lets bytes be verified
+that a source without an index gave. The file is complete or absent: it is written under another name, made durable and
+renamed. Whoever uses it holds a shared lock on it; what is not locked may be deleted.
+
 All that adds or deletes files is done under one lock of the folder, which is held for a listing, never for a transfer.
-It and the locks on the files are the kernel's: they end with their process, so that nothing waits for a dead one, and a
-file that is unlocked and not complete is a leftover. Order of locks: the folder's, then a file's; the latter are never
-waited for.
-
-Which chunks were found to be right: once for all processes that read for a rank, not once in each of them.
-
-A slice in the cache: one file, the slice's bytes and behind them a footer with the digests of its chunks.
-
-The footer lets bytes be verified that a source without an index gave, and the file is complete or absent: it is
-written under another name, made durable and renamed. Whoever uses a file holds a shared lock on it, which ends with
-the process however it dies; what is not locked may be deleted.
-
-Writes one slice into the cache.
+It and the locks on the files are the kernel's: they end with their process however it dies, so that nothing waits for a
+dead one, and a file that is unlocked and not complete is a leftover. Order of locks: the folder's, then a file's; the
+latter are never waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -29,228 +22,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-import xxhash
 from filelock import FileLock
 
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, digests_of
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.slices.checksums import ChunkPlan, ChunkSeals, digests_of, right_chunks
+from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "CacheFull",
-    "CachedSlice",
-    "ChunkSeals",
-    "DiskFailed",
-    "GrowingSlice",
-    "SliceCache",
-    "SliceWriter",
-    "VerifiedChunks",
-    "cache_name",
-    "file_bytes",
-    "footer",
-    "lock_file",
-    "right_chunks",
-]
+__all__ = ["CacheFull", "CachedSlice", "DiskFailed", "GrowingSlice", "SliceCache", "cache_name", "file_bytes"]
 
-_LEAST, _MOST = 2**6, 2**20  # marks, of 8 bytes
-_MARK = 2**63 - 1
-_STEP = 0x9E3779B97F4A7C15  # odd: neighbours have marks that have nothing in common
-
-
-class VerifiedChunks:
-    """Marks of chunks in shared memory, which processes inherit that are forked or sent this object.
-
-    A mark depends on the chunk and on the file that it was seen in, so that a file that changes has none. Where two
-    chunks have the same place, the later one takes it, and the earlier is verified again; nobody waits for anybody.
-
-    Args:
-        chunks: How many there are, about.
-    """
-
-    def __init__(self, chunks: int) -> None:
-        places = min(max(1 << (2 * chunks - 1).bit_length(), _LEAST), _MOST) if chunks > 0 else _LEAST
-        self._marks = torch.zeros(places, dtype=torch.int64)
-        with contextlib.suppress(RuntimeError, OSError):  # without shared memory each process verifies for itself
-            self._marks.share_memory_()
-
-    def of(self, *identity: Any) -> ChunkSeals:
-        """The marks of a slice's chunks.
-
-        Args:
-            identity: Of the slice and of the file that it is in, of texts and numbers.
-        """
-        return ChunkSeals(self._marks.numpy(), repr(identity).encode())
-
-
-class ChunkSeals:
-    """The marks of the chunks of one slice in one file."""
-
-    def __init__(self, marks: npt.NDArray[np.int64], identity: bytes) -> None:
-        self._marks = marks
-        number = xxhash.xxh3_128_intdigest(identity)
-        self._place, self._mark = number >> 64, number
-
-    def is_set(self, chunk: int) -> bool:
-        """Whether some process has found a chunk to be right."""
-        return bool(self._marks[self._place_of(chunk)] == self._mark_of(chunk))
-
-    def set(self, chunk: int) -> None:
-        """A chunk is right."""
-        self._marks[self._place_of(chunk)] = self._mark_of(chunk)
-
-    def _place_of(self, chunk: int) -> int:
-        return (self._place + chunk) & (len(self._marks) - 1)
-
-    def _mark_of(self, chunk: int) -> int:
-        return (self._mark + chunk * _STEP) & _MARK | 1
-
-
-def right_chunks(
-    content: memoryview, plan: ChunkPlan, first: int = 0, *, seals: ChunkSeals | None = None, together: bool = False
-) -> Iterator[memoryview]:
-    """The chunks of a slice whose bytes are all here, without a copy; ends before one that is damaged.
-
-    Args:
-        content: The slice's bytes.
-        plan: Its chunks.
-        first: Number of the first chunk that is wanted.
-        seals: Chunks that need not be verified again; kept up to date.
-        together: Yield them in one piece.
-    """
-    begin = plan.bounds(first)[0]
-    for number in range(first, plan.count):
-        start, stop = plan.bounds(number)
-        if seals is None or not seals.is_set(number):
-            if not plan.is_right(number, content[start:stop]):
-                if together and begin < start:
-                    yield content[begin:start]
-                return
-            if seals is not None:
-                seals.set(number)
-        if not together:
-            yield content[start:stop]
-    if together and begin < plan.size:
-        yield content[begin : plan.size]
-
-
+_COMPLETE = ".slice"
+_PARTIAL = ".partial"
+_LOCK_NAME = "cache.lock"
+_LOCK_SECONDS = 60.0  # of listing and deleting, by however many processes
+_POLL_SECONDS = 0.002
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"LBSslic1"
-
-
-def cache_name(slice_: Slice, version: str) -> str:
-    """The name of a slice's file in the cache, without its suffix; other contents have another name."""
-    identity = repr((slice_.url, slice_.start, slice_.size, slice_.checksum, "" if slice_.checksum else version))
-    return hashlib.sha256(identity.encode()).hexdigest()[:40]
-
-
-def file_bytes(plan: ChunkPlan) -> int:
-    """Bytes that a slice takes in the cache."""
-    return plan.size + 8 * plan.count + _TRAILER.size
-
-
-def footer(plan: ChunkPlan, digests: bytes) -> bytes:
-    """What follows the slice's bytes."""
-    return digests + _TRAILER.pack(_MAGIC, plan.size, plan.chunk_bytes)
-
-
-def lock_file(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock a file if that is possible at once; whether it was."""
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-class CachedSlice:
-    """A complete slice that stays in the cache as long as this is open.
-
-    Args:
-        descriptor: Of the file, with a shared lock; owned from now on.
-        plan: The slice's chunks.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-
-    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
-        self._descriptor = descriptor
-        size = os.fstat(descriptor).st_size
-        tail = b""
-        if size == file_bytes(plan):
-            tail = os.pread(descriptor, size - plan.size, plan.size)
-        digests = tail[: -_TRAILER.size]
-        if len(tail) != size - plan.size or tail != footer(plan, digests):
-            self.close()
-            raise ValueError("The file is not what was written.")
-        # The index's digests count; the footer's are all there is without one.
-        self.plan = (
-            plan
-            if plan.digests is not None
-            else ChunkPlan(size=plan.size, chunk_bytes=plan.chunk_bytes, digests=digests)
-        )
-
-    def chunks(self, first: int, *, seals: ChunkSeals | None = None, together: bool = False) -> Iterator[memoryview]:
-        """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
-
-        Args:
-            first: The first chunk.
-            seals: Chunks that need not be verified again.
-            together: Yield them in one piece.
-        """
-        if not self.plan.size:
-            return
-        # Private: a reader may write into what it gets, and neither the file nor others notice.
-        content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
-        yield from right_chunks(content, self.plan, first, seals=seals, together=together)
-
-    @property
-    def inode(self) -> int:
-        """Tells the file from another one of the same name."""
-        return os.fstat(self._descriptor).st_ino
-
-    def close(self) -> None:
-        """Allow that the slice is deleted; its chunks that are still in use stay as they are."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-class GrowingSlice:
-    """A slice that someone is writing into the cache, perhaps another process.
-
-    Args:
-        descriptor: Of the file; owned from now on.
-        plan: The slice's chunks.
-    """
-
-    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
-        self._descriptor = descriptor
-        self._plan = plan
-
-    def chunk(self, number: int) -> bytearray | None:
-        """Chunk ``number`` if it has been written, or None."""
-        start, stop = self._plan.bounds(number)
-        if os.fstat(self._descriptor).st_size < stop:
-            return None
-        content = bytearray(stop - start)
-        length = os.preadv(self._descriptor, [content], start)
-        return content if length == len(content) and self._plan.is_right(number, content) else None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the file has been deleted, so that nothing more will be written that others can see."""
-        return os.fstat(self._descriptor).st_nlink == 0
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class CacheFull(Exception):
@@ -259,105 +47,6 @@ class CacheFull(Exception):
 
 class DiskFailed(CacheFull):
     """The cache cannot be written: its disk is full of other things, or broken."""
-
-
-class SliceWriter:
-    """A slice that is being written; others may follow it, and it counts only once it is committed.
-
-    Args:
-        descriptor: Of the new file, locked exclusively, which says that the writer lives; owned from now on.
-        partial: Where the file is.
-        complete: Where it will be.
-        plan: The slice's chunks.
-        locked: The lock of the cache's folder.
-        make_room: Deletes something from a full disk; returns whether there was anything.
-    """
-
-    def __init__(
-        self,
-        descriptor: int,
-        partial: Path,
-        complete: Path,
-        plan: ChunkPlan,
-        *,
-        locked: Callable[[], AbstractContextManager[None]],
-        make_room: Callable[[int], bool],
-    ) -> None:
-        self._descriptor = descriptor
-        self._partial = partial
-        self._complete = complete
-        self._plan = plan
-        self._locked = locked
-        self._make_room = make_room
-        self._written = 0
-        self._digests: list[bytes] = []
-
-    def write(self, chunk: Bytes) -> None:
-        """Write the next chunk.
-
-        Raises:
-            DiskFailed: If the disk is full of what is in use, or broken.
-        """
-        self._append(chunk)
-        self._digests.append(digests_of(chunk, max(len(chunk), 1)))
-
-    def commit(self) -> CachedSlice:
-        """Make the slice durable and visible; it stays open, and hence in the cache.
-
-        Raises:
-            DiskFailed: If that is not possible.
-        """
-        self._append(footer(self._plan, b"".join(self._digests)))
-        try:
-            os.fsync(self._descriptor)
-            with self._locked():  # between its two names the file is for a moment not locked
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                self._partial.rename(self._complete)
-            folder = os.open(self._complete.parent, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise DiskFailed(f"The cache cannot be written: {error}") from error
-        descriptor, self._descriptor = self._descriptor, -1
-        return CachedSlice(descriptor, self._plan)
-
-    def abandon(self) -> None:
-        """Delete what was written; nothing happens after a commit."""
-        if self._descriptor < 0:
-            return
-        try:
-            with self._locked():
-                self._partial.unlink(missing_ok=True)
-        except OSError:
-            pass  # unlocked below, it is a leftover that the next process deletes
-        finally:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _append(self, content: Bytes) -> None:
-        view = memoryview(content)
-        while view:
-            try:
-                length = os.pwrite(self._descriptor, view, self._written)
-            except OSError as error:
-                if _is_full(error) and self._make_room(len(view)):
-                    continue
-                raise DiskFailed(f"The cache cannot be written: {error}") from error
-            self._written += length
-            view = view[length:]
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-_COMPLETE = ".slice"
-_PARTIAL = ".partial"
-_LOCK_NAME = "cache.lock"
-_LOCK_SECONDS = 60.0  # of listing and deleting, by however many processes
-_POLL_SECONDS = 0.002
 
 
 class SliceCache:
@@ -374,10 +63,8 @@ class SliceCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int) -> None:
-        if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < 1:
-            raise OptionError("cache_bytes", capacity_bytes, "a positive whole number of bytes")
         self.folder = Path(folder).absolute()
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = require_whole("cache_bytes", capacity_bytes, 1)
         self._threads = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._require_locks()
@@ -530,3 +217,202 @@ class SliceCache:
         finally:
             os.close(descriptor)
             path.unlink(missing_ok=True)
+
+
+class CachedSlice:
+    """A complete slice that stays in the cache as long as this is open.
+
+    Args:
+        descriptor: Of the file, with a shared lock; owned from now on.
+        plan: The slice's chunks.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+
+    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
+        self._descriptor = descriptor
+        size = os.fstat(descriptor).st_size
+        tail = b""
+        if size == file_bytes(plan):
+            tail = os.pread(descriptor, size - plan.size, plan.size)
+        digests = tail[: -_TRAILER.size]
+        if len(tail) != size - plan.size or tail != footer(plan, digests):
+            self.close()
+            raise ValueError("The file is not what was written.")
+        # The index's digests count; the footer's are all there is without one.
+        self.plan = (
+            plan
+            if plan.digests is not None
+            else ChunkPlan(size=plan.size, chunk_bytes=plan.chunk_bytes, digests=digests)
+        )
+
+    def chunks(self, first: int, *, seals: ChunkSeals | None = None, together: bool = False) -> Iterator[memoryview]:
+        """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
+
+        Args:
+            first: The first chunk.
+            seals: Chunks that need not be verified again.
+            together: Yield them in one piece.
+        """
+        if not self.plan.size:
+            return
+        # Private: a reader may write into what it gets, and neither the file nor others notice.
+        content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
+        yield from right_chunks(content, self.plan, first, seals=seals, together=together)
+
+    @property
+    def inode(self) -> int:
+        """Tells the file from another one of the same name."""
+        return os.fstat(self._descriptor).st_ino
+
+    def close(self) -> None:
+        """Allow that the slice is deleted; its chunks that are still in use stay as they are."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class GrowingSlice:
+    """A slice that someone is writing into the cache, perhaps another process.
+
+    Args:
+        descriptor: Of the file; owned from now on.
+        plan: The slice's chunks.
+    """
+
+    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
+        self._descriptor = descriptor
+        self._plan = plan
+
+    def chunk(self, number: int) -> bytearray | None:
+        """Chunk ``number`` if it has been written, or None."""
+        start, stop = self._plan.bounds(number)
+        if os.fstat(self._descriptor).st_size < stop:
+            return None
+        content = bytearray(stop - start)
+        length = os.preadv(self._descriptor, [content], start)
+        return content if length == len(content) and self._plan.is_right(number, content) else None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SliceWriter:
+    """A slice that is being written; others may follow it, and it counts only once it is committed.
+
+    Args:
+        descriptor: Of the new file, locked exclusively, which says that the writer lives; owned from now on.
+        partial: Where the file is.
+        complete: Where it will be.
+        plan: The slice's chunks.
+        locked: The lock of the cache's folder.
+        make_room: Deletes something from a full disk; returns whether there was anything.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        partial: Path,
+        complete: Path,
+        plan: ChunkPlan,
+        *,
+        locked: Callable[[], AbstractContextManager[None]],
+        make_room: Callable[[int], bool],
+    ) -> None:
+        self._descriptor = descriptor
+        self._partial = partial
+        self._complete = complete
+        self._plan = plan
+        self._locked = locked
+        self._make_room = make_room
+        self._written = 0
+        self._digests: list[bytes] = []
+
+    def write(self, chunk: Bytes) -> None:
+        """Write the next chunk.
+
+        Raises:
+            DiskFailed: If the disk is full of what is in use, or broken.
+        """
+        self._append(chunk)
+        self._digests.append(digests_of(chunk, max(len(chunk), 1)))
+
+    def commit(self) -> CachedSlice:
+        """Make the slice durable and visible; it stays open, and hence in the cache.
+
+        Raises:
+            DiskFailed: If that is not possible.
+        """
+        self._append(footer(self._plan, b"".join(self._digests)))
+        try:
+            os.fsync(self._descriptor)
+            with self._locked():  # between its two names the file is for a moment not locked
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                self._partial.rename(self._complete)
+            folder = os.open(self._complete.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise DiskFailed(f"The cache cannot be written: {error}") from error
+        descriptor, self._descriptor = self._descriptor, -1
+        return CachedSlice(descriptor, self._plan)
+
+    def abandon(self) -> None:
+        """Delete what was written; nothing happens after a commit."""
+        if self._descriptor < 0:
+            return
+        try:
+            with self._locked():
+                self._partial.unlink(missing_ok=True)
+        except OSError:
+            pass  # unlocked below, it is a leftover that the next process deletes
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _append(self, content: Bytes) -> None:
+        view = memoryview(content)
+        while view:
+            try:
+                length = os.pwrite(self._descriptor, view, self._written)
+            except OSError as error:
+                if _is_full(error) and self._make_room(len(view)):
+                    continue
+                raise DiskFailed(f"The cache cannot be written: {error}") from error
+            self._written += length
+            view = view[length:]
+
+
+def cache_name(slice_: Slice, version: str) -> str:
+    """The name of a slice's file in the cache, without its suffix; other contents have another name."""
+    identity = repr((slice_.url, slice_.start, slice_.size, slice_.checksum, "" if slice_.checksum else version))
+    return hashlib.sha256(identity.encode()).hexdigest()[:40]
+
+
+def file_bytes(plan: ChunkPlan) -> int:
+    """Bytes that a slice takes in the cache."""
+    return plan.size + 8 * plan.count + _TRAILER.size
+
+
+def footer(plan: ChunkPlan, digests: bytes) -> bytes:
+    """What follows the slice's bytes."""
+    return digests + _TRAILER.pack(_MAGIC, plan.size, plan.chunk_bytes)
+
+
+def lock_file(descriptor: int, *, exclusive: bool) -> bool:
+    """Lock a file if that is possible at once; whether it was."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

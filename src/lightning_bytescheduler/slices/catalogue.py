@@ -1,8 +1,6 @@
-"""Every slice of the data, in columns: a million slices as objects would take half a gigabyte.
+"""The catalogue: every slice of the data, in columns, as a million slices as objects would take half a gigabyte.
 
-A column of texts in one piece of memory: a Python object per text would cost more than the text.
-
-What identifies a data set in a saved state, and says where another one differs.
+Its fingerprint identifies the data in a saved state, and says where other data differs.
 """
 
 from __future__ import annotations
@@ -21,110 +19,7 @@ from lightning_bytescheduler.slices.slice import Slice
 
 __all__ = ["CatalogueFingerprint", "SliceCatalogue", "TextColumn"]
 
-
-class TextColumn(Sequence[str]):
-    """Texts that are only ever added; equal neighbours are stored once.
-
-    Memory per text: its UTF-8 bytes, unless it equals its predecessor, and at most 12 bytes.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._ends = array("Q")  # of each stored text
-        self._stored = array("I")  # which stored text each row has
-        self._last: bytes | None = None
-
-    def append(self, text: str) -> None:
-        """Add a row."""
-        encoded = text.encode("utf-8", "surrogatepass")
-        if encoded != self._last:
-            self._bytes += encoded
-            self._ends.append(len(self._bytes))
-            self._last = encoded
-        self._stored.append(len(self._ends) - 1)
-
-    def raw(self, row: int) -> bytes:
-        """A row's UTF-8 bytes."""
-        stored = self._stored[row]
-        return bytes(self._bytes[self._ends[stored - 1] if stored else 0 : self._ends[stored]])
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    @overload
-    def __getitem__(self, row: int) -> str: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[str]: ...
-    def __getitem__(self, row: int | slice) -> str | list[str]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        return self.raw(row).decode("utf-8", "surrogatepass")
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[row] for row in range(len(self)))
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory held."""
-        return len(self._bytes) + sum(len(part) * part.itemsize for part in (self._ends, self._stored))
-
-
 _BLOCKS = 64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CatalogueFingerprint:
-    """Digest of the slices' keys and sample counts, in order.
-
-    Not of their URLs: data may move. Not of their checksums: an index may be added later.
-
-    Attributes:
-        slices: How many there are.
-        samples: Their samples together.
-        blocks: A digest of each of up to 64 runs of neighbouring slices.
-    """
-
-    slices: int
-    samples: int
-    blocks: tuple[str, ...]
-
-    @classmethod
-    def of(cls, key: Callable[[int], bytes], samples: npt.NDArray[np.int64]) -> CatalogueFingerprint:
-        """Take the fingerprint of slices.
-
-        Args:
-            key: Key of the slice of an index.
-            samples: Samples of each slice.
-        """
-        length = _block_length(len(samples))
-        blocks = []
-        for start in range(0, len(samples), length):
-            stop = min(start + length, len(samples))
-            digest = blake2b(samples[start:stop].astype("<i8").tobytes(), digest_size=8)
-            for index in range(start, stop):
-                text = key(index)
-                digest.update(len(text).to_bytes(4, "little") + text)
-            blocks.append(digest.hexdigest())
-        return cls(slices=len(samples), samples=int(samples.sum()), blocks=tuple(blocks))
-
-    def difference(self, saved: CatalogueFingerprint) -> str | None:
-        """What a state's fingerprint differs in, in words, or None if it is the same."""
-        for name in ("slices", "samples"):
-            here, there = getattr(self, name), getattr(saved, name)
-            if here != there:
-                return f"it is of {there} {name}, and there are {here} {name} now"
-        for block, (here, there) in enumerate(zip(self.blocks, saved.blocks, strict=True)):
-            if here != there:
-                length = _block_length(self.slices)
-                start, stop = block * length, min((block + 1) * length, self.slices)
-                return f"keys, order or sample counts differ, for the first time among slices {start} to {stop - 1}"
-        return None
-
-
-def _block_length(slices: int) -> int:
-    return max(-(-slices // _BLOCKS), 1)
-
-
 _CHECKSUM = "xxh3_64:"
 
 
@@ -226,12 +121,6 @@ class SliceCatalogue(Sequence[Slice]):
             self._fingerprint = CatalogueFingerprint.of(self._keys.raw, self.samples)
         return self._fingerprint
 
-    @property
-    def memory(self) -> int:
-        """Bytes of memory held."""
-        columns = (self._starts, self._sizes, self.samples, self._checksums, self._by_hash, self._hashes)
-        return self._keys.memory + self._urls.memory + sum(column.nbytes for column in columns)
-
     def _checksum(self, index: int) -> str | None:
         if not len(self._checksums):
             return None
@@ -262,3 +151,98 @@ def _checksum_number(checksum: str | None) -> int | None:
     except ValueError:
         return None
     return number if f"{number:016x}" == digits else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogueFingerprint:
+    """Digest of the slices' keys and sample counts, in order.
+
+    Not of their URLs: data may move. Not of their checksums: an index may be added later.
+
+    Attributes:
+        slices: How many there are.
+        samples: Their samples together.
+        blocks: A digest of each of up to 64 runs of neighbouring slices.
+    """
+
+    slices: int
+    samples: int
+    blocks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, key: Callable[[int], bytes], samples: npt.NDArray[np.int64]) -> CatalogueFingerprint:
+        """Take the fingerprint of slices.
+
+        Args:
+            key: Key of the slice of an index.
+            samples: Samples of each slice.
+        """
+        length = _block_length(len(samples))
+        blocks = []
+        for start in range(0, len(samples), length):
+            stop = min(start + length, len(samples))
+            digest = blake2b(samples[start:stop].astype("<i8").tobytes(), digest_size=8)
+            for index in range(start, stop):
+                text = key(index)
+                digest.update(len(text).to_bytes(4, "little") + text)
+            blocks.append(digest.hexdigest())
+        return cls(slices=len(samples), samples=int(samples.sum()), blocks=tuple(blocks))
+
+    def difference(self, saved: CatalogueFingerprint) -> str | None:
+        """What a state's fingerprint differs in, in words, or None if it is the same."""
+        for name in ("slices", "samples"):
+            here, there = getattr(self, name), getattr(saved, name)
+            if here != there:
+                return f"it is of {there} {name}, and there are {here} {name} now"
+        for block, (here, there) in enumerate(zip(self.blocks, saved.blocks, strict=True)):
+            if here != there:
+                length = _block_length(self.slices)
+                start, stop = block * length, min((block + 1) * length, self.slices)
+                return f"keys, order or sample counts differ, for the first time among slices {start} to {stop - 1}"
+        return None
+
+
+def _block_length(slices: int) -> int:
+    return max(-(-slices // _BLOCKS), 1)
+
+
+class TextColumn(Sequence[str]):
+    """Texts that are only ever added; equal neighbours are stored once.
+
+    Memory per text: its UTF-8 bytes, unless it equals its predecessor, and at most 12 bytes.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._ends = array("Q")  # of each stored text
+        self._stored = array("I")  # which stored text each row has
+        self._last: bytes | None = None
+
+    def append(self, text: str) -> None:
+        """Add a row."""
+        encoded = text.encode("utf-8", "surrogatepass")
+        if encoded != self._last:
+            self._bytes += encoded
+            self._ends.append(len(self._bytes))
+            self._last = encoded
+        self._stored.append(len(self._ends) - 1)
+
+    def raw(self, row: int) -> bytes:
+        """A row's UTF-8 bytes."""
+        stored = self._stored[row]
+        return bytes(self._bytes[self._ends[stored - 1] if stored else 0 : self._ends[stored]])
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @overload
+    def __getitem__(self, row: int) -> str: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[str]: ...
+    def __getitem__(self, row: int | slice) -> str | list[str]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        return self.raw(row).decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[row] for row in range(len(self)))

@@ -1,12 +1,8 @@
-"""The body of ``lightning-bytescheduler slices``: make, verify and serve.
-
-Verifies slices: every checksum and every count.
-"""
+"""The body of ``lightning-bytescheduler slices``: make, verify and serve."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -16,67 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
-from lightning_bytescheduler.slices.fetch import FetchOptions, fetch_chunks
-from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.open_source import SLICE_BYTES, open_source
+from lightning_bytescheduler.slices.fetch import fetch_chunks
+from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
+from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.serve import SliceServer
 from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.source import SliceSource
+from lightning_bytescheduler.slices.source import SliceSource, open_source
 
-__all__ = ["TOKEN_VARIABLE", "add_arguments", "verify_slices"]
-
-
-def verify_slices(
-    source: SliceSource,
-    *,
-    options: FetchOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[tuple[Slice, str]]:
-    """Read every slice from its source, compare it with its checksums and count its samples.
-
-    Args:
-        source: The slices.
-        options: How hard to try to read.
-        progress: Told how many bytes have been read, and of how many.
-
-    Returns:
-        The slices that are not what they should be, each with what is wrong.
-
-    Raises:
-        SourceUnavailableError: If the source stays away.
-        ImportError: If a library is missing that a format needs.
-    """
-    options = options or FetchOptions()
-    total = sum(slice_.size for slice_ in source.slices)
-    done = 0
-    bad = []
-    for slice_ in source.slices:
-        try:
-            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
-            whole = xxhash.xxh3_64()
-            noted = _noted(chunks, whole)
-            for _ in source.samples(slice_, noted):
-                pass
-            for _ in noted:
-                pass  # a reader may stop before the end
-            if slice_.checksum not in (None, f"xxh3_64:{whole.hexdigest()}"):
-                bad.append((slice_, "its checksum is not that of its chunks."))
-        except SliceCorruptError as error:
-            bad.append((slice_, error.reason))
-        done += slice_.size
-        if progress is not None:
-            progress(done, total)
-    return bad
-
-
-def _noted(chunks: Iterator[bytearray], whole: xxhash.xxh3_64) -> Iterator[bytearray]:
-    for chunk in chunks:
-        whole.update(chunk)
-        yield chunk
-
+__all__ = ["_bytes", "add_arguments", "verify_slices"]
 
 TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 """Environment variable with the token of ``slices serve``, which arguments would show to all users of the machine."""
@@ -167,6 +114,55 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def verify_slices(
+    source: SliceSource,
+    *,
+    options: FetchOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[Slice, str]]:
+    """Read every slice from its source, compare it with its checksums and count its samples.
+
+    Args:
+        source: The slices.
+        options: How hard to try to read.
+        progress: Told how many bytes have been read, and of how many.
+
+    Returns:
+        The slices that are not what they should be, each with what is wrong.
+
+    Raises:
+        SourceUnavailableError: If the source stays away.
+        ImportError: If a library is missing that a format needs.
+    """
+    options = options or FetchOptions()
+    total = sum(slice_.size for slice_ in source.slices)
+    done = 0
+    bad = []
+    for slice_ in source.slices:
+        try:
+            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
+            whole = xxhash.xxh3_64()
+            hashed = _hashed(chunks, whole)
+            for _ in source.samples(slice_, hashed):
+                pass
+            for _ in hashed:
+                pass  # a reader may stop before the end
+            if slice_.checksum not in (None, f"xxh3_64:{whole.hexdigest()}"):
+                bad.append((slice_, "its checksum is not that of its chunks."))
+        except SliceCorruptError as error:
+            bad.append((slice_, error.reason))
+        done += slice_.size
+        if progress is not None:
+            progress(done, total)
+    return bad
+
+
+def _hashed(chunks: Iterator[bytearray], whole: xxhash.xxh3_64) -> Iterator[bytearray]:
+    for chunk in chunks:
+        whole.update(chunk)
+        yield chunk
+
+
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on the terminal; none without rich, or where nobody watches."""
@@ -207,9 +203,6 @@ def _address(text: str) -> tuple[str, int]:
 
 def _options(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"anon\": true}}'")
-    return content
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"anon\": true}}'") from error

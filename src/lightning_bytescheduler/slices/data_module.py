@@ -1,87 +1,44 @@
-"""``SliceDataModule``: training, validation, test and prediction data in slices.
-
-It is a room of its own beside ``strategies`` and ``callbacks``: the data room itself does not import Lightning.
-
-What a data module of slices knows of its training data, whichever way it is handed out.
-"""
+"""``SliceDataModule``: training, validation, test and prediction data in slices."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.batch_reader import BatchReader, ReadNote
-from lightning_bytescheduler.slices.batch_workers import BatchWorkers, SliceLoader, collate_samples
+from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
-from lightning_bytescheduler.slices.lock_step_training import LockStepTraining, require_same_slices
-from lightning_bytescheduler.slices.open_source import SLICE_BYTES, open_source
+from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, collate_samples
+from lightning_bytescheduler.slices.lock_step import LockStepPlan
+from lightning_bytescheduler.slices.make import SLICE_BYTES
 from lightning_bytescheduler.slices.options import (
     LoaderOptions,
+    StoreOptions,
+    TrackerOptions,
     batch_sizes_of,
     default_cache_dir,
     require_batch_size,
     require_urls,
 )
-from lightning_bytescheduler.slices.plans import BatchPlan, LockStepPlan
 from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
-from lightning_bytescheduler.slices.source import SliceSource
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
-from lightning_bytescheduler.slices.tracked_training import TrackedTraining, TrackerHost
-from lightning_bytescheduler.slices.tracker_state import TrackerOptions
+from lightning_bytescheduler.slices.source import SliceSource, open_source
+from lightning_bytescheduler.slices.store import SliceStore
+from lightning_bytescheduler.slices.training import (
+    CoordinatedDataModule,
+    LockStepTraining,
+    TrackedTraining,
+    TrackerHost,
+    TrainingSlices,
+    require_same_slices,
+)
 
-__all__ = ["SliceDataModule", "TrainingSlices"]
-
-
-class TrainingSlices(Protocol):
-    """Training data in mid-epoch."""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The batches of this rank or worker."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the data, from 0, which is not Lightning's where that was stopped and resumed."""
-
-    @property
-    def fills(self) -> bool:
-        """Whether other samples are repeated in the place of those that cannot be read."""
-
-    @property
-    def batches(self) -> int | None:
-        """Length of a loader, if it is known."""
-
-    def open(self, trainer: pl.Trainer | None) -> None:
-        """A loader is about to be made, after a checkpoint was loaded."""
-
-    def note(self, note: ReadNote) -> None:
-        """A reader has answered for the next batch."""
-
-    def trained(self) -> None:
-        """The next batch has been trained on."""
-
-    def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Lightning's epoch has had its last batch, of all ranks."""
-
-    def keep_alive(self) -> None:
-        """Something takes time in which nothing is trained."""
-
-    def close(self) -> None:
-        """The training is over."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint: plain values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved."""
-
+__all__ = ["SliceDataModule"]
 
 _SPLITS = {
     "fit": ("train", "val"),
@@ -91,7 +48,7 @@ _SPLITS = {
 }
 
 
-class SliceDataModule(pl.LightningDataModule):
+class SliceDataModule(CoordinatedDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
     A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
@@ -204,8 +161,7 @@ class SliceDataModule(pl.LightningDataModule):
             attempts=attempts,
         )
         self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
-        if isinstance(slice_bytes, bool) or not isinstance(slice_bytes, int) or slice_bytes < 1:
-            raise OptionError("slice_bytes", slice_bytes, "a positive whole number of bytes")
+        require_whole("slice_bytes", slice_bytes, 1)
         self._opening: dict[str, Any] = {
             "reader": reader,
             "slice_bytes": slice_bytes,
@@ -407,8 +363,8 @@ class SliceDataModule(pl.LightningDataModule):
         return [self._loader(split, plan, len(plan))]
 
     def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
-        on_note = self._note_training if split == "train" else self._note
-        return SliceLoader(plan, self._workers_of(split), length=length, on_note=on_note)
+        on_report = self._heed_training if split == "train" else self._heed
+        return SliceLoader(plan, self._workers_of(split), length=length, on_report=on_report)
 
     def _workers_of(self, split: str) -> BatchWorkers:
         """Those of the loader before, as there is one for each epoch."""
@@ -435,13 +391,13 @@ class SliceDataModule(pl.LightningDataModule):
         )
         return self._workers[split]
 
-    def _note_training(self, note: ReadNote) -> None:
-        self._note(note)
-        self.training.note(note)
+    def _heed_training(self, report: ReadReport) -> None:
+        self._heed(report)
+        self.training.received(report)
 
-    def _note(self, note: ReadNote) -> None:
-        self._counters.add(**note.cost)
-        for key, reason in note.corrupt:
+    def _heed(self, report: ReadReport) -> None:
+        self._counters.add(**report.cost)
+        for key, reason in report.corrupt:
             if key not in self._warned:  # several processes may find it
                 self._warned.add(key)
                 warnings.warn(

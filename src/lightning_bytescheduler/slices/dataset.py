@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_bytescheduler.slices.batch_reader import BatchReader
+from lightning_bytescheduler.slices.batches import BatchReader
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.open_source import open_source
-from lightning_bytescheduler.slices.plans import LockStepPlan
-from lightning_bytescheduler.slices.source import SliceSource
-from lightning_bytescheduler.slices.store import SliceStore, StoreOptions
+from lightning_bytescheduler.slices.lock_step import LockStepPlan
+from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.source import SliceSource, open_source
+from lightning_bytescheduler.slices.store import SliceStore
 
 __all__ = ["SliceDataset"]
 
@@ -82,8 +82,8 @@ class SliceDataset(IterableDataset[list[Any]]):
         if self._plan.epoch != (epoch := int(self._epoch)):
             self._plan.start_epoch(epoch)
         for batch in itertools.islice(self._plan, first, None, step):
-            samples, note = self._reader.read(batch)
-            for key, reason in note.corrupt:
+            samples, report = self._reader.read(batch)
+            for key, reason in report.corrupt:
                 warnings.warn(f"Slice {key!r} is corrupt, others are repeated in its place: {reason}", stacklevel=2)
             yield samples if isinstance(samples, list) else list(samples)
 

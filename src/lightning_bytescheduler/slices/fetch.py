@@ -1,27 +1,34 @@
-"""Fetches a slice from its source, chunk by chunk; what it hands on has been verified.
-
-How long a source that does not answer is asked again: exponential back-off with jitter, up to a time limit.
-
-What reading slices costs: counted by the threads that fetch and by whoever reads.
-"""
+"""Fetches a slice from its source, chunk by chunk, again where need be; what it hands on has been verified."""
 
 from __future__ import annotations
 
-import math
+import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
+from tenacity import RetryCallState, Retrying, retry_if_exception
 
-__all__ = ["FetchOptions", "Patience", "SliceCounters", "SliceStatistics", "Waiting", "fetch_chunks"]
+from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.slices.checksums import ChunkPlan
+from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.slice import Bytes, Slice
+
+__all__ = ["LASTING", "ReadAhead", "SliceCounters", "SliceStatistics", "Waiting", "ask", "fetch_chunks"]
 
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
+
+LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, TypeError)
+"""Errors of a source against which asking again does not help."""
+
+_Answer = TypeVar("_Answer")
+_POLL_SECONDS = 0.1
+_JOIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,53 +46,56 @@ class Waiting:
     chance: Callable[[], float] = random.random
 
 
-class Patience:
-    """Waits between attempts to read one URL.
+def ask(
+    url: str,
+    question: Callable[[], _Answer],
+    *,
+    timeout: float,
+    waiting: Waiting,
+    lasting: tuple[type[Exception], ...] = LASTING,
+    on_retry: Callable[[], None] = lambda: None,
+) -> _Answer:
+    """Ask a source, and again as long as it does not answer.
 
     Args:
-        url: Named when patience ends.
-        timeout: Seconds without any answer after which it ends.
+        url: Of the source; named if it stays away.
+        question: What is asked.
+        timeout: Seconds without an answer after which it is given up.
         waiting: Time and chance.
+        lasting: Errors that are raised at once, as asking again does not help.
+        on_retry: Called before each pause.
+
+    Raises:
+        SourceUnavailableError: If the source stays away.
     """
+    began = waiting.clock()
 
-    def __init__(self, url: str, timeout: float, waiting: Waiting) -> None:
-        self._url = url
-        self._timeout = timeout
-        self._waiting = waiting
-        self._asked_first: float | None = None
-        self._delay = _FIRST_DELAY
+    def is_over(_: RetryCallState) -> bool:
+        return waiting.clock() - began >= timeout
 
-    def ask(self) -> None:
-        """An attempt begins."""
-        if self._asked_first is None:
-            self._asked_first = self._waiting.clock()
-
-    def answered(self) -> None:
-        """There was an answer."""
-        self._asked_first = None
-        self._delay = _FIRST_DELAY
-
-    def failed(self, error: Exception) -> None:
-        """The attempt failed: wait before the next one.
-
-        Raises:
-            SourceUnavailableError: If no attempt has been answered for too long.
-        """
-        now = self._waiting.clock()
-        tried = now - (now if self._asked_first is None else self._asked_first)
-        if tried >= self._timeout:
-            raise SourceUnavailableError(self._url, tried, _in_words(error)) from error
+    def pause(state: RetryCallState) -> float:
         # The last attempt comes when the time is over, not a little before.
-        self.pause(at_most=self._timeout - tried)
+        return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
 
-    def pause(self, at_most: float = _LONGEST_DELAY) -> None:
-        """Wait, each time about twice as long; by chance, so that many who wait do not all come back at once."""
-        self._waiting.sleep(min(self._delay * (0.5 + self._waiting.chance()), at_most))
-        self._delay = min(2 * self._delay, _LONGEST_DELAY)
+    def give_up(state: RetryCallState) -> _Answer:
+        error = state.outcome.exception() if state.outcome is not None else None
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise SourceUnavailableError(url, waiting.clock() - began, words) from error
+
+    return Retrying(
+        retry=retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, lasting)),
+        stop=is_over,
+        wait=pause,
+        sleep=waiting.sleep,
+        before_sleep=lambda _: on_retry(),
+        retry_error_callback=give_up,
+    )(question)
 
 
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _delay(failures: int, waiting: Waiting) -> float:
+    """Each pause is about twice as long; by chance, so that many who wait do not all come back at once."""
+    doubled: float = _FIRST_DELAY * 2 ** min(failures - 1, 30)
+    return min(doubled, _LONGEST_DELAY) * (0.5 + waiting.chance())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,36 +146,6 @@ class SliceCounters:
         return SliceStatistics(**self.sums())  # type: ignore[arg-type]
 
 
-_PERMANENT = (ImportError, NotImplementedError, TypeError)  # asking again helps against none of these
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchOptions:
-    """How hard a fetch tries.
-
-    Attributes:
-        timeout: Seconds that a source may stay away.
-        attempts: How often a chunk is fetched that is short or wrong.
-        request_bytes: Largest range asked for at once; the first request for a slice is a single chunk.
-
-    Raises:
-        OptionError: If an option is out of its range.
-    """
-
-    timeout: float = 60.0
-    attempts: int = 3
-    request_bytes: int = 16 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
-        if not number or not math.isfinite(self.timeout) or self.timeout <= 0:
-            raise OptionError("timeout", self.timeout, "a finite number of seconds, more than 0")
-        for option in ("attempts", "request_bytes"):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(option, value, "a positive whole number")
-
-
 def fetch_chunks(
     slice_: Slice,
     plan: ChunkPlan,
@@ -200,30 +180,28 @@ def fetch_chunks(
     options = options or FetchOptions()
     waiting = waiting or Waiting()
     counters = counters or SliceCounters()
-    patience = Patience(slice_.url, options.timeout, waiting)
     most = max(options.request_bytes // plan.chunk_bytes, 1)
-    number, together, wrong = first, 1, 0
+    number, together = first, 1
+    wrong = pauses = 0  # in a row: answers without a right chunk, and those that were not all right
     while number < plan.count:
         start = plan.bounds(number)[0]
         stop = plan.bounds(min(number + together, plan.count) - 1)[1]
-        patience.ask()
-        reason = ""
         try:
-            content = read(slice_.start + start, slice_.start + stop)
-        except _PERMANENT:
-            raise
-        except Exception as error:  # each file system has its own
-            counters.add(retries=1)
-            try:
-                patience.failed(error)
-            except SourceUnavailableError as away:
-                if not isinstance(error, FileNotFoundError):
-                    raise
-                # For a while a missing file may be a folder that is not mounted yet; then it is the slice's fault.
-                missing = f"its file is missing, and has been for {away.seconds:.1f} s."
-                raise SliceCorruptError(slice_.key, slice_.url, missing) from error
-            continue
+            content = ask(
+                slice_.url,
+                partial(read, slice_.start + start, slice_.start + stop),
+                timeout=options.timeout,
+                waiting=waiting,
+                on_retry=lambda: counters.add(retries=1),
+            )
+        except SourceUnavailableError as away:
+            if not isinstance(away.__cause__, FileNotFoundError):
+                raise
+            # For a while a missing file may be a folder that is not mounted yet; then it is the slice's fault.
+            missing = f"its file is missing, and has been for {away.seconds:.1f} s."
+            raise SliceCorruptError(slice_.key, slice_.url, missing) from away.__cause__
         counters.add(bytes_fetched=len(content))
+        reason = ""
         if len(content) > stop - start:
             content, reason = b"", "its source answers with more bytes than asked for, so it cannot serve ranges."
         before = number
@@ -234,17 +212,17 @@ def fetch_chunks(
             yield chunk
             number += 1
         if start + len(content) >= stop and not reason:
-            patience.answered()
-            together, wrong = min(2 * together, most), 0
+            together, wrong, pauses = min(2 * together, most), 0, 0
             continue
         # Short, or a wrong chunk: the rest is asked for again, from the first chunk that is missing.
         reason = reason or _what_is_wrong(plan, number, b"")
         wrong = 1 if number > before else wrong + 1
+        pauses += 1
         together = 1
         counters.add(retries=1, corrupt_chunks=1)
         if wrong >= options.attempts:
             raise SliceCorruptError(slice_.key, slice_.url, f"{reason} It was fetched {wrong} times.")
-        patience.pause()
+        waiting.sleep(_delay(pauses, waiting))
 
 
 def _pieces(content: bytes, plan: ChunkPlan, number: int) -> Iterator[bytearray]:
@@ -262,3 +240,65 @@ def _what_is_wrong(plan: ChunkPlan, number: int, chunk: bytes | bytearray) -> st
     if len(chunk) < stop - start:
         return f"{place}, only {len(chunk)} are there."
     return f"{place[3:]} have another checksum than they should."
+
+
+class ReadAhead:
+    """An iterator that is run by a thread.
+
+    Args:
+        chunks: Run in the thread.
+        ahead: How many chunks may wait to be taken.
+        url: What is read; named if it does not answer.
+        timeout: Seconds to wait for a chunk.
+    """
+
+    def __init__(self, chunks: Iterator[Bytes], *, ahead: int, url: str, timeout: float) -> None:
+        self._queue: queue.Queue[Bytes | Exception | None] = queue.Queue(ahead)
+        self._stopped = threading.Event()
+        self._url = url
+        self._timeout = timeout
+        # A daemon: a request that never returns must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._run, args=(chunks,), name="bytescheduler-slice-read-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def chunks(self) -> Iterator[Bytes]:
+        """The chunks, or the exception that ended them.
+
+        Raises:
+            SourceUnavailableError: If none came in time.
+        """
+        while True:
+            try:
+                item = self._queue.get(timeout=self._timeout)
+            except queue.Empty:
+                raise SourceUnavailableError(self._url, self._timeout, "a request that has not returned") from None
+            if item is None:
+                return
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """Stop the thread; one whose request does not return is left behind, and ends with it or the process."""
+        self._stopped.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self, chunks: Iterator[Bytes]) -> None:
+        try:
+            for chunk in chunks:
+                if not self._put(chunk):
+                    return
+            self._put(None)
+        except Exception as error:  # whatever it is, it belongs to whoever reads
+            self._put(error)
+
+    def _put(self, item: Bytes | Exception | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False

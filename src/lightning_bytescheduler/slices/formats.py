@@ -1,72 +1,74 @@
-"""Which reader belongs to which file, chosen by suffix; any other format is one reader function.
+"""The formats of files: which reader makes samples of a slice's bytes, chosen by suffix.
 
-A reader is a function of a stream and the number of the first sample that is wanted; it yields the samples from there
-on. Malformed data is a ``ValueError``, which is reported with the slice's name. Where several processes read a slice,
-each asks for its own samples only, so the sooner a reader comes to ``first``, the better:
+Any other format is one function of a stream and the number of the first sample that is wanted; it yields the samples
+from there on. Malformed data is a ``ValueError``, which is reported with the slice's name. Where several processes read
+a slice, each asks for its own samples only, so the sooner a reader comes to ``first``, the better:
 
     def read_records(stream: SliceStream, first: int) -> Iterator[bytes]:
         stream.read(first * 512)
         while record := stream.read(512):
             yield record
 
-Blocks of samples that are made when they are asked for: what lets several processes share the work on one slice.
-
-Readers of lines: text and JSON, without waiting for the whole slice, and without decoding what nobody asks for.
-
-A line may be of any length; one that is divided between chunks is put together.
-
-The reader of .npy files: a row of the array is a sample.
-
-The reader of Parquet files, a format that cannot be read from its start.
-
-A Parquet file says at its end where its columns are, so this reader takes the whole slice before the first sample.
+The readers here go further: they find samples without making them, in blocks, which lets several processes share the
+work on one slice. Lines may be of any length. A Parquet file says at its end where its columns are, so its reader takes
+the whole slice before the first sample. What is compressed (.gz, and .zst with the extra "data") is decompressed as it
+is read.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import COMPRESSIONS, Bytes, SliceStream, decompressed
+from lightning_bytescheduler.slices.slice import Bytes, SliceStream
 
 __all__ = [
-    "FORMATS",
     "ListedSamples",
     "NpyHeader",
-    "ParquetRows",
     "SampleBlock",
     "SampleNumbers",
-    "SliceBlocks",
     "SliceFormat",
     "SliceReader",
     "count_json_lines",
     "count_text_lines",
-    "cut_parquet",
     "format_of",
-    "json_blocks",
+    "import_parquet",
     "npy_blocks",
-    "npy_slice",
     "parquet_blocks",
-    "samples_of",
-    "text_blocks",
 ]
 
 SampleNumbers = slice | npt.NDArray[np.int64]
 """Which samples of a block: neighbours, or any in any order."""
 
-_AT_ONCE = 1024  # samples of a block made at once where they are wanted one after the other: bounds memory
-
+SliceReader = Callable[[SliceStream, int], Iterator[Any]]
 _Sample = TypeVar("_Sample", covariant=True)
+
+COMPRESSIONS = (".gz", ".zst")
+"""Suffixes of what is decompressed on reading."""
+
+_INFLATED_BYTES = 256 * 1024
+_AT_ONCE = 1024  # samples of a block made at once where they are wanted one after the other: bounds memory
+_PIECE_BYTES = 1024 * 1024  # searched at once for the ends of lines: what is compared stays in the processor's cache
+_NEWLINE = 10
+_SPACE = 32  # the last of the white space in ASCII
+_BEFORE_LENGTH = 8  # magic and version
+
+# NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
+# gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
+_PARSING = threading.Lock()
+_decode_json = json.JSONDecoder().decode
 
 
 class SampleBlock(Protocol[_Sample]):
@@ -85,6 +87,71 @@ class SampleBlock(Protocol[_Sample]):
 
 SliceBlocks = Callable[[SliceStream], Iterator[SampleBlock[Any]]]
 """A reader that finds samples without making them: blocks of a slice, one after the other, as its bytes arrive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceFormat:
+    """How the bytes of a slice become samples.
+
+    Attributes:
+        suffix: Of the files, without that of a compression.
+        blocks: The reader, of a format that is known.
+        read: The reader, of any other.
+        count_lines: Counts the samples in whole lines, for a format that may be cut at any line's end; else None.
+        compression: ``".gz"``, ``".zst"`` or None.
+    """
+
+    suffix: str
+    blocks: SliceBlocks | None = None
+    read: SliceReader | None = None
+    count_lines: Callable[[bytes], int] | None = None
+    compression: str | None = None
+
+    def samples(self, stream: SliceStream, first: int = 0) -> Iterator[Any]:
+        """The samples from number ``first`` on.
+
+        Raises:
+            ValueError: If the data is malformed.
+            ImportError: If a library is missing that the format needs.
+        """
+        if self.read is not None:
+            return self.read(self.opened(stream), first)
+        return samples_of(self.blocks_of(stream), first)
+
+    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
+        """The samples in blocks, of a format that has them."""
+        return iter(()) if self.blocks is None else self.blocks(self.opened(stream))
+
+    def opened(self, stream: SliceStream) -> SliceStream:
+        """The stream, decompressed if it is compressed."""
+        return stream if self.compression is None else decompressed(stream, self.compression)
+
+
+def format_of(url: str, reader: SliceReader | None = None) -> SliceFormat:
+    """The format of a file.
+
+    Args:
+        url: Of the file; what follows its suffixes as a query does not count.
+        reader: Used in place of the one that belongs to the suffix.
+
+    Raises:
+        OptionError: If the suffix is not known and no reader is given.
+    """
+    name = PurePosixPath(url.split("::")[0].split("?")[0]).name.lower()
+    suffixes = PurePosixPath(name).suffixes
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
+    suffix = suffixes[-1] if suffixes else ""
+    if reader is not None:
+        return SliceFormat(suffix=suffix, read=reader, compression=compression)
+    known = FORMATS.get(suffix)
+    if known is None:
+        raise OptionError(
+            "url",
+            url,
+            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), "
+            "unless a reader for its format is given",
+        )
+    return replace(known, compression=compression)
 
 
 class ListedSamples:
@@ -118,13 +185,6 @@ def _parts(blocks: Iterator[SampleBlock[Any]], first: int) -> Iterator[Sequence[
                 raise
             yield part
         first = max(first - count, 0)
-
-
-_PIECE_BYTES = 1024 * 1024  # searched at once for the ends of lines: what is compared stays in the processor's cache
-_NEWLINE = 10
-_SPACE = 32  # the last of the white space in ASCII
-
-_decode_json = json.JSONDecoder().decode
 
 
 def text_blocks(stream: SliceStream) -> Iterator[TextLines]:
@@ -247,13 +307,6 @@ def _newlines(content: memoryview) -> npt.NDArray[np.int64]:
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
-_BEFORE_LENGTH = 8  # magic and version
-
-# NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
-# gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
-_PARSING = threading.Lock()
-
-
 class NpyHeader:
     """What stands before the rows of a .npy file.
 
@@ -297,13 +350,6 @@ class NpyHeader:
         """The rows in ``content``, as an array that shares its memory."""
         rows = len(content) // self.row_bytes
         return np.frombuffer(content, self.dtype).reshape((rows, *self.row_shape))
-
-
-def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
-    """The content of a .npy file with these rows."""
-    file = io.BytesIO()
-    np.lib.format.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
-    return file.getvalue()
 
 
 def npy_blocks(stream: SliceStream) -> Iterator[Any]:
@@ -374,32 +420,8 @@ def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
         ImportError: If pyarrow is not installed.
         ValueError: If it is no Parquet file.
     """
-    file = _parquet().ParquetFile(io.BytesIO(stream.read()))
+    file = import_parquet().ParquetFile(io.BytesIO(stream.read()))
     return (ParquetRows(batch) for batch in file.iter_batches())
-
-
-def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Cut a Parquet file into smaller ones of about ``slice_bytes``, by the rows' average size.
-
-    Yields:
-        The content of a file, and its rows.
-
-    Raises:
-        ImportError: If pyarrow is not installed.
-        ValueError: If it is no Parquet file.
-    """
-    parquet = _parquet()
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    source = parquet.ParquetFile(file)
-    total = source.metadata.num_rows
-    rows = max(slice_bytes * total // max(size, 1), 1)
-    table = source.read()
-    for first in range(0, total, rows):
-        part = table.slice(first, rows)
-        content = io.BytesIO()
-        parquet.write_table(part, content)
-        yield content.getvalue(), part.num_rows
 
 
 def _arrow() -> Any:
@@ -408,7 +430,12 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _parquet() -> Any:
+def import_parquet() -> Any:
+    """``pyarrow.parquet``.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -416,45 +443,51 @@ def _parquet() -> Any:
     return parquet
 
 
-SliceReader = Callable[[SliceStream, int], Iterator[Any]]
+def decompressed(stream: SliceStream, suffix: str) -> SliceStream:
+    """What ``stream`` holds, decompressed as it is read.
 
+    Args:
+        stream: The compressed bytes.
+        suffix: One of ``COMPRESSIONS``.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SliceFormat:
-    """How the bytes of a slice become samples.
-
-    Attributes:
-        suffix: Of the files, without that of a compression.
-        blocks: The reader, of a format that is known.
-        read: The reader, of any other.
-        count_lines: Counts the samples in whole lines, for a format that may be cut at any line's end; else None.
-        compression: ``".gz"``, ``".zst"`` or None.
+    Raises:
+        ImportError: If it is ``".zst"`` and zstandard is not installed.
     """
+    return SliceStream(_gzip_pieces(stream) if suffix == ".gz" else _zstandard_pieces(stream))
 
-    suffix: str
-    blocks: SliceBlocks | None = None
-    read: SliceReader | None = None
-    count_lines: Callable[[bytes], int] | None = None
-    compression: str | None = None
 
-    def samples(self, stream: SliceStream, first: int = 0) -> Iterator[Any]:
-        """The samples from number ``first`` on.
+def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:
+    try:
+        with gzip.GzipFile(fileobj=cast(BinaryIO, stream)) as file:
+            while piece := file.read(_INFLATED_BYTES):
+                yield bytearray(piece)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"It cannot be decompressed: {error}") from error
 
-        Raises:
-            ValueError: If the data is malformed.
-            ImportError: If a library is missing that the format needs.
-        """
-        if self.read is not None:
-            return self.read(self.opened(stream), first)
-        return samples_of(self.blocks_of(stream), first)
 
-    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
-        """The samples in blocks, of a format that has them."""
-        return iter(()) if self.blocks is None else self.blocks(self.opened(stream))
-
-    def opened(self, stream: SliceStream) -> SliceStream:
-        """The stream, decompressed if it is compressed."""
-        return stream if self.compression is None else decompressed(stream, self.compression)
+def _zstandard_pieces(stream: SliceStream) -> Iterator[bytearray]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError(
+            "Files in .zst need zstandard, which is not installed: pip install 'lightning-bytescheduler[data]'"
+        ) from error
+    # The library's own reader takes a frame that is cut short for its end, so frames are followed here.
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    try:
+        for chunk in stream.chunks():
+            content = bytes(chunk)
+            while content:
+                frame = frame or decompressor.decompressobj()
+                if piece := frame.decompress(content):
+                    yield bytearray(piece)
+                content = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise ValueError(f"It cannot be decompressed: {error}") from error
+    if frame is not None:
+        raise ValueError("It cannot be decompressed: it is cut short.")
 
 
 FORMATS = {
@@ -467,30 +500,3 @@ FORMATS = {
     )
 }
 """The formats that are known by their suffix."""
-
-
-def format_of(url: str, reader: SliceReader | None = None) -> SliceFormat:
-    """The format of a file.
-
-    Args:
-        url: Of the file; what follows its suffixes as a query does not count.
-        reader: Used in place of the one that belongs to the suffix.
-
-    Raises:
-        OptionError: If the suffix is not known and no reader is given.
-    """
-    name = PurePosixPath(url.split("::")[0].split("?")[0]).name.lower()
-    suffixes = PurePosixPath(name).suffixes
-    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
-    suffix = suffixes[-1] if suffixes else ""
-    if reader is not None:
-        return SliceFormat(suffix=suffix, read=reader, compression=compression)
-    known = FORMATS.get(suffix)
-    if known is None:
-        raise OptionError(
-            "url",
-            url,
-            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), "
-            "unless a reader for its format is given",
-        )
-    return replace(known, compression=compression)

@@ -1,24 +1,410 @@
-"""An epoch's samples over ranks that step together, as in ``ddp`` and ``bytescheduler``.
+"""The batches of ranks that step together, as in ``ddp`` and ``bytescheduler``, and where an epoch of them stands.
 
-Every rank gets one stretch of the epoch's order, so it reads mostly whole slices. What is trained on after some steps
-is therefore not one stretch from the epoch's beginning; it is described by *stages*: with which batch sizes how many
-steps were taken. From the stages of an epoch, any other ranks work out what is left, and share that.
-
-How many samples each rank gets so that all of them take the same number of steps.
+Every rank gets one stretch of the epoch's order, so it reads mostly whole slices, and all take the same number of
+steps. What is trained on after some steps is therefore not one stretch from the epoch's beginning; it is described by
+*stages*: with which batch sizes how many steps were taken. From the stages of an epoch, any other ranks work out what
+is left, and share that, without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.checks import is_whole, require_whole
+from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
+from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch, cut_batches
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.options import require_shortage
 from lightning_bytescheduler.slices.shuffle import slice_order
 
-__all__ = ["SHORTAGES", "LockStepEpoch", "LockStepShares", "SampleRun", "Stage"]
+__all__ = ["LockStepEpoch", "LockStepPlan", "Stage"]
+
+_VERSION = 1
+
+
+class LockStepPlan:
+    """A ``BatchPlan`` for ranks that take the same number of steps: one epoch after the other.
+
+    Every rank calls the same methods with the same values, so that all agree without a message.
+
+    Args:
+        catalogue: The slices.
+        batch_sizes: Of each rank, in samples.
+        rank: This one.
+        seed: Of the order of slices.
+        shuffle: False keeps the catalogue's order in every epoch.
+        shortage: ``"pad"`` or ``"drop"``, see :class:`LockStepEpoch`.
+        repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
+
+    Attributes:
+        epoch: The running epoch, from 0.
+        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
+
+    Raises:
+        OptionError: If an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        catalogue: SliceCatalogue,
+        *,
+        batch_sizes: Sequence[int],
+        rank: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        shortage: str = "pad",
+        repeats: bool = True,
+    ) -> None:
+        self.catalogue = catalogue
+        self._batch_sizes = tuple(batch_sizes)
+        if not is_whole(rank) or rank >= max(len(self._batch_sizes), 1):
+            raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
+        self._rank = rank
+        self._seed, self._shuffle, self._shortage, self._repeats = seed, shuffle, shortage, repeats
+        self.epoch = 0
+        self.counted = 0
+        self._stages: tuple[Stage, ...] = ()
+        self._steps = 0
+        self._left_out: dict[str, str] = {}  # of this epoch
+        self._quarantined: dict[str, str] = {}
+        self._start(())
+
+    @property
+    def shares(self) -> LockStepEpoch:
+        """How what is left of the epoch was shared when it began, or was resumed."""
+        return self._shares
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Reason by key of the slices that are left out from the next epoch on."""
+        return dict(self._quarantined)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of the epoch is left to these ranks."""
+        return self._steps >= self._shares.steps
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step of the epoch was taken."""
+        return bool(self._steps or self._stages)
+
+    def __len__(self) -> int:
+        return self.counted + self._shares.steps - self._steps
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        shares, first = self._shares, self._steps
+        sizes = (shares.batch(self._rank, step) for step in range(first, shares.steps))
+        runs = shares.runs(self._rank, first_step=first)
+        if self._repeats:
+            runs = itertools.chain(runs, self._next_epoch())
+        return cut_batches(self.epoch, runs, sizes)
+
+    def _next_epoch(self) -> Iterator[SampleRun]:
+        yield from self._shared(self.epoch + 1, self._quarantined, ()).runs(self._rank)
+
+    def trained(self) -> None:
+        """Count a step that every rank has taken.
+
+        Raises:
+            OptionError: If the epoch has no more of them.
+        """
+        if self.over:
+            raise OptionError("steps", self._steps + 1, f"at most {self._shares.steps}, the steps of the epoch")
+        self._steps += 1
+
+    def end_epoch(self) -> None:
+        """Go to the next epoch; what is left of this one is not trained on."""
+        self.start_epoch(self.epoch + 1)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch.
+
+        Raises:
+            OptionError: If it is no number of an epoch.
+        """
+        self.epoch = require_whole("epoch", epoch, 0)
+        self.counted = 0
+        self._left_out = dict(self._quarantined)
+        self._start(())
+
+    def quarantine(self, slices: Mapping[str, str]) -> None:
+        """Leave slices out from the next epoch on; this one goes on with the steps that all ranks know of.
+
+        Args:
+            slices: Reason by key.
+        """
+        self._quarantined.update(slices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, of primitives; the same on every rank."""
+        fingerprint = self.catalogue.fingerprint
+        stages = self._shares.after(self._steps)
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "stages": [
+                {"batch_sizes": list(stage.batch_sizes), "steps": stage.steps, "shortage": stage.shortage}
+                for stage in stages
+            ],
+            "left_out": dict(self._left_out),
+            "quarantined": dict(self._quarantined),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "slices": fingerprint.slices,
+            "samples": fingerprint.samples,
+            "blocks": list(fingerprint.blocks),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved, with as many ranks and with the batch sizes that there are now.
+
+        Between epochs, data and seed may have changed.
+
+        Raises:
+            TrackerStateError: If the state is damaged, or of the middle of an epoch of other slices or another order.
+                Nothing changed then.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if not is_whole(version) or version != _VERSION:
+            raise TrackerStateError(
+                f"The state of the slices is of version {version!r}, and this release reads version {_VERSION}: "
+                "resume with the release that saved it."
+            )
+        try:
+            saved = msgspec.convert(state, _SavedPosition)
+        except msgspec.ValidationError as error:
+            raise TrackerStateError(f"The state of the slices is damaged: {error}.") from error
+        if saved.stages:
+            self._require_same_order(saved)
+        before = (self.epoch, self._left_out)
+        self.epoch, self._left_out = saved.epoch, saved.left_out
+        try:
+            self._start(saved.stages)
+        except OptionError as error:
+            self.epoch, self._left_out = before
+            raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
+        self._quarantined = saved.quarantined
+
+    def _start(self, stages: tuple[Stage, ...]) -> None:
+        """Share what is left after some stages; the last one is continued if it was of these ranks."""
+        last = stages[-1] if stages else None
+        continues = last is not None and (last.batch_sizes, last.shortage) == (self._batch_sizes, self._shortage)
+        shares = self._shared(self.epoch, self._left_out, stages[:-1] if continues else stages)
+        steps = last.steps if continues and last is not None else 0
+        shares.after(steps)  # raises if there are not so many
+        self._shares, self._stages, self._steps = shares, stages, steps
+
+    def _shared(self, epoch: int, left_out: Mapping[str, str], stages: Sequence[Stage]) -> LockStepEpoch:
+        return LockStepEpoch(
+            samples=self._samples_without(left_out),
+            batch_sizes=self._batch_sizes,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle=self._shuffle,
+            shortage=self._shortage,
+            stages=stages,
+        )
+
+    def _samples_without(self, keys: Mapping[str, str]) -> npt.NDArray[np.int64]:
+        samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
+        for key in keys:
+            index = self.catalogue.find(key)
+            if index is not None:
+                samples[index] = 0
+        return samples
+
+    def _require_same_order(self, saved: _SavedPosition) -> None:
+        here = self.catalogue.fingerprint
+        now = {
+            "slices": here.slices,
+            "samples": here.samples,
+            "blocks": here.blocks,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+        for name, value in now.items():
+            there = getattr(saved, name)
+            if there != value:
+                what = (
+                    "the slices' keys or sample counts" if name == "blocks" else f"{name} was {there}, is {value} now"
+                )
+                raise TrackerStateError(
+                    f"The state was saved in the middle of an epoch of other data or another order ({what}): "
+                    "resume with what it was saved with, or from the end of an epoch."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Steps that were taken together; plain numbers, to be kept in a checkpoint.
+
+    Attributes:
+        batch_sizes: Of each rank, in samples.
+        steps: How many steps.
+        shortage: As the epoch was shared.
+    """
+
+    batch_sizes: tuple[int, ...]
+    steps: int
+    shortage: str = "pad"
+
+
+class _SavedPosition(msgspec.Struct):
+    """A plan's saved state: the types that are required of it."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    stages: tuple[Stage, ...]
+    left_out: dict[str, str]
+    quarantined: dict[str, str]
+    seed: int
+    shuffle: bool
+    slices: int
+    samples: int
+    blocks: tuple[str, ...]
+
+
+class LockStepEpoch:
+    """What is left of an epoch, shared over ranks so that all take the same number of steps.
+
+    Args:
+        samples: Samples of each slice; 0 leaves a slice out.
+        batch_sizes: Of each rank, in samples; shares are in proportion to them.
+        seed: Of the order of slices.
+        epoch: Which epoch.
+        shuffle: False keeps the catalogue's order.
+        shortage: ``"pad"`` or ``"drop"``, where there is not one sample for each rank in every step.
+        stages: How the part of the epoch that is trained on was trained on, from :meth:`after`.
+
+    Attributes:
+        steps: Of every rank: the length of its loader.
+        left: Samples of the epoch that were not trained on before.
+        padded: Samples that are trained on twice, fewer than there are ranks.
+        dropped: Samples that are left out, fewer than there are ranks.
+
+    Raises:
+        OptionError: If an option is not allowed, or a stage has more steps than it can have had.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: npt.NDArray[np.int64],
+        batch_sizes: Sequence[int],
+        seed: int,
+        epoch: int,
+        shuffle: bool = True,
+        shortage: str = "pad",
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        counts = np.asarray(samples, dtype=np.int64)
+        if counts.ndim != 1 or (counts < 0).any():
+            raise OptionError("samples", samples, "a count for each slice, 0 or more")
+        self._order = slice_order(len(counts), seed=seed, epoch=epoch, shuffle=shuffle)
+        # Place of each slice's end on a line through all samples of the epoch.
+        self._ends = np.cumsum(counts[self._order], dtype=np.int64)
+        # What is left, as stretches of that line, in order.
+        self._stretches = [(0, int(self._ends[-1]))] if len(self._ends) else []
+        for stage in stages:
+            self._share(stage.batch_sizes, stage.shortage)
+            if not is_whole(stage.steps) or stage.steps > self.steps:
+                raise OptionError("steps", stage.steps, f"from 0 to {self.steps}, the steps of that stage")
+            self._stretches = self._left_after(stage.steps)
+        self._share(batch_sizes, shortage)
+        self._shortage = shortage
+        self._stages = tuple(stages)
+
+    def _share(self, batch_sizes: Sequence[int], shortage: str) -> None:
+        if not len(batch_sizes) or not all(is_whole(size, 1) for size in batch_sizes):
+            raise OptionError("batch_sizes", batch_sizes, "a whole number for each rank, 1 or more")
+        require_shortage(shortage)
+        self.left = sum(stop - start for start, stop in self._stretches)
+        self._shares = LockStepShares.of(self.left, batch_sizes, shortage=shortage)
+        self.steps, self.padded, self.dropped = self._shares.steps, self._shares.padded, self._shares.dropped
+
+    def share(self, rank: int) -> int:
+        """Samples of a rank in all of its steps."""
+        return self._shares.samples[rank]
+
+    def batch(self, rank: int, step: int) -> int:
+        """Samples of a rank in a step, counted from 0."""
+        return self._shares.batch(rank, step)
+
+    def runs(self, rank: int, *, first_step: int = 0) -> Iterator[SampleRun]:
+        """What a rank trains on, in order, from a step on.
+
+        The last ranks' last sample is padding, if there is any: from the beginning of what is left.
+        """
+        offset, stop = self._own(rank)
+        for low, high in self._on_line(offset + self._shares.samples_until(rank, first_step), stop):
+            yield from self._in_slices(low, high)
+        if self._is_padded(rank) and first_step < self.steps:
+            place = (rank - (len(self._shares.samples) - self.padded)) % self.left
+            for low, high in self._on_line(place, place + 1):
+                yield from self._in_slices(low, high)
+
+    def _is_padded(self, rank: int) -> bool:
+        """Whether a rank's last sample is one that another has, or had.
+
+        Padding is in the last step only: where an epoch is left before it, nothing was trained on twice.
+        """
+        return rank >= len(self._shares.samples) - self.padded
+
+    def _own(self, rank: int) -> tuple[int, int]:
+        """Where a rank's own samples begin and end, counting what is left from 0."""
+        offset = sum(share - self._is_padded(earlier) for earlier, share in enumerate(self._shares.samples[:rank]))
+        return offset, offset + self._shares.samples[rank] - self._is_padded(rank)
+
+    def after(self, steps: int) -> tuple[Stage, ...]:
+        """The stages of the epoch, once every rank has taken so many steps of this one.
+
+        Raises:
+            OptionError: If there are not so many steps.
+        """
+        if not is_whole(steps) or steps > self.steps:
+            raise OptionError("steps", steps, f"from 0 to {self.steps}, the steps there are")
+        if not steps:
+            return self._stages
+        return (*self._stages, Stage(batch_sizes=self._shares.batch_sizes, steps=steps, shortage=self._shortage))
+
+    def _left_after(self, steps: int) -> list[tuple[int, int]]:
+        """Stretches of the line that nobody trained on in the first steps, nor is to be dropped at the end."""
+        left: list[tuple[int, int]] = []
+        stop = 0
+        for rank in range(len(self._shares.samples)):
+            offset, stop = self._own(rank)
+            left += self._on_line(offset + self._shares.samples_until(rank, steps), stop)
+        # Dropped samples are a matter of these ranks: others may have a step for them.
+        return left + self._on_line(stop, self.left)
+
+    def _on_line(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Places of what is left, as stretches of the line through the epoch."""
+        found = []
+        before = 0
+        for low, high in self._stretches:
+            first, last = max(start - before, 0), min(stop - before, high - low)
+            if first < last:
+                found.append((low + first, low + last))
+            before += high - low
+        return found
+
+    def _in_slices(self, start: int, stop: int) -> Iterator[SampleRun]:
+        place = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = int(self._ends[place])
+            begin = int(self._ends[place - 1]) if place else 0
+            if start < end:
+                upto = min(stop, end)
+                yield SampleRun(slice_index=int(self._order[place]), start=start - begin, stop=upto - begin)
+                start = upto
+            place += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,175 +488,3 @@ def _apportion(samples: int, batch_sizes: Sequence[int], steps: int) -> tuple[in
                 shares[rank] -= 1
                 excess -= 1
     return tuple(shares)
-
-
-SHORTAGES = ("pad", "drop")
-"""What is done where there is not one sample for each rank in every step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """Steps that were taken together; plain numbers, to be kept in a checkpoint.
-
-    Attributes:
-        batch_sizes: Of each rank, in samples.
-        steps: How many steps.
-        shortage: As the epoch was shared.
-    """
-
-    batch_sizes: tuple[int, ...]
-    steps: int
-    shortage: str = "pad"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRun:
-    """Neighbouring samples of one slice.
-
-    Attributes:
-        slice_index: The slice's, in the catalogue.
-        start: First sample.
-        stop: One after the last.
-    """
-
-    slice_index: int
-    start: int
-    stop: int
-
-
-class LockStepEpoch:
-    """What is left of an epoch, shared over ranks so that all take the same number of steps.
-
-    Args:
-        samples: Samples of each slice; 0 leaves a slice out.
-        batch_sizes: Of each rank, in samples; shares are in proportion to them.
-        seed: Of the order of slices.
-        epoch: Which epoch.
-        shuffle: False keeps the catalogue's order.
-        shortage: ``"pad"`` or ``"drop"``, where there is not one sample for each rank in every step.
-        stages: How the part of the epoch that is trained on was trained on, from :meth:`after`.
-
-    Attributes:
-        steps: Of every rank: the length of its loader.
-        left: Samples of the epoch that were not trained on before.
-        padded: Samples that are trained on twice, fewer than there are ranks.
-        dropped: Samples that are left out, fewer than there are ranks.
-
-    Raises:
-        OptionError: If an option is not allowed, or a stage has more steps than it can have had.
-    """
-
-    def __init__(
-        self,
-        *,
-        samples: npt.NDArray[np.int64],
-        batch_sizes: Sequence[int],
-        seed: int,
-        epoch: int,
-        shuffle: bool = True,
-        shortage: str = "pad",
-        stages: Sequence[Stage] = (),
-    ) -> None:
-        counts = np.asarray(samples, dtype=np.int64)
-        if counts.ndim != 1 or (counts < 0).any():
-            raise OptionError("samples", samples, "a count for each slice, 0 or more")
-        self._order = slice_order(len(counts), seed=seed, epoch=epoch, shuffle=shuffle)
-        # Place of each slice's end on a line through all samples of the epoch.
-        self._ends = np.cumsum(counts[self._order], dtype=np.int64)
-        # What is left, as stretches of that line, in order.
-        self._stretches = [(0, int(self._ends[-1]))] if len(self._ends) else []
-        for stage in stages:
-            self._share(stage.batch_sizes, stage.shortage)
-            if isinstance(stage.steps, bool) or not isinstance(stage.steps, int) or not 0 <= stage.steps <= self.steps:
-                raise OptionError("steps", stage.steps, f"from 0 to {self.steps}, the steps of that stage")
-            self._stretches = self._left_after(stage.steps)
-        self._share(batch_sizes, shortage)
-        self._shortage = shortage
-        self._stages = tuple(stages)
-
-    def _share(self, batch_sizes: Sequence[int], shortage: str) -> None:
-        sizes_are_whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in batch_sizes)
-        if not len(batch_sizes) or not sizes_are_whole:
-            raise OptionError("batch_sizes", batch_sizes, "a whole number for each rank, 1 or more")
-        if shortage not in SHORTAGES:
-            raise OptionError("shortage", shortage, f"one of {', '.join(map(repr, SHORTAGES))}")
-        self.left = sum(stop - start for start, stop in self._stretches)
-        self._shares = LockStepShares.of(self.left, batch_sizes, shortage=shortage)
-        self.steps, self.padded, self.dropped = self._shares.steps, self._shares.padded, self._shares.dropped
-
-    def share(self, rank: int) -> int:
-        """Samples of a rank in all of its steps."""
-        return self._shares.samples[rank]
-
-    def batch(self, rank: int, step: int) -> int:
-        """Samples of a rank in a step, counted from 0."""
-        return self._shares.batch(rank, step)
-
-    def runs(self, rank: int, *, first_step: int = 0) -> Iterator[SampleRun]:
-        """What a rank trains on, in order, from a step on.
-
-        The last ranks' last sample is padding, if there is any: from the beginning of what is left.
-        """
-        offset, stop = self._own(rank)
-        for low, high in self._on_line(offset + self._shares.samples_until(rank, first_step), stop):
-            yield from self._in_slices(low, high)
-        if self._is_padded(rank) and first_step < self.steps:
-            place = (rank - (len(self._shares.samples) - self.padded)) % self.left
-            for low, high in self._on_line(place, place + 1):
-                yield from self._in_slices(low, high)
-
-    def _is_padded(self, rank: int) -> bool:
-        """Whether a rank's last sample is one that another has, or had.
-
-        Padding is in the last step only: where an epoch is left before it, nothing was trained on twice.
-        """
-        return rank >= len(self._shares.samples) - self.padded
-
-    def _own(self, rank: int) -> tuple[int, int]:
-        """Where a rank's own samples begin and end, counting what is left from 0."""
-        offset = sum(share - self._is_padded(earlier) for earlier, share in enumerate(self._shares.samples[:rank]))
-        return offset, offset + self._shares.samples[rank] - self._is_padded(rank)
-
-    def after(self, steps: int) -> tuple[Stage, ...]:
-        """The stages of the epoch, once every rank has taken so many steps of this one.
-
-        Raises:
-            OptionError: If there are not so many steps.
-        """
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= self.steps:
-            raise OptionError("steps", steps, f"from 0 to {self.steps}, the steps there are")
-        if not steps:
-            return self._stages
-        return (*self._stages, Stage(batch_sizes=self._shares.batch_sizes, steps=steps, shortage=self._shortage))
-
-    def _left_after(self, steps: int) -> list[tuple[int, int]]:
-        """Stretches of the line that nobody trained on in the first steps, nor is to be dropped at the end."""
-        left: list[tuple[int, int]] = []
-        stop = 0
-        for rank in range(len(self._shares.samples)):
-            offset, stop = self._own(rank)
-            left += self._on_line(offset + self._shares.samples_until(rank, steps), stop)
-        # Dropped samples are a matter of these ranks: others may have a step for them.
-        return left + self._on_line(stop, self.left)
-
-    def _on_line(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Places of what is left, as stretches of the line through the epoch."""
-        found = []
-        before = 0
-        for low, high in self._stretches:
-            first, last = max(start - before, 0), min(stop - before, high - low)
-            if first < last:
-                found.append((low + first, low + last))
-            before += high - low
-        return found
-
-    def _in_slices(self, start: int, stop: int) -> Iterator[SampleRun]:
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = int(self._ends[place])
-            begin = int(self._ends[place - 1]) if place else 0
-            if start < end:
-                upto = min(stop, end)
-                yield SampleRun(slice_index=int(self._order[place]), start=start - begin, stop=upto - begin)
-                start = upto
-            place += 1

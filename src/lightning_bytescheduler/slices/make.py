@@ -1,4 +1,4 @@
-"""Makes slices: cuts files into a folder of slices with an index."""
+"""Makes slices: cuts files of lines, rows or tables into a folder of slices with an index."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ import io
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import numpy as np
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, UnsupportedError
-from lightning_bytescheduler.slices.fetch import FetchOptions, fetch_chunks
-from lightning_bytescheduler.slices.formats import (
-    SliceFormat,
-    cut_parquet,
-    format_of,
-    npy_blocks,
-    npy_slice,
-    parquet_blocks,
-)
-from lightning_bytescheduler.slices.open_source import (
-    INDEX_NAME,
-    SLICE_BYTES,
-    IndexedSlice,
-    cut_lines,
-    indexed_slice,
-    write_index,
-)
-from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, SliceStream
-from lightning_bytescheduler.slices.source import exists, expand, join, local_path, make_folder, read_range, size_of
+from lightning_bytescheduler.slices.checksums import ChunkPlan
+from lightning_bytescheduler.slices.fetch import fetch_chunks
+from lightning_bytescheduler.slices.formats import SliceFormat, format_of, import_parquet, npy_blocks, parquet_blocks
+from lightning_bytescheduler.slices.index import INDEX_NAME, IndexedSlice, indexed_slice, write_index
+from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
+from lightning_bytescheduler.slices.urls import exists, expand, join, local_path, make_folder, read_range, size_of
 
-__all__ = ["make_slices"]
+__all__ = ["SLICE_BYTES", "cut_lines", "make_slices", "npy_slice", "row_ranges"]
+
+SLICE_BYTES = 64 * 1024 * 1024
+"""Target size of a slice."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
 
@@ -75,8 +67,7 @@ def make_slices(
         OSError: If the folder cannot be written.
         ImportError: If a library is missing that a URL or a format needs.
     """
-    if isinstance(slice_bytes, bool) or not isinstance(slice_bytes, int) or slice_bytes < 1:
-        raise OptionError("slice_bytes", slice_bytes, "a positive whole number of bytes")
+    require_whole("slice_bytes", slice_bytes, 1)
     known = storage_options or {}
     places = [urls] if isinstance(urls, str) else list(urls)
     files = list(dict.fromkeys(url for place in places for url in expand(place, known)))
@@ -132,6 +123,46 @@ def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int)
         raise UnsupportedError(f"{url} is of a format that cannot be cut into slices; give the files as they are.")
 
 
+def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
+    """Cut a text at line ends.
+
+    Args:
+        pieces: The text, in pieces of any size.
+        target_bytes: A slice ends with the last line that ends within so many bytes; one longer line is a slice.
+
+    Yields:
+        The slices, in order; together they are the text.
+    """
+    held = bytearray()
+    searched = 0
+    for piece in pieces:
+        held += piece
+        while len(held) >= target_bytes:
+            end = held.rfind(b"\n", 0, target_bytes) + 1 if searched < target_bytes else 0
+            if not end:
+                end = held.find(b"\n", max(searched, target_bytes)) + 1
+            if not end:
+                searched = len(held)  # a long line is not searched again for each piece
+                break
+            yield bytes(held[:end])
+            del held[:end]
+            searched = 0
+    if held:
+        yield bytes(held)
+
+
+def row_ranges(rows: int, row_bytes: int, target_bytes: int) -> Iterator[tuple[int, int]]:
+    """Divide rows into ranges of about ``target_bytes``, alike to one row.
+
+    Yields:
+        The first row of a range, and the one after its last.
+    """
+    parts = max(-(-rows * row_bytes // target_bytes), 1) if rows else 0
+    parts = min(parts, rows)
+    for part in range(parts):
+        yield rows * part // parts, rows * (part + 1) // parts
+
+
 def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
     rows: list[Any] = []
     size = 0
@@ -143,6 +174,37 @@ def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, in
             rows, size = [], 0
     if rows:
         yield npy_slice(np.stack(rows)), len(rows)
+
+
+def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
+    """The content of a .npy file with these rows."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
+    return file.getvalue()
+
+
+def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Cut a Parquet file into smaller ones of about ``slice_bytes``, by the rows' average size.
+
+    Yields:
+        The content of a file, and its rows.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If it is no Parquet file.
+    """
+    parquet = import_parquet()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    source = parquet.ParquetFile(file)
+    total = source.metadata.num_rows
+    rows = max(slice_bytes * total // max(size, 1), 1)
+    table = source.read()
+    for first in range(0, total, rows):
+        part = table.slice(first, rows)
+        content = io.BytesIO()
+        parquet.write_table(part, content)
+        yield content.getvalue(), part.num_rows
 
 
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:

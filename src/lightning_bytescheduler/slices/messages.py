@@ -1,45 +1,57 @@
-"""How what workers and the slice tracker tell each other travels: one line of JSON for each message.
+"""What workers and the slice tracker tell each other, and how it travels: one line of JSON for each message.
 
-What workers and the slice tracker tell each other: frozen, of primitives only, so any transport can carry it.
+Messages are frozen and hold plain values only. What arrives is checked against their types: the right fields, whole
+numbers where whole numbers belong, no empty names. Whether a number fits the slices that there are is the tracker's
+matter.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Slice
 
 __all__ = [
     "Answer",
+    "AskLater",
     "Assignment",
-    "Begin",
+    "BeginSlice",
     "Call",
-    "Done",
     "EpochOver",
-    "Join",
+    "FinishSlice",
     "JoinAgain",
+    "JoinTracker",
     "Joined",
-    "Leave",
-    "Progress",
-    "Quarantine",
+    "LeaveTracker",
+    "Name",
+    "Natural",
+    "QuarantineSlice",
     "Receipt",
-    "Renew",
+    "RenewLease",
     "Reply",
-    "Request",
+    "ReportProgress",
+    "RequestSlice",
     "Verdict",
-    "Wait",
     "WaitReason",
     "decode",
     "encode",
 ]
 
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Join:
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """A message; its kind is the name of its class."""
+
+
+class JoinTracker(_Message, frozen=True):
     """A worker is there.
 
     Attributes:
@@ -50,14 +62,13 @@ class Join:
         prefetch: Slices it may hold that it has not begun; None for the tracker's own option.
     """
 
-    worker: str
-    incarnation: str
-    cached: tuple[str, ...] = ()
-    prefetch: int | None = None
+    worker: Name
+    incarnation: Name
+    cached: tuple[Name, ...] = ()
+    prefetch: _Positive | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
+class Joined(_Message, frozen=True):
     """The worker may ask for slices.
 
     Grants from before the join are void. What the worker is to continue comes again as the answer to its requests, in
@@ -69,13 +80,12 @@ class Joined:
         lease: Seconds without a message after which the worker is taken for dead.
     """
 
-    session: int
-    epoch: int
-    lease: float
+    session: Natural
+    epoch: Natural
+    lease: _Seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class RequestSlice(_Message, frozen=True):
     """A worker wants one more slice. One request of a worker at a time; one that got no answer may be repeated.
 
     Attributes:
@@ -88,17 +98,16 @@ class Request:
         looks: It only asks how the epoch stands: as long as another worker holds a slice, it is given none.
     """
 
-    session: int
-    epoch: int
-    holding: tuple[int, ...] = ()
-    cached: tuple[str, ...] = ()
-    evicted: tuple[str, ...] = ()
+    session: Natural
+    epoch: Natural
+    holding: tuple[Natural, ...] = ()
+    cached: tuple[Name, ...] = ()
+    evicted: tuple[Name, ...] = ()
     looks: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """A slice for the worker. It may fetch it at once, and trains on it after its :class:`Begin` was accepted.
+class Assignment(_Message, frozen=True):
+    """A slice for the worker. It may fetch it at once, and trains on it after its :class:`BeginSlice` was accepted.
 
     Attributes:
         grant: Identity of this handing-out; goes into messages about it.
@@ -110,13 +119,13 @@ class Assignment:
         revoked: Of the grants listed in the request, those that are not the worker's any more.
     """
 
-    grant: int
-    epoch: int
-    slice_index: int
+    grant: Natural
+    epoch: Natural
+    slice_index: Natural
     slice: Slice
-    first: int
-    lease: float
-    revoked: tuple[int, ...] = ()
+    first: Natural
+    lease: _Seconds
+    revoked: tuple[Natural, ...] = ()
 
 
 class WaitReason(str, Enum):
@@ -130,8 +139,7 @@ class WaitReason(str, Enum):
     """The epoch before the one asked for is not over."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wait:
+class AskLater(_Message, frozen=True):
     """No slice now.
 
     Attributes:
@@ -141,12 +149,11 @@ class Wait:
     """
 
     reason: WaitReason
-    seconds: float
-    revoked: tuple[int, ...] = ()
+    seconds: _Seconds
+    revoked: tuple[Natural, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochOver:
+class EpochOver(_Message, frozen=True):
     """Nothing is left of the epoch that was asked for, in nobody's hands either.
 
     Attributes:
@@ -154,29 +161,26 @@ class EpochOver:
         revoked: As in :class:`Assignment`.
     """
 
-    epoch: int
-    revoked: tuple[int, ...] = ()
+    epoch: Natural
+    revoked: tuple[Natural, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JoinAgain:
+class JoinAgain(_Message, frozen=True):
     """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void."""
 
 
-Answer: TypeAlias = Assignment | Wait | EpochOver | JoinAgain
+Answer: TypeAlias = Assignment | AskLater | EpochOver | JoinAgain
 """What a request can be answered with."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Begin:
+class BeginSlice(_Message, frozen=True):
     """A worker is about to train on a slice's first sample, and does so only if this is accepted."""
 
-    session: int
-    grant: int
+    session: Natural
+    grant: Natural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ReportProgress(_Message, frozen=True):
     """A worker has trained on a slice up to a sample. May be sent without waiting, in any order, any number of times.
 
     Attributes:
@@ -185,40 +189,36 @@ class Progress:
         trained: Samples of the slice that are trained on, counted from the slice's first one.
     """
 
-    session: int
-    grant: int
-    trained: int
+    session: Natural
+    grant: Natural
+    trained: Natural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
+class FinishSlice(_Message, frozen=True):
     """A worker has trained on all of a slice. May be repeated."""
 
-    session: int
-    grant: int
+    session: Natural
+    grant: Natural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quarantine:
+class QuarantineSlice(_Message, frozen=True):
     """A slice cannot be read, also not when fetched again. May be repeated."""
 
-    session: int
-    key: str
+    session: Natural
+    key: Name
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Renew:
+class RenewLease(_Message, frozen=True):
     """The worker lives. Every other message says so too."""
 
-    session: int
+    session: Natural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leave:
+class LeaveTracker(_Message, frozen=True):
     """The worker goes, and has trained on nothing beyond what it reported."""
 
-    session: int
+    session: Natural
 
 
 class Verdict(str, Enum):
@@ -226,7 +226,7 @@ class Verdict(str, Enum):
 
     ACCEPTED = "accepted"
     FINISHED = "finished"
-    """The slice is done already. A repeated ``Done`` gets this: nothing is wrong. A ``Begin`` must not train."""
+    """The slice is done already: fine for a repeated ``FinishSlice``; after a ``BeginSlice``, do not train."""
     TAKEN = "taken"
     """The slice was given to another worker, or quarantined: stop. What was not reported does not count."""
     EPOCH_OVER = "epoch_over"
@@ -235,8 +235,7 @@ class Verdict(str, Enum):
     """The session is over, see :class:`JoinAgain`: stop, and join again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Receipt:
+class Receipt(_Message, frozen=True):
     """What became of a message that hands nothing out."""
 
     verdict: Verdict
@@ -247,34 +246,27 @@ class Receipt:
         return self.verdict is Verdict.ACCEPTED
 
 
-Call: TypeAlias = Join | Request | Begin | Progress | Done | Quarantine | Renew | Leave
-Reply: TypeAlias = Joined | Answer | Receipt
+Call: TypeAlias = (
+    JoinTracker | RequestSlice | BeginSlice | ReportProgress | FinishSlice | QuarantineSlice | RenewLease | LeaveTracker
+)
+"""What a worker says."""
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Join,
-        Request,
-        Begin,
-        Progress,
-        Done,
-        Quarantine,
-        Renew,
-        Leave,
-        Joined,
-        Assignment,
-        Wait,
-        EpochOver,
-        JoinAgain,
-        Receipt,
-    )
-}
-_READ = {"verdict": Verdict, "reason": WaitReason}
+Reply: TypeAlias = Joined | Answer | Receipt
+"""What the tracker answers."""
+
+_DECODER = msgspec.json.Decoder(Call | Reply)
 
 
 def encode(message: Call | Reply) -> str:
-    """Write a message."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}, allow_nan=False)
+    """Write a message.
+
+    Raises:
+        OptionError: If it cannot be written, as a name that is no text in Unicode.
+    """
+    try:
+        return msgspec.json.encode(message).decode()
+    except UnicodeEncodeError as error:
+        raise OptionError("message", message, f"one of texts in Unicode ({error}); rename that file") from error
 
 
 def decode(text: str | bytes) -> Call | Reply:
@@ -284,19 +276,7 @@ def decode(text: str | bytes) -> Call | Reply:
         OptionError: If it is no such message.
     """
     try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-        for field in fields(kind):
-            value = values.get(field.name)
-            if isinstance(value, list):
-                values[field.name] = tuple(value)
-            elif field.name == "slice":
-                values[field.name] = Slice(**value)
-            elif field.name in _READ and kind is not Quarantine:  # whose reason is a text
-                values[field.name] = _READ[field.name](value)
-        message: Call | Reply = kind(**values)
-        return message
-    except OptionError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message: Call | Reply = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise OptionError("message", text, f"a message of the slice tracker ({error})") from error
+    return message

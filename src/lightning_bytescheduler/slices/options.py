@@ -1,17 +1,35 @@
-"""The options of a data module of slices, checked before anything is opened."""
+"""The options of slices, each set of them checked when it is made."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.lock_step import SHORTAGES
+import platformdirs
 
-__all__ = ["LoaderOptions", "batch_sizes_of", "default_cache_dir", "require_batch_size", "require_urls"]
+from lightning_bytescheduler.checks import is_whole, require_bool, require_positive, require_whole
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.shuffle import require_seed
+
+__all__ = [
+    "FetchOptions",
+    "LoaderOptions",
+    "StoreOptions",
+    "TrackerOptions",
+    "batch_sizes_of",
+    "default_cache_dir",
+    "require_batch_size",
+    "require_shortage",
+    "require_urls",
+]
+
+SHORTAGES = ("pad", "drop")
+"""What is done where there is not one sample for each rank in every step."""
+
+DELIVERIES = ("at_least_once", "at_most_once")
+"""What a worker's death may cost: samples trained twice, or samples left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,20 +62,124 @@ class LoaderOptions:
     collate: Callable[[list[Any]], Any] | None
 
     def __post_init__(self) -> None:
-        for option, least in (("num_workers", 0), ("prefetch_factor", 1), ("seed", 0)):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(option, value, f"a whole number, {least} or more")
-        if self.seed >= 2**64:
-            raise OptionError("seed", self.seed, "a whole number from 0 to 2**64 - 1")
+        require_whole("num_workers", self.num_workers, 0)
+        require_whole("prefetch_factor", self.prefetch_factor, 1)
+        require_seed("seed", self.seed)
         for option in ("pin_memory", "shuffle", "shuffle_samples"):
-            if not isinstance(getattr(self, option), bool):
-                raise OptionError(option, getattr(self, option), "True or False")
-        if self.shortage not in SHORTAGES:
-            raise OptionError("shortage", self.shortage, f"one of {', '.join(map(repr, SHORTAGES))}")
+            require_bool(option, getattr(self, option))
+        require_shortage(self.shortage)
         for option in ("transform", "collate"):
             if getattr(self, option) is not None and not callable(getattr(self, option)):
                 raise OptionError(option, getattr(self, option), "a function, or None")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchOptions:
+    """How hard a fetch tries.
+
+    Attributes:
+        timeout: Seconds that a source may stay away.
+        attempts: How often a chunk is fetched that is short or wrong.
+        request_bytes: Largest range asked for at once; the first request for a slice is a single chunk.
+
+    Raises:
+        OptionError: If an option is out of its range.
+    """
+
+    timeout: float = 60.0
+    attempts: int = 3
+    request_bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        require_positive("timeout", self.timeout)
+        require_whole("attempts", self.attempts, 1)
+        require_whole("request_bytes", self.request_bytes, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreOptions:
+    """How slices are stored and fetched; validated when made.
+
+    Attributes:
+        cache_dir: Folder of the cache, on a disk of this machine; None for no cache, which means no prefetching.
+        cache_bytes: Bound of the cache.
+        prefetch: Slices to keep ahead of the one being read; None follows the speeds, 0 is none.
+        most_prefetch: Bound of what ``prefetch=None`` chooses.
+        fetch_threads: Slices that are fetched at once before they are wanted.
+        timeout: Seconds that a source may stay away.
+        attempts: How often a chunk is fetched that is short or wrong.
+        request_bytes: Largest range asked for at once.
+
+    Raises:
+        OptionError: If an option is out of its range.
+    """
+
+    cache_dir: str | None = None
+    cache_bytes: int = 10 * 1024**3
+    prefetch: int | None = None
+    most_prefetch: int = 8
+    fetch_threads: int = 4
+    timeout: float = 60.0
+    attempts: int = 3
+    request_bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.cache_dir is not None:
+            folder = os.fspath(self.cache_dir) if isinstance(self.cache_dir, (str, os.PathLike)) else None
+            if not isinstance(folder, str) or not folder:
+                raise OptionError("cache_dir", self.cache_dir, "the path of a folder, or None")
+            object.__setattr__(self, "cache_dir", folder)
+        if self.prefetch is not None:
+            require_whole("prefetch", self.prefetch, 0)
+        for option in ("cache_bytes", "most_prefetch", "fetch_threads"):
+            require_whole(option, getattr(self, option), 1)
+        self.fetch_options()
+
+    def fetch_options(self) -> FetchOptions:
+        """The part that fetching needs."""
+        return FetchOptions(timeout=self.timeout, attempts=self.attempts, request_bytes=self.request_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerOptions:
+    """How slices are handed out; validated when made.
+
+    Attributes:
+        seed: Of the order of slices, from 0 to 2**64 - 1.
+        shuffle: False hands slices out in the catalogue's order.
+        delivery: ``"at_least_once"``: what a dead worker had begun comes back, from the last sample it is known to have
+            trained on, so what it trained on after its last report is trained on twice. ``"at_most_once"``: that rest
+            is dropped from the epoch and counted. Without deaths both train each sample exactly once.
+        lease: Seconds without a message after which a worker is taken for dead.
+        prefetch: Slices a worker may hold that it has not begun.
+
+    Raises:
+        OptionError: If a value is not allowed.
+    """
+
+    seed: int = 0
+    shuffle: bool = True
+    delivery: str = "at_least_once"
+    lease: float = 300.0
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        require_seed("seed", self.seed)
+        require_bool("shuffle", self.shuffle)
+        if self.delivery not in DELIVERIES:
+            raise OptionError("delivery", self.delivery, f"one of {', '.join(map(repr, DELIVERIES))}")
+        require_positive("lease", self.lease)
+        require_whole("prefetch", self.prefetch, 1)
+
+
+def require_shortage(value: object) -> None:
+    """Require one of ``SHORTAGES``.
+
+    Raises:
+        OptionError: If it is none.
+    """
+    if value not in SHORTAGES:
+        raise OptionError("shortage", value, f"one of {', '.join(map(repr, SHORTAGES))}")
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:
@@ -81,7 +203,7 @@ def require_batch_size(option: str, size: object) -> int | list[int]:
         OptionError: If it is neither.
     """
     sizes: list[int] = list(size) if isinstance(size, (list, tuple)) else [size]  # type: ignore[list-item]
-    if not sizes or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in sizes):
+    if not sizes or not all(is_whole(one, 1) for one in sizes):
         raise OptionError(option, size, "a whole number of samples, 1 or more, or a list of one for each rank")
     return sizes if isinstance(size, (list, tuple)) else sizes[0]
 
@@ -99,6 +221,5 @@ def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[
 
 
 def default_cache_dir() -> str:
-    """Where slices are kept if nothing else is said: the user's folder for caches."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(base).expanduser() / "lightning-bytescheduler" / "slices")
+    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it."""
+    return str(platformdirs.user_cache_path("lightning-bytescheduler", appauthor=False) / "slices")

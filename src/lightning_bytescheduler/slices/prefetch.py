@@ -1,6 +1,6 @@
 """The threads that bring slices into the cache: what a reader waits for, and what is planned next.
 
-How many slices are kept ahead: as many as are consumed while one is fetched, and one more.
+As many slices are kept ahead as are consumed while one is fetched, and one more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lightning_bytescheduler.slices.cache import CachedSlice, CacheFull, DiskFailed, SliceCache, cache_name
-from lightning_bytescheduler.slices.fetch import FetchOptions, SliceCounters, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.fetch import SliceCounters, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource
 
@@ -23,6 +24,8 @@ __all__ = ["FetchJob", "PrefetchDepth", "SlicePrefetcher"]
 _WEIGHT = 0.3  # of the newest measurement
 _CALM_SLICES = 16  # after so many without a stall, what a stall added is taken back by one
 _FIRST_DEPTH = 2
+_RETRY_SECONDS = 0.05  # until something that another process fetches, or that found no room, is looked at again
+_FAILED_SECONDS = 5.0
 
 
 class PrefetchDepth:
@@ -67,10 +70,6 @@ class PrefetchDepth:
         elif self._calm >= _CALM_SLICES and self._added:
             self._added -= 1
             self._calm = 0
-
-
-_RETRY_SECONDS = 0.05  # until something that another process fetches, or that found no room, is looked at again
-_FAILED_SECONDS = 5.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -141,7 +140,9 @@ class SlicePrefetcher:
         self._not_before: dict[str, float] = {}
         # Daemons: a request that never returns must not keep the process from ending.
         self._threads = [
-            threading.Thread(target=self._run, args=(number > 0,), name=f"slice-fetch-{number}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(number > 0,), name=f"bytescheduler-slice-fetch-{number}", daemon=True
+            )
             for number in range(threads + 1)
         ]
         self._started = False

@@ -78,7 +78,7 @@ class SliceServer:
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._runner: web.AppRunner | None = None
-        self._thread = threading.Thread(target=self._run, name="slice-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-slice-server", daemon=True)
         self._thread.start()
         if not self._started.wait(_START_SECONDS):
             raise SchedulerTimeoutError(f"Serving {folder} at {host} did not begin within {_START_SECONDS:.0f} s.")

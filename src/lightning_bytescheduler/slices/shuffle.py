@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["sample_order", "slice_order"]
+__all__ = ["require_seed", "sample_order", "slice_order"]
 
 _WORD = 2**64
 
@@ -59,10 +60,19 @@ def sample_order(samples: int, *, seed: int, epoch: int, slice_index: int) -> np
     return _permutation(samples, seed, epoch, stream=slice_index + 1)
 
 
+def require_seed(option: str, value: object) -> None:
+    """Require what the generator can be seeded with.
+
+    Raises:
+        OptionError: If it is no whole number of 64 bits.
+    """
+    if not is_whole(value) or value >= _WORD:
+        raise OptionError(option, value, "a whole number from 0 to 2**64 - 1")
+
+
 def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArray[np.int64]:
     for option, value in (("count", count), ("seed", seed), ("epoch", epoch), ("stream", stream)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _WORD:
-            raise OptionError(option, value, "a whole number from 0 to 2**64 - 1")
+        require_seed(option, value)
     key = np.array([seed, epoch], dtype=np.uint64)
     # Each stream has 2**128 numbers of the generator's 2**256 to itself.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)

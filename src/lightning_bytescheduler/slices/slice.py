@@ -1,40 +1,18 @@
-"""Compressed sources: .gz, and .zst with the extra "data".
-
-A slice: a piece of the data that is handed out, fetched and trained on as one.
-
-Where a slice stands in an epoch.
-
-The stream that a reader of samples gets: the verified bytes of a slice, in order, as they arrive.
-
-The chunks of a slice: what is checked, and handed on, as one piece while a slice is still on its way.
-"""
+"""A slice: a piece of the data that is handed out, fetched and trained on as one; and the stream of its bytes."""
 
 from __future__ import annotations
 
-import gzip
 import io
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import BinaryIO, cast
 
-import xxhash
-
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "COMPRESSIONS",
-    "DIGEST_BYTES",
-    "ChunkPlan",
-    "Slice",
-    "SliceState",
-    "SliceStream",
-    "checksum_of",
-    "decompressed",
-    "digests_of",
-]
+__all__ = ["Bytes", "Slice", "SliceState", "SliceStream"]
+
+Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +42,13 @@ class Slice:
         for option, text in (("key", self.key), ("url", self.url)):
             if not isinstance(text, str) or not text:
                 raise OptionError(option, text, "a text that is not empty")
-        for option, value, least in (("start", self.start, 0), ("size", self.size, 0), ("samples", self.samples, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(option, value, f"a whole number, {least} or more")
+        require_whole("start", self.start, 0)
+        require_whole("size", self.size, 0)
+        require_whole("samples", self.samples, 1)
 
 
 class SliceState(IntEnum):
-    """State of a slice in the running epoch (seed 004), as the tracker keeps it in one byte.
+    """State of a slice in the running epoch, as the tracker keeps it in one byte.
 
     ``AVAILABLE -> ASSIGNED -> USED``; back to ``AVAILABLE`` when its holder dies or leaves, and with a new epoch.
     ``QUARANTINED`` slices cannot be read; they are left out of this epoch and of those that follow.
@@ -127,136 +105,3 @@ class SliceStream(io.BufferedIOBase):
         part = bytes(self._rest if size < 0 else self._rest[:size])
         self._rest = self._rest[len(part) :]
         return part
-
-
-CHUNK_BYTES = 1024 * 1024
-"""Size of a chunk: small enough that the first sample is there soon, large enough that checks cost nothing."""
-
-DIGEST_BYTES = 8
-_ALGORITHM = "xxh3_64"
-
-Bytes = bytes | bytearray | memoryview
-
-
-def checksum_of(content: Bytes) -> str:
-    """The checksum of ``content`` as slices and indexes state it, ``"xxh3_64:<hex>"``."""
-    return f"{_ALGORITHM}:{xxhash.xxh3_64_hexdigest(content)}"
-
-
-def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """The digests of all chunks of ``content``, one after the other, ``DIGEST_BYTES`` each."""
-    view = memoryview(content)
-    starts = range(0, len(view), chunk_bytes)
-    return b"".join(xxhash.xxh3_64_digest(view[start : start + chunk_bytes]) for start in starts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkPlan:
-    """How a slice is divided into chunks, and what is known of each.
-
-    Attributes:
-        size: Bytes of the slice.
-        chunk_bytes: Bytes of a chunk; the last one may be shorter.
-        digests: Of the chunks, ``DIGEST_BYTES`` each; None where only lengths can be checked.
-
-    Raises:
-        OptionError: If there are not as many digests as chunks.
-    """
-
-    size: int
-    chunk_bytes: int
-    digests: bytes | None
-
-    def __post_init__(self) -> None:
-        if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:
-            raise OptionError("digests", self.digests, f"{self.count} times {DIGEST_BYTES} bytes")
-
-    @classmethod
-    def of(cls, slice_: Slice, chunk_bytes: int, digests: bytes | None) -> ChunkPlan:
-        """Plan a slice; one that has a checksum, but no digests of chunks, is a single chunk.
-
-        Raises:
-            OptionError: If the checksum is not ``"xxh3_64:<hex>"``, or the digests do not fit the size.
-        """
-        if digests is not None or slice_.checksum is None:
-            return cls(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
-        algorithm, _, digest = slice_.checksum.partition(":")
-        try:
-            whole = bytes.fromhex(digest)
-        except ValueError:
-            whole = b""
-        if algorithm != _ALGORITHM or len(whole) != DIGEST_BYTES:
-            raise OptionError("checksum", slice_.checksum, f"'{_ALGORITHM}:' and {2 * DIGEST_BYTES} hexadecimal digits")
-        return cls(size=slice_.size, chunk_bytes=max(slice_.size, 1), digests=whole if slice_.size else b"")
-
-    @property
-    def count(self) -> int:
-        """Number of chunks."""
-        return -(-self.size // self.chunk_bytes)
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """First byte of chunk ``number``, and the one after its last, counted from the slice's start."""
-        start = number * self.chunk_bytes
-        return start, min(start + self.chunk_bytes, self.size)
-
-    def is_right(self, number: int, content: Bytes) -> bool:
-        """Whether ``content`` is chunk ``number``, as far as is known."""
-        start, stop = self.bounds(number)
-        if len(content) != stop - start:
-            return False
-        if self.digests is None:
-            return True
-        return xxhash.xxh3_64_digest(content) == self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-
-
-COMPRESSIONS = (".gz", ".zst")
-"""Suffixes of what is decompressed on reading."""
-
-_PIECE_BYTES = 256 * 1024
-
-
-def decompressed(stream: SliceStream, suffix: str) -> SliceStream:
-    """What ``stream`` holds, decompressed as it is read.
-
-    Args:
-        stream: The compressed bytes.
-        suffix: One of ``COMPRESSIONS``.
-
-    Raises:
-        ImportError: If it is ``".zst"`` and zstandard is not installed.
-    """
-    return SliceStream(_gzip_pieces(stream) if suffix == ".gz" else _zstandard_pieces(stream))
-
-
-def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:
-    try:
-        with gzip.GzipFile(fileobj=cast(BinaryIO, stream)) as file:
-            while piece := file.read(_PIECE_BYTES):
-                yield bytearray(piece)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"It cannot be decompressed: {error}") from error
-
-
-def _zstandard_pieces(stream: SliceStream) -> Iterator[bytearray]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            "Files in .zst need zstandard, which is not installed: pip install 'lightning-bytescheduler[data]'"
-        ) from error
-    # The library's own reader takes a frame that is cut short for its end, so frames are followed here.
-    decompressor = zstandard.ZstdDecompressor()
-    frame = None
-    try:
-        for chunk in stream.chunks():
-            content = bytes(chunk)
-            while content:
-                frame = frame or decompressor.decompressobj()
-                if piece := frame.decompress(content):
-                    yield bytearray(piece)
-                content = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise ValueError(f"It cannot be decompressed: {error}") from error
-    if frame is not None:
-        raise ValueError("It cannot be decompressed: it is cut short.")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.checks import require_bool
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.fetch import SliceStatistics
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.data_module import SliceDataModule
+from lightning_bytescheduler.slices.training import CoordinatedDataModule
 
 __all__ = ["SliceCoordinator"]
 
@@ -34,9 +33,7 @@ class SliceCoordinator(pl.Callback):
     """
 
     def __init__(self, *, log_metrics: bool = True) -> None:
-        if not isinstance(log_metrics, bool):
-            raise OptionError("log_metrics", log_metrics, "True or False")
-        self._log_metrics = log_metrics
+        self._log_metrics = require_bool("log_metrics", log_metrics)
         self._is_added = False  # by the data module
         self._reload_epochs: int | None = None
         self._logged, self._waited, self._steps = SliceStatistics(), 0.0, 0
@@ -102,7 +99,7 @@ class SliceCoordinator(pl.Callback):
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._data(trainer).training.keep_alive()
 
-    def _log(self, pl_module: pl.LightningModule, data: SliceDataModule) -> None:
+    def _log(self, pl_module: pl.LightningModule, data: CoordinatedDataModule) -> None:
         now, before, steps = data.statistics, self._logged, self._steps
         waited = data.waited - self._waited
         self._logged, self._waited, self._steps = now, data.waited, 0
@@ -118,11 +115,9 @@ class SliceCoordinator(pl.Callback):
             on_epoch=False,
         )
 
-    def _data(self, trainer: pl.Trainer) -> SliceDataModule:
-        from lightning_bytescheduler.slices.data_module import SliceDataModule  # which imports this
-
+    def _data(self, trainer: pl.Trainer) -> CoordinatedDataModule:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, SliceDataModule):
+        if not isinstance(data, CoordinatedDataModule):
             raise UnsupportedError(
                 "SliceCoordinator needs the data to be a SliceDataModule: pass one to trainer.fit(datamodule=...), or "
                 "leave the callback out."

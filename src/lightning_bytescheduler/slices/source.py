@@ -1,145 +1,46 @@
-"""A source: files behind fsspec URLs, seen as slices.
+"""A source: files and folders behind URLs, seen as slices.
 
-URLs of files, through fsspec: what is there, and a range of its bytes.
-
-fsspec's file systems are looked up anew for each call. It keeps them itself, by thread, and a process that was forked
-needs ones of its own.
+A folder that has an index, as ``lightning-bytescheduler slices make`` writes it, says everything itself. Without one,
+files of lines are read once from end to end, which finds where they can be cut, counts the samples and notes the
+checksums. A .npy file is divided into ranges of rows by its header alone, so that only lengths can be verified. Any
+other file, and one that is compressed, is one slice, read once to count its samples.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import length_hint
-from typing import Any, cast
+from typing import Any, TypeVar
 
-from fsspec import asyn
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
+import xxhash
 
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
-from lightning_bytescheduler.slices.formats import SampleBlock, SliceFormat
-from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, ChunkPlan, Slice, SliceStream
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
+from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, ChunkPlan, checksum_of, digests_of
+from lightning_bytescheduler.slices.fetch import LASTING, Waiting, ask, fetch_chunks
+from lightning_bytescheduler.slices.formats import (
+    NpyHeader,
+    SampleBlock,
+    SliceFormat,
+    SliceReader,
+    format_of,
+    npy_blocks,
+)
+from lightning_bytescheduler.slices.index import INDEX_NAME, read_index
+from lightning_bytescheduler.slices.make import SLICE_BYTES, cut_lines, row_ranges
+from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
+from lightning_bytescheduler.slices.urls import expand, file_version, read_range, size_of
 
-__all__ = [
-    "SliceSource",
-    "SourceFile",
-    "exists",
-    "expand",
-    "file_version",
-    "join",
-    "local_path",
-    "make_folder",
-    "read_range",
-    "size_of",
-]
+__all__ = ["SliceSource", "SourceFile", "open_source"]
 
-Options = Mapping[str, Any]
-
-if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
-    # fsspec before 2024.10 leaves a forked process waiting for the event loop of a thread that it does not have.
-    def _forget_event_loop() -> None:
-        asyn.iothread[0] = None
-        asyn.loop[0] = None
-        asyn.reset_lock()
-
-    os.register_at_fork(after_in_child=_forget_event_loop)
-
-
-def expand(url: str, options: Options) -> list[str]:
-    """The URLs of the files that a URL, a glob or a folder stands for, sorted.
-
-    Raises:
-        OptionError: If there is no such file.
-    """
-    filesystem, path = url_to_fs(url, **options)
-    if any(sign in path for sign in "*?[") and not (_is_http(url) and "*" not in path):
-        found = [name for name, about in filesystem.glob(path, detail=True).items() if about["type"] == "file"]
-    elif filesystem.isdir(path):
-        found = [name for name in filesystem.find(path) if not (name.endswith("/") or _is_hidden(name, path))]
-    else:
-        found = [path] if filesystem.exists(path) else []
-    if not found:
-        raise OptionError("url", url, "a file, a folder with files, or a glob that some file fits")
-    return sorted(_url_of(filesystem, name, url) for name in found)
-
-
-def join(folder: str, name: str) -> str:
-    """The URL of ``name`` in the folder at a URL."""
-    first, chain, rest = folder.partition("::")
-    return f"{first.rstrip('/') + '/' if not first.endswith('://') else first}{name}{chain}{rest}"
-
-
-def size_of(url: str, options: Options) -> int:
-    """Bytes of the file at ``url``.
-
-    Raises:
-        OSError: If there is none, or its size is not known.
-    """
-    filesystem, path = url_to_fs(url, **options)
-    size = filesystem.info(path).get("size")
-    if size is None:
-        raise OSError(f"{url} does not say how large it is.")
-    return int(size)
-
-
-def file_version(url: str, options: Options) -> str:
-    """What changes when the file does, as far as the source tells: its etag, or the time of its last change."""
-    filesystem, path = url_to_fs(url, **options)
-    about = filesystem.info(path)
-    known = [about.get(name) for name in ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")]
-    return f"{next((value for value in known if value), '')}/{about.get('size')}"
-
-
-def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
-    """The bytes of the file at ``url`` from ``start`` up to, but not including, ``stop``; fewer where it ends before.
-
-    Raises:
-        Exception: Whatever the file system raises.
-    """
-    filesystem, path = url_to_fs(url, **options)
-    try:
-        return cast(bytes, filesystem.cat_file(path, start=start, end=stop))
-    except Exception as error:
-        if getattr(error, "status", None) == 416:  # "range not satisfiable": the file ends before the start
-            return b""
-        raise
-
-
-def local_path(url: str) -> str | None:
-    """The path of a file on this machine, or None if the URL is not one of such a file."""
-    if "::" in url or ("://" in url and not url.startswith(("file://", "local://"))):
-        return None
-    return cast(str, LocalFileSystem._strip_protocol(url))
-
-
-def exists(url: str, options: Options) -> bool:
-    """Whether there is something at a URL."""
-    filesystem, path = url_to_fs(url, **options)
-    return bool(filesystem.exists(path))
-
-
-def make_folder(url: str, options: Options) -> None:
-    """Make the folder at a URL, where the file system has folders."""
-    filesystem, path = url_to_fs(url, **options)
-    filesystem.makedirs(path, exist_ok=True)
-
-
-def _url_of(filesystem: Any, path: str, origin: str) -> str:
-    _, chain, rest = origin.partition("::")
-    return f"{filesystem.unstrip_protocol(path)}{chain}{rest}"
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _is_hidden(name: str, folder: str) -> bool:
-    return any(part.startswith(".") for part in name[len(folder) :].strip("/").split("/"))
-
-
+_PIECE_BYTES = 8 * 1024 * 1024
+_HEADER_BYTES = 4096
+_Result = TypeVar("_Result")
+_Progress = Callable[[int, int], None]
 _END = object()
 
 
@@ -259,3 +160,196 @@ class SliceSource:
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header
         return SliceStream(itertools.chain((header,), chunks) if slice_.start and header else chunks)
+
+
+def open_source(
+    urls: str | Sequence[str],
+    *,
+    reader: SliceReader | None = None,
+    slice_bytes: int = SLICE_BYTES,
+    storage_options: Mapping[str, Any] | None = None,
+    options: FetchOptions | None = None,
+    waiting: Waiting | None = None,
+    progress: _Progress | None = None,
+) -> SliceSource:
+    """Find the slices in files and folders.
+
+    Args:
+        urls: Files, folders, globs or indexes, any URL that fsspec opens; slices keep this order, files are sorted.
+        reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
+        slice_bytes: Target size of the ranges into which large files are divided.
+        storage_options: For fsspec's file systems.
+        options: How hard to try.
+        waiting: Time and chance.
+        progress: Told how many bytes have been read, and of how many, while files are read that have no index.
+
+    Raises:
+        OptionError: If a URL stands for no file, a suffix is not known, or there is not a single sample.
+        SliceIndexError: If an index is damaged.
+        SliceCorruptError: If a file without an index cannot be understood, or is shorter than its source says.
+        SourceUnavailableError: If a source stays away.
+        ImportError: If a library is missing that a URL or a format needs.
+    """
+    require_whole("slice_bytes", slice_bytes, 1)
+    places = [urls] if isinstance(urls, str) else list(urls)
+    if not places or not all(isinstance(place, str) and place for place in places):
+        raise OptionError("urls", urls, "a URL, or a list of some")
+    opening = _Opening(reader, slice_bytes, storage_options or {}, options or FetchOptions(), waiting or Waiting())
+    for number, place in enumerate(places):
+        opening.add(place, prefix=f"{number}:" if len(places) > 1 else "")
+    opening.scan(progress)
+    return opening.result(places)
+
+
+class _Opening:
+    def __init__(
+        self,
+        reader: SliceReader | None,
+        slice_bytes: int,
+        storage_options: Mapping[str, Any],
+        options: FetchOptions,
+        waiting: Waiting,
+    ) -> None:
+        self._reader = reader
+        self._slice_bytes = slice_bytes
+        self._storage_options = storage_options
+        self._options = options
+        self._waiting = waiting
+        self._found: dict[str, list[Slice]] = {}  # by place, and then file: the order of the result
+        self._unread: dict[str, int] = {}  # files that are to be read, and their sizes
+        self._files: dict[str, SourceFile] = {}
+        self._digests: dict[str, bytes] = {}
+
+    def add(self, place: str, *, prefix: str) -> None:
+        """Look what a place is; what has to be read is only noted."""
+        urls = self._ask(place, partial(expand, place, self._storage_options))
+        index = next((url for url in urls if _name(url) == INDEX_NAME), None)
+        if index is not None:
+            self._add_index(index, prefix)
+            return
+        for url in urls:
+            if url in self._found:
+                continue  # two globs may name the same file
+            form = format_of(url, self._reader)
+            version = self._ask(url, partial(file_version, url, self._storage_options))
+            self._files[url] = SourceFile(form=form, version=version)
+            size = self._ask(url, partial(size_of, url, self._storage_options))
+            self._found[url] = []
+            if form.blocks is npy_blocks and form.compression is None:
+                self._add_rows(url, size)
+            elif size:
+                self._unread[url] = size
+
+    def scan(self, progress: _Progress | None) -> None:
+        """Read the files that have no index."""
+        total = sum(self._unread.values())
+        done = 0
+
+        def pieces(whole: Slice) -> Iterator[bytearray]:
+            nonlocal done
+            plan = ChunkPlan(size=whole.size, chunk_bytes=_PIECE_BYTES, digests=None)
+            read = partial(read_range, whole.url, options=self._storage_options)
+            for piece in fetch_chunks(whole, plan, read, options=self._options, waiting=self._waiting):
+                yield piece
+                done += len(piece)
+                if progress is not None:
+                    progress(done, total)
+
+        for url, size in self._unread.items():
+            whole = Slice(key=url, url=url, start=0, size=size, samples=1)
+            form = self._files[url].form
+            if form.count_lines is not None and form.compression is None:
+                self._cut(url, pieces(whole), form.count_lines)
+            else:
+                self._count(whole, form, pieces(whole))
+
+    def result(self, places: Sequence[str]) -> SliceSource:
+        """The source."""
+        slices = [slice_ for found in self._found.values() for slice_ in found]
+        if not slices:
+            raise OptionError("urls", places, "files with at least one sample")
+        return SliceSource(slices, self._files, self._digests, self._storage_options)
+
+    def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
+        # What is missing now was probably never there.
+        lasting = (*LASTING, OptionError, ValueError, FileNotFoundError)
+        return ask(url, question, timeout=self._options.timeout, waiting=self._waiting, lasting=lasting)
+
+    def _add_index(self, index: str, prefix: str) -> None:
+        first, chain, rest = index.partition("::")
+        folder = f"{first[: -len(INDEX_NAME)]}{chain}{rest}"
+        size = self._ask(index, partial(size_of, index, self._storage_options))
+        content = self._ask(index, partial(read_range, index, 0, size, self._storage_options))
+        entries = read_index(content, folder=folder)
+        if not entries:
+            raise SliceIndexError(f"{index} describes no slices. Make them from files that hold samples.")
+        for entry in entries:
+            slice_ = replace(entry.slice, key=prefix + entry.slice.key)
+            form = format_of(slice_.url, self._reader)
+            self._files[slice_.url] = SourceFile(form=form, chunk_bytes=entry.chunk_bytes)
+            self._digests[slice_.key] = entry.digests
+            self._found.setdefault(slice_.url, [slice_])
+
+    def _cut(self, url: str, pieces: Iterator[bytearray], count_lines: Callable[[bytes], int]) -> None:
+        start = 0
+        for content in cut_lines(pieces, self._slice_bytes):
+            samples = count_lines(content)
+            if samples:
+                slice_ = Slice(
+                    key=f"{url}@{start}",
+                    url=url,
+                    start=start,
+                    size=len(content),
+                    samples=samples,
+                    checksum=checksum_of(content),
+                )
+                self._found[url].append(slice_)
+                self._digests[slice_.key] = digests_of(content)
+            start += len(content)
+
+    def _count(self, whole: Slice, form: SliceFormat, pieces: Iterator[bytearray]) -> None:
+        digests = []
+        total = xxhash.xxh3_64()
+
+        def noted() -> Iterator[bytearray]:
+            for piece in pieces:
+                digests.append(digests_of(piece))  # a piece is made of whole chunks
+                total.update(piece)
+                yield piece
+
+        stream = noted()
+        try:
+            samples = sum(1 for _ in form.samples(SliceStream(stream)))
+        except (ValueError, EOFError) as error:
+            raise SliceCorruptError(whole.key, whole.url, str(error) or type(error).__name__) from error
+        for _ in stream:
+            pass  # a reader may stop before the end, but the checksum is of all
+        if samples:
+            slice_ = replace(whole, samples=samples, checksum=f"xxh3_64:{total.hexdigest()}")
+            self._found[whole.url].append(slice_)
+            self._digests[whole.key] = b"".join(digests)
+
+    def _add_rows(self, url: str, size: int) -> None:
+        wanted = _HEADER_BYTES
+        while True:
+            start = self._ask(url, partial(read_range, url, 0, min(wanted, size), self._storage_options))
+            try:
+                header = NpyHeader(start)
+                break
+            except (ValueError, EOFError) as error:
+                if isinstance(error, ValueError) or wanted >= size:
+                    raise SliceCorruptError(url, url, str(error)) from error
+            wanted *= 16
+        begin = len(header.content)
+        if size != begin + header.rows * header.row_bytes:
+            reason = f"its header tells of {header.rows} rows of {header.row_bytes} bytes, but it has {size} bytes."
+            raise SliceCorruptError(url, url, reason)
+        self._files[url] = replace(self._files[url], header=header.content)
+        for first, after in row_ranges(header.rows, header.row_bytes, self._slice_bytes):
+            at = begin + first * header.row_bytes
+            length = (after - first) * header.row_bytes
+            self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
+
+
+def _name(url: str) -> str:
+    return url.split("::")[0].rsplit("/", 1)[-1]

@@ -3,8 +3,6 @@
 This is what a data set needs of storage. Given a slice, ``SliceStore.samples`` yields its samples from verified chunks:
 of a file of this machine that is mapped into memory, of the cache, or of a fetch that is under way, in this process or
 in another one of this machine. Given the slices that come next, ``SliceStore.prefetch`` brings them into the cache.
-
-How slices are stored and fetched.
 """
 
 from __future__ import annotations
@@ -14,89 +12,32 @@ import threading
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
-from lightning_bytescheduler.slices.cache import (
-    CacheFull,
-    DiskFailed,
-    GrowingSlice,
-    SliceCache,
-    VerifiedChunks,
-    file_bytes,
-)
-from lightning_bytescheduler.slices.fetch import FetchOptions, SliceCounters, SliceStatistics, Waiting, fetch_chunks
-from lightning_bytescheduler.slices.prefetch import FetchJob, PrefetchDepth, SlicePrefetcher
-from lightning_bytescheduler.slices.read_slice import (
+from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, GrowingSlice, SliceCache, file_bytes
+from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, VerifiedChunks
+from lightning_bytescheduler.slices.fetch import ReadAhead, SliceCounters, SliceStatistics, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.open_slice import (
     BlockSamples,
     OpenSlice,
-    ReadAhead,
     ReaderSamples,
     ReaderSpeed,
     Reading,
     mapped_chunks,
 )
-from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, Slice
-from lightning_bytescheduler.slices.source import SliceSource, local_path
+from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.prefetch import FetchJob, PrefetchDepth, SlicePrefetcher
+from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.source import SliceSource
+from lightning_bytescheduler.slices.urls import local_path
 
-__all__ = ["SliceStore", "StoreOptions"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreOptions:
-    """How slices are stored and fetched; validated when made.
-
-    Attributes:
-        cache_dir: Folder of the cache, on a disk of this machine; None for no cache, which means no prefetching.
-        cache_bytes: Bound of the cache.
-        prefetch: Slices to keep ahead of the one being read; None follows the speeds, 0 is none.
-        most_prefetch: Bound of what ``prefetch=None`` chooses.
-        fetch_threads: Slices that are fetched at once before they are wanted.
-        timeout: Seconds that a source may stay away.
-        attempts: How often a chunk is fetched that is short or wrong.
-        request_bytes: Largest range asked for at once.
-
-    Raises:
-        OptionError: If an option is out of its range.
-    """
-
-    cache_dir: str | None = None
-    cache_bytes: int = 10 * 1024**3
-    prefetch: int | None = None
-    most_prefetch: int = 8
-    fetch_threads: int = 4
-    timeout: float = 60.0
-    attempts: int = 3
-    request_bytes: int = 16 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        if self.cache_dir is not None:
-            folder = os.fspath(self.cache_dir) if isinstance(self.cache_dir, (str, os.PathLike)) else None
-            if not isinstance(folder, str) or not folder:
-                raise OptionError("cache_dir", self.cache_dir, "the path of a folder, or None")
-            object.__setattr__(self, "cache_dir", folder)
-        for option, least in (("cache_bytes", 1), ("prefetch", 0), ("most_prefetch", 1), ("fetch_threads", 1)):
-            value = getattr(self, option)
-            if option == "prefetch" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(option, value, f"a whole number, {least} or more")
-        self.fetch_options()
-
-    def fetch_options(self) -> FetchOptions:
-        """The part that fetching needs."""
-        return FetchOptions(timeout=self.timeout, attempts=self.attempts, request_bytes=self.request_bytes)
-
+__all__ = ["SliceStore"]
 
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
-_CHUNKS_AHEAD = 16
-
-
-class _PastTheCache(Exception):
-    """The cache cannot take the slice, or whoever writes it there makes no progress."""
 
 
 class SliceStore:
@@ -281,7 +222,7 @@ class SliceStore:
             raise OptionError("cache_bytes", self.options.cache_bytes, allowed)
 
     def _require_sample(self, slice_: Slice, first: int) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= slice_.samples:
+        if not is_whole(first) or first > slice_.samples:
             raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
 
     def _closed_slice(self, started: float, stalled: float, consumed: bool) -> None:
@@ -419,3 +360,7 @@ class SliceStore:
                 "slower and loses nothing; free some space there, or choose another cache_dir.",
                 stacklevel=2,
             )
+
+
+class _PastTheCache(Exception):
+    """The cache cannot take the slice, or whoever writes it there makes no progress."""

@@ -6,118 +6,54 @@ What holds for an epoch, whatever workers come, go and die, and whichever messag
 - ``"at_least_once"``: each sample is trained on, but for quarantined slices. What a dead worker trained on beyond its
   last report is trained on twice.
 - ``"at_most_once"``: no sample is trained on twice. A slice is handed out again only if its holder certainly trained on
-  nothing that it did not report: its :class:`Begin` was not accepted (and will not be, as the grant is void), or it
-  left with :class:`Leave`, or it has not joined since the state was loaded that names it as the holder. The rest of any
-  other slice is dropped from the epoch, and counted.
+  nothing that it did not report: its :class:`BeginSlice` was not accepted (and will not be, as the grant is void), or
+  it left with :class:`LeaveTracker`, or it has not joined since the state was loaded that names it as the holder. The
+  rest of any other slice is dropped from the epoch, and counted.
 
 A state that is loaded takes the epoch back to when it was saved; the promises hold for the training that goes on from
 there, with weights saved at the same moment.
-
-Whose slice to take when an epoch ends and a worker has nothing to do.
-
-How far an epoch of slices is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
+from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_slices import EpochSlices
 from lightning_bytescheduler.slices.messages import (
     Answer,
+    AskLater,
     Assignment,
-    Begin,
-    Done,
+    BeginSlice,
     EpochOver,
-    Join,
+    FinishSlice,
     JoinAgain,
     Joined,
-    Leave,
-    Progress,
-    Quarantine,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
     Receipt,
-    Renew,
-    Request,
+    RenewLease,
+    ReportProgress,
+    RequestSlice,
     Verdict,
-    Wait,
     WaitReason,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracker_state import SavedEpoch, TrackerOptions, pack, require_prefetch, unpack
-from lightning_bytescheduler.slices.workers import Grant, WorkerRecord, WorkerRegistry
+from lightning_bytescheduler.slices.tracked_workers import (
+    Grant,
+    Holder,
+    TrackedWorker,
+    WorkerRegistry,
+    holder_to_relieve,
+)
+from lightning_bytescheduler.slices.tracker_state import EpochSlices, SavedEpoch, pack, unpack
 
-__all__ = ["Holder", "SliceTracker", "TrackerReport", "holder_to_relieve"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
-    """A worker at an epoch's end.
-
-    Attributes:
-        left: Samples left in all slices it holds.
-        last: Samples left in the last slice it holds and has not begun; 0 if there is none.
-        speed: Samples per second, or None if it is not known.
-    """
-
-    left: int
-    last: int
-    speed: float | None
-
-
-def holder_to_relieve(asking: Holder, others: Sequence[Holder]) -> int | None:
-    """Index of the holder that would be done last, if the asking worker would be done with that slice sooner.
-
-    An unknown speed is taken for the median of the known ones. As the time at which the slice is done gets strictly
-    shorter, workers of constant speed never take a slice back and forth.
-    """
-    known = [holder.speed for holder in (asking, *others) if holder.speed is not None]
-    usual = median(known) if known else 1.0
-
-    def seconds(samples: int, holder: Holder) -> float:
-        return samples / (usual if holder.speed is None else holder.speed)
-
-    candidates = [index for index, holder in enumerate(others) if holder.last]
-    if not candidates:
-        return None
-    slowest = max(candidates, key=lambda index: (seconds(others[index].left, others[index]), -index))
-    victim = others[slowest]
-    sooner = seconds(asking.left + victim.last, asking) < seconds(victim.left, victim)
-    return slowest if sooner else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackerReport:
-    """Counts of the running epoch.
-
-    Attributes:
-        epoch: The epoch.
-        over: Whether nothing is left of it.
-        samples: Samples of all slices.
-        trained: Of these, samples known to be trained on, each counted once.
-        dropped: Of these, samples that the epoch will not train on: quarantined, abandoned, or at most once.
-        unfinished: Slices that are neither used nor quarantined.
-        quarantined: Reason by key, of all slices that are left out.
-        workers: Workers known.
-        returned: Slices that came back from workers that died or left.
-        stolen: Slices taken from a slower worker that had not begun them.
-    """
-
-    epoch: int
-    over: bool
-    samples: int
-    trained: int
-    dropped: int
-    unfinished: int
-    quarantined: dict[str, str]
-    workers: int
-    returned: int
-    stolen: int
-
+__all__ = ["SliceTracker", "TrackerReport"]
 
 _SOONEST, _LATEST = 0.05, 5.0  # seconds after which a worker that waits asks again
 
@@ -139,14 +75,14 @@ class SliceTracker:
         self._clock = clock
         self._slices = EpochSlices(catalogue.samples, seed=self.options.seed, shuffle=self.options.shuffle)
         self._workers = WorkerRegistry()
-        self._holders: dict[int, WorkerRecord] = {}  # of ASSIGNED slices
+        self._holders: dict[int, TrackedWorker] = {}  # of ASSIGNED slices
         self._next_grant = 1
         self._first_grant = 1  # of the running epoch
         self._returned = self._stolen = 0
 
     # What workers call: see TrackerClient.
 
-    def join(self, message: Join) -> Joined:
+    def join(self, message: JoinTracker) -> Joined:
         """Make a worker known.
 
         A process that repeats its own join keeps its session. Another process of the same name takes the place of the
@@ -158,7 +94,7 @@ class SliceTracker:
         for option, text in (("worker", message.worker), ("incarnation", message.incarnation)):
             if not isinstance(text, str) or not text:
                 raise OptionError(option, text, "a text that is not empty")
-        prefetch = self.options.prefetch if message.prefetch is None else require_prefetch(message.prefetch)
+        prefetch = self.options.prefetch if message.prefetch is None else require_whole("prefetch", message.prefetch, 1)
         now = self._clock()
         record = self._workers.named(message.worker)
         if record is not None and record.session is not None and record.incarnation != message.incarnation:
@@ -167,7 +103,7 @@ class SliceTracker:
             record = None
         if record is None:
             deadline = now + self.options.lease
-            record = WorkerRecord(message.worker, session=None, incarnation=None, deadline=deadline, prefetch=prefetch)
+            record = TrackedWorker(message.worker, session=None, incarnation=None, deadline=deadline, prefetch=prefetch)
             self._workers.add(record)
         record.incarnation = message.incarnation
         record.prefetch = prefetch
@@ -177,7 +113,7 @@ class SliceTracker:
         self.expire()
         return Joined(session=session, epoch=self._slices.epoch, lease=self.options.lease)
 
-    def request(self, message: Request) -> Answer:
+    def request(self, message: RequestSlice) -> Answer:
         """Hand out one more slice, or say why there is none."""
         record = self._renewed(message.session)  # first: who is late, but here, is not dead
         self.expire()
@@ -192,7 +128,7 @@ class SliceTracker:
         if message.epoch < self._slices.epoch:
             return EpochOver(epoch=message.epoch, revoked=revoked)
         if message.epoch > self._slices.epoch:
-            return Wait(reason=WaitReason.EPOCH, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.EPOCH, seconds=self._until_change(record), revoked=revoked)
         for number in message.holding:
             if number in record.grants:
                 record.grants[number].told = True
@@ -202,15 +138,15 @@ class SliceTracker:
         if self.over:
             return EpochOver(epoch=message.epoch, revoked=revoked)
         if message.looks and self._holders:
-            return Wait(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
         if len(record.ahead) >= record.prefetch:
-            return Wait(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
         chosen = self._choose(record)
         if chosen is None:
-            return Wait(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
         return self._assignment(self._grant(record, chosen), revoked)
 
-    def begin(self, message: Begin) -> Receipt:
+    def begin(self, message: BeginSlice) -> Receipt:
         """Say whether the worker may train on a slice."""
         record, grant, verdict = self._look_up(message.session, message.grant)
         if record is not None and grant is not None:
@@ -218,7 +154,7 @@ class SliceTracker:
             record.speed.begin(self._clock())
         return Receipt(verdict=verdict)
 
-    def progress(self, message: Progress) -> Receipt:
+    def progress(self, message: ReportProgress) -> Receipt:
         """Count samples as trained on.
 
         Raises:
@@ -228,7 +164,7 @@ class SliceTracker:
         if record is not None and grant is not None:
             samples = int(self._slices.samples[grant.index])
             trained = message.trained
-            if isinstance(trained, bool) or not isinstance(trained, int) or not 0 <= trained <= samples:
+            if not is_whole(trained) or trained > samples:
                 raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
             now = self._clock()
             grant.begun = grant.told = True
@@ -236,7 +172,7 @@ class SliceTracker:
             record.speed.report(self._slices.train(grant.index, trained), now)
         return Receipt(verdict=verdict)
 
-    def done(self, message: Done) -> Receipt:
+    def done(self, message: FinishSlice) -> Receipt:
         """Count a slice as used."""
         record, grant, verdict = self._look_up(message.session, message.grant)
         if record is not None and grant is not None:
@@ -246,7 +182,7 @@ class SliceTracker:
             self._drop_grant(record, grant)
         return Receipt(verdict=verdict)
 
-    def quarantine(self, message: Quarantine) -> Receipt:
+    def quarantine(self, message: QuarantineSlice) -> Receipt:
         """Leave a slice out of this epoch and the following ones.
 
         Raises:
@@ -261,12 +197,12 @@ class SliceTracker:
         self._slices.quarantine(index, message.reason)
         return Receipt(verdict=Verdict.ACCEPTED)
 
-    def renew(self, message: Renew) -> Receipt:
+    def renew(self, message: RenewLease) -> Receipt:
         """Renew a lease."""
         known = self._renewed(message.session) is not None
         return Receipt(verdict=Verdict.ACCEPTED if known else Verdict.JOIN_AGAIN)
 
-    def leave(self, message: Leave) -> Receipt:
+    def leave(self, message: LeaveTracker) -> Receipt:
         """Take back what a worker holds, where it stands."""
         record = self._workers.of_session(message.session)
         if record is None:
@@ -364,9 +300,21 @@ class SliceTracker:
         workers = {
             record.name: [(grant.index, grant.begun) for grant in record.grants.values()] for record in self._workers
         }
-        saved = SavedEpoch.of(self._slices, workers, returned=self._returned, stolen=self._stolen)
-        numbers = {"next_grant": self._next_grant, "next_session": self._workers.next_session}
-        return pack(saved, self.catalogue, self.options, numbers)
+        slices = self._slices
+        saved = SavedEpoch(
+            epoch=slices.epoch,
+            states=slices.states,
+            positions=slices.positions,
+            quarantined=slices.quarantined,
+            cursor=slices.cursor,
+            places=slices.returned,
+            workers=workers,
+            returned=self._returned,
+            stolen=self._stolen,
+            next_grant=self._next_grant,
+            next_session=self._workers.next_session,
+        )
+        return pack(saved, self.catalogue, self.options)
 
     def load_state_dict(self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None) -> None:
         """Go on where a state was saved. All sessions end: workers join again.
@@ -379,7 +327,7 @@ class SliceTracker:
         Raises:
             TrackerStateError: If the state is of other slices or another order, or damaged. Nothing changed then.
         """
-        saved, numbers = unpack(state, self.catalogue, self.options)
+        saved = unpack(state, self.catalogue, self.options)
         self._slices.restore(
             epoch=saved.epoch,
             states=saved.states,
@@ -389,15 +337,15 @@ class SliceTracker:
             returned=saved.places,
         )
         self._returned, self._stolen = saved.returned, saved.stolen
-        self._next_grant = self._first_grant = max(self._next_grant, numbers["next_grant"])
-        next_session = max(self._workers.next_session, numbers["next_session"])
+        self._next_grant = self._first_grant = max(self._next_grant, saved.next_grant)
+        next_session = max(self._workers.next_session, saved.next_session)
         self._workers = WorkerRegistry()
         self._workers.next_session = next_session
         self._holders.clear()
         deadline = self._clock() + self.options.lease
         stay = None if workers is None else frozenset(workers)
         for name, held in saved.workers.items():
-            record = WorkerRecord(
+            record = TrackedWorker(
                 name, session=None, incarnation=None, deadline=deadline, prefetch=self.options.prefetch
             )
             self._workers.add(record)
@@ -418,13 +366,13 @@ class SliceTracker:
         """Indices of those keys that are of this catalogue: a cache may hold slices of other data too."""
         return (index for index in map(self.catalogue.find, keys) if index is not None)
 
-    def _renewed(self, session: int) -> WorkerRecord | None:
+    def _renewed(self, session: int) -> TrackedWorker | None:
         record = self._workers.of_session(session)
         if record is not None:
             record.deadline = self._clock() + self.options.lease
         return record
 
-    def _look_up(self, session: int, number: int) -> tuple[WorkerRecord | None, Grant | None, Verdict]:
+    def _look_up(self, session: int, number: int) -> tuple[TrackedWorker | None, Grant | None, Verdict]:
         record = self._renewed(session)
         if record is None:
             return None, None, Verdict.JOIN_AGAIN
@@ -435,7 +383,7 @@ class SliceTracker:
             return record, None, Verdict.EPOCH_OVER
         return record, None, Verdict.TAKEN if number in record.taken else Verdict.FINISHED
 
-    def _choose(self, record: WorkerRecord) -> int | None:
+    def _choose(self, record: TrackedWorker) -> int | None:
         """Assign a slice: one that came back, or one the worker has locally, or the next, or a slower worker's."""
         slices = self._slices
         index = slices.take_returned()
@@ -447,7 +395,7 @@ class SliceTracker:
         index = slices.take_next()
         return self._steal(record) if index is None else index
 
-    def _steal(self, record: WorkerRecord) -> int | None:
+    def _steal(self, record: TrackedWorker) -> int | None:
         now = self._clock()
         # Who has not joined since a state was loaded is about to continue exactly what it held.
         others = [other for other in self._workers if other is not record and other.session is not None]
@@ -460,7 +408,7 @@ class SliceTracker:
         self._stolen += 1
         return grant.index
 
-    def _as_holder(self, record: WorkerRecord, now: float) -> Holder:
+    def _as_holder(self, record: TrackedWorker, now: float) -> Holder:
         ahead = record.ahead
         return Holder(
             left=sum(self._slices.left(grant.index) for grant in record.grants.values()),
@@ -468,24 +416,24 @@ class SliceTracker:
             speed=record.speed.samples_per_second(now),
         )
 
-    def _grant(self, record: WorkerRecord, index: int) -> Grant:
+    def _grant(self, record: TrackedWorker, index: int) -> Grant:
         grant = Grant(number=self._next_grant, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
         self._holders[index] = record
         return grant
 
-    def _drop_grant(self, record: WorkerRecord, grant: Grant) -> None:
+    def _drop_grant(self, record: TrackedWorker, grant: Grant) -> None:
         del record.grants[grant.number]
         del self._holders[grant.index]
         if not record.training:
             record.speed.pause()
 
-    def _take(self, record: WorkerRecord, grant: Grant) -> None:
+    def _take(self, record: TrackedWorker, grant: Grant) -> None:
         self._drop_grant(record, grant)
         record.taken.add(grant.number)
 
-    def _take_back_all(self, record: WorkerRecord, *, begun_is_lost: bool) -> None:
+    def _take_back_all(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
@@ -505,7 +453,7 @@ class SliceTracker:
             revoked=revoked,
         )
 
-    def _until_change(self, record: WorkerRecord) -> float:
+    def _until_change(self, record: TrackedWorker) -> float:
         """Seconds until something may be had: another worker's lease ends, or this one or another is done."""
         now = self._clock()
         soonest = _LATEST
@@ -518,3 +466,32 @@ class SliceTracker:
                     if grant.begun:
                         soonest = min(soonest, self._slices.left(grant.index) / speed)
         return max(soonest, _SOONEST)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerReport:
+    """Counts of the running epoch.
+
+    Attributes:
+        epoch: The epoch.
+        over: Whether nothing is left of it.
+        samples: Samples of all slices.
+        trained: Of these, samples known to be trained on, each counted once.
+        dropped: Of these, samples that the epoch will not train on: quarantined, abandoned, or at most once.
+        unfinished: Slices that are neither used nor quarantined.
+        quarantined: Reason by key, of all slices that are left out.
+        workers: Workers known.
+        returned: Slices that came back from workers that died or left.
+        stolen: Slices taken from a slower worker that had not begun them.
+    """
+
+    epoch: int
+    over: bool
+    samples: int
+    trained: int
+    dropped: int
+    unfinished: int
+    quarantined: dict[str, str]
+    workers: int
+    returned: int
+    stolen: int

@@ -1,7 +1,4 @@
-"""A tracker that several threads of its process call.
-
-What a worker calls, whether the tracker is in its process, in rank 0's, or in a service.
-"""
+"""The tracker as its workers call it, whether it is in their process, in rank 0's, or in a service."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ from typing import Any, Protocol
 
 from lightning_bytescheduler.slices.messages import (
     Answer,
-    Begin,
-    Done,
-    Join,
+    BeginSlice,
+    FinishSlice,
     Joined,
-    Leave,
-    Progress,
-    Quarantine,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
     Receipt,
-    Renew,
-    Request,
+    RenewLease,
+    ReportProgress,
+    RequestSlice,
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
@@ -33,28 +30,28 @@ class TrackerClient(Protocol):
     Any call can raise what its transport raises; none waits for other workers.
     """
 
-    def join(self, message: Join) -> Joined:
+    def join(self, message: JoinTracker) -> Joined:
         """Make the worker known, or known again."""
 
-    def request(self, message: Request) -> Answer:
+    def request(self, message: RequestSlice) -> Answer:
         """Ask for one more slice."""
 
-    def begin(self, message: Begin) -> Receipt:
+    def begin(self, message: BeginSlice) -> Receipt:
         """Ask whether an assigned slice is still the worker's, before its first sample is trained on."""
 
-    def progress(self, message: Progress) -> Receipt:
+    def progress(self, message: ReportProgress) -> Receipt:
         """Report what was trained on; the answer need not be waited for."""
 
-    def done(self, message: Done) -> Receipt:
+    def done(self, message: FinishSlice) -> Receipt:
         """Report a slice as trained on; the answer need not be waited for."""
 
-    def quarantine(self, message: Quarantine) -> Receipt:
+    def quarantine(self, message: QuarantineSlice) -> Receipt:
         """Report a slice that cannot be read."""
 
-    def renew(self, message: Renew) -> Receipt:
+    def renew(self, message: RenewLease) -> Receipt:
         """Keep the lease while nothing else is to be said, as in validation."""
 
-    def leave(self, message: Leave) -> Receipt:
+    def leave(self, message: LeaveTracker) -> Receipt:
         """Give back what is held, exactly where it stands."""
 
 
@@ -71,42 +68,42 @@ class LocalTracker:
         self._tracker = tracker
         self._lock = Lock()
 
-    def join(self, message: Join) -> Joined:
+    def join(self, message: JoinTracker) -> Joined:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.join(message)
 
-    def request(self, message: Request) -> Answer:
+    def request(self, message: RequestSlice) -> Answer:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.request(message)
 
-    def begin(self, message: Begin) -> Receipt:
+    def begin(self, message: BeginSlice) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.begin(message)
 
-    def progress(self, message: Progress) -> Receipt:
+    def progress(self, message: ReportProgress) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.progress(message)
 
-    def done(self, message: Done) -> Receipt:
+    def done(self, message: FinishSlice) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.done(message)
 
-    def quarantine(self, message: Quarantine) -> Receipt:
+    def quarantine(self, message: QuarantineSlice) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.quarantine(message)
 
-    def renew(self, message: Renew) -> Receipt:
+    def renew(self, message: RenewLease) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.renew(message)
 
-    def leave(self, message: Leave) -> Receipt:
+    def leave(self, message: LeaveTracker) -> Receipt:
         """See :class:`TrackerClient`."""
         with self._lock:
             return self._tracker.leave(message)

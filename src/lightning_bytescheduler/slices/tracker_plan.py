@@ -7,26 +7,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.batch_reader import ReadNote, SliceBatch
-from lightning_bytescheduler.slices.lock_step import SampleRun
+from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch
 from lightning_bytescheduler.slices.messages import (
     Assignment,
-    Begin,
-    Done,
+    BeginSlice,
     EpochOver,
-    Join,
+    FinishSlice,
     JoinAgain,
-    Leave,
-    Progress,
-    Quarantine,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
     Receipt,
-    Renew,
-    Request,
+    RenewLease,
+    ReportProgress,
+    RequestSlice,
     Verdict,
     WaitReason,
 )
-from lightning_bytescheduler.slices.plans import SLICES_AHEAD
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker_client import TrackerClient
 
@@ -91,9 +90,7 @@ class TrackerPlan:
         waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError("batch_size", batch_size, "a whole number of samples, 1 or more")
-        self.batch_size = batch_size
+        self.batch_size = require_whole("batch_size", batch_size, 1)
         self.epoch = 0
         self._client = client
         self._worker, self._incarnation = worker, incarnation
@@ -137,17 +134,17 @@ class TrackerPlan:
 
     # ------------------------------------------------------------------ what the training reports
 
-    def received(self, note: ReadNote) -> None:
+    def received(self, report: ReadReport) -> None:
         """Readers have answered for the next batch that was handed out."""
         number, self._received = self._received, self._received + 1
-        if note.is_empty:  # nobody can train on it
+        if report.is_empty:  # nobody can train on it
             self._out.pop(number, None)
         if self._most_ahead is None:
-            self._ahead = note.depth
-        for key, reason in note.corrupt:
+            self._ahead = report.depth
+        for key, reason in report.corrupt:
             self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
             if self._session is not None:
-                self._heed(self._client.quarantine(Quarantine(session=self._session, key=key, reason=reason)))
+                self._heed(self._client.quarantine(QuarantineSlice(session=self._session, key=key, reason=reason)))
 
     def trained(self) -> None:
         """Report the first batch that was handed out and not trained on; nothing if there is none."""
@@ -159,15 +156,15 @@ class TrackerPlan:
             held.trained = trained
             if trained == held.slice.samples:
                 del self._held[grant]
-                self._heed(self._client.done(Done(session=self._session, grant=grant)))
+                self._heed(self._client.done(FinishSlice(session=self._session, grant=grant)))
             else:
-                progress = Progress(session=self._session, grant=grant, trained=trained)
+                progress = ReportProgress(session=self._session, grant=grant, trained=trained)
                 self._heed(self._client.progress(progress), grant)
 
     def keep_alive(self) -> None:
         """Renew the lease, if nothing was said for a good part of it; for when nothing is trained, as in validation."""
         if self._session is not None and self._clock() - self._heard > self._lease / _RENEWALS:
-            self._heed(self._client.renew(Renew(session=self._session)))
+            self._heed(self._client.renew(RenewLease(session=self._session)))
 
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch, so that there is nothing to train on here."""
@@ -183,7 +180,7 @@ class TrackerPlan:
         if self._session is not None:
             session, self._session = self._session, None
             self._forget()
-            self._client.leave(Leave(session=session))
+            self._client.leave(LeaveTracker(session=session))
 
     def stop(self) -> None:
         """End every iteration that finds nothing to be had, instead of waiting. May be called by any thread."""
@@ -227,7 +224,7 @@ class TrackerPlan:
 
     def _begin(self, held: _Held) -> bool:
         if not held.begun and self._session is not None:
-            receipt = self._client.begin(Begin(session=self._session, grant=held.grant))
+            receipt = self._client.begin(BeginSlice(session=self._session, grant=held.grant))
             self._heed(receipt, held.grant)
             held.begun = receipt.accepted
         return held.begun
@@ -252,7 +249,9 @@ class TrackerPlan:
             return False
         new, gone = self._cache_changes()
         answer = self._client.request(
-            Request(session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks)
+            RequestSlice(
+                session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks
+            )
         )
         self._heard = self._clock()
         if isinstance(answer, JoinAgain):
@@ -280,7 +279,7 @@ class TrackerPlan:
         self._local = {slice_.key: slice_ for slice_ in self._slices if slice_.key in here} if here else {}
         self._told = set(self._local)
         joined = self._client.join(
-            Join(
+            JoinTracker(
                 worker=self._worker,
                 incarnation=self._incarnation,
                 cached=tuple(self._told),

@@ -1,79 +1,184 @@
-"""A tracker's state as plain values and tensors, and back, checked.
+"""Where every slice stands in the tracker's running epoch, in arrays of 17 bytes a slice; and how that is saved.
 
-How slices are handed out: the tracker's options.
+The saved state is plain values and tensors, for ``torch.load(weights_only=True)``. It is checked when it is loaded.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
+from lightning_bytescheduler.checks import is_whole
+from lightning_bytescheduler.exceptions import TrackerStateError
 from lightning_bytescheduler.slices.catalogue import CatalogueFingerprint, SliceCatalogue
-from lightning_bytescheduler.slices.epoch_slices import EpochSlices
+from lightning_bytescheduler.slices.messages import Name, Natural
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
-__all__ = ["DELIVERIES", "SavedEpoch", "TrackerOptions", "pack", "unpack"]
-
-DELIVERIES = ("at_least_once", "at_most_once")
-"""What a worker's death may cost: samples trained twice, or samples left out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackerOptions:
-    """How slices are handed out; validated when made.
-
-    Attributes:
-        seed: Of the order of slices, from 0 to 2**64 - 1.
-        shuffle: False hands slices out in the catalogue's order.
-        delivery: ``"at_least_once"``: what a dead worker had begun comes back, from the last sample it is known to have
-            trained on, so what it trained on after its last report is trained on twice. ``"at_most_once"``: that rest
-            is dropped from the epoch and counted. Without deaths both train each sample exactly once.
-        lease: Seconds without a message after which a worker is taken for dead.
-        prefetch: Slices a worker may hold that it has not begun.
-
-    Raises:
-        OptionError: If a value is not allowed.
-    """
-
-    seed: int = 0
-    shuffle: bool = True
-    delivery: str = "at_least_once"
-    lease: float = 300.0
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise OptionError("seed", self.seed, "a whole number from 0 to 2**64 - 1")
-        if not isinstance(self.shuffle, bool):
-            raise OptionError("shuffle", self.shuffle, "True or False")
-        if self.delivery not in DELIVERIES:
-            raise OptionError("delivery", self.delivery, f"one of {', '.join(map(repr, DELIVERIES))}")
-        number = isinstance(self.lease, (int, float)) and not isinstance(self.lease, bool)
-        if not number or not math.isfinite(self.lease) or self.lease <= 0:
-            raise OptionError("lease", self.lease, "a finite number of seconds, more than 0")
-        require_prefetch(self.prefetch)
-
-
-def require_prefetch(value: object) -> int:
-    """Return ``value`` if it is a number of slices to hold ahead.
-
-    Raises:
-        OptionError: If it is not a whole number, 1 or more.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError("prefetch", value, "a whole number of slices, 1 or more")
-    return value
-
+__all__ = ["EpochSlices", "SavedEpoch", "pack", "unpack"]
 
 _VERSION = 1
-_T = TypeVar("_T")
+
+
+class EpochSlices:
+    """States and positions of the slices, and which comes next.
+
+    Slices are named by their index in the catalogue. A slice's *position* is the first sample not known to be trained
+    on. At any time ``trained + dropped`` and what AVAILABLE and ASSIGNED slices have left add up to all samples.
+
+    Args:
+        samples: Samples of each slice.
+        seed: Of the order.
+        shuffle: Whether the order is another one in each epoch.
+
+    Attributes:
+        epoch: The running epoch, from 0.
+        states: A :class:`SliceState` each.
+        positions: In samples.
+        ranks: Place of each slice in the epoch's order.
+        quarantined: Reason by slice; these are left out of the following epochs too.
+        trained: Samples known to be trained on in this epoch, each counted once.
+        dropped: Samples that this epoch will not train on.
+        unfinished: Slices that are AVAILABLE or ASSIGNED.
+    """
+
+    def __init__(self, samples: npt.NDArray[np.int64], *, seed: int, shuffle: bool) -> None:
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.states: npt.NDArray[np.uint8] = np.zeros(len(samples), np.uint8)
+        self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
+        self.quarantined: dict[int, str] = {}
+        self.start(0)
+
+    def start(self, epoch: int) -> None:
+        """Make every slice available again, but for the quarantined ones."""
+        self.epoch = epoch
+        self._order = slice_order(len(self.samples), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        self.ranks: npt.NDArray[np.int32] = np.empty_like(self._order)
+        self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
+        self.states[:] = SliceState.AVAILABLE
+        self.positions[:] = 0
+        out = list(self.quarantined)
+        self.states[out] = SliceState.QUARANTINED
+        self.cursor = 0  # place in the order; whatever is before it was looked at
+        self.returned: list[int] = []  # heap of places; some may have been handed out again by another way
+        self._count()
+
+    def restore(
+        self,
+        *,
+        epoch: int,
+        states: npt.NDArray[np.uint8],
+        positions: npt.NDArray[np.int64],
+        quarantined: dict[int, str],
+        cursor: int,
+        returned: list[int],
+    ) -> None:
+        """Take up a saved epoch; the values must have been checked."""
+        self.quarantined = dict(quarantined)
+        self.start(epoch)
+        self.states[:] = states
+        self.positions[:] = positions
+        self.cursor = cursor
+        self.returned = sorted(returned)
+        self._count()
+
+    def _count(self) -> None:
+        left = self.samples - self.positions
+        ended = self.states >= SliceState.USED
+        self.trained = int(self.positions.sum())
+        self.dropped = int(left[ended].sum())
+        self.unfinished = int(len(ended) - np.count_nonzero(ended))
+
+    def state(self, index: int) -> SliceState:
+        """State of a slice."""
+        return SliceState(int(self.states[index]))
+
+    def left(self, index: int) -> int:
+        """Samples of a slice that are not known to be trained on."""
+        return int(self.samples[index]) - int(self.positions[index])
+
+    def take(self, index: int) -> bool:
+        """Assign a slice, if it is available."""
+        if self.states[index] != SliceState.AVAILABLE:
+            return False
+        self.states[index] = SliceState.ASSIGNED
+        return True
+
+    def take_returned(self) -> int | None:
+        """Assign the first slice of those that came back; None if there is none."""
+        while self.returned:
+            index = int(self._order[heapq.heappop(self.returned)])
+            if self.take(index):
+                return index
+        return None
+
+    def take_next(self) -> int | None:
+        """Assign the next slice in the epoch's order; None if none is available there."""
+        while self.cursor < len(self._order):
+            index = int(self._order[self.cursor])
+            self.cursor += 1
+            if self.take(index):
+                return index
+        return None
+
+    def train(self, index: int, position: int) -> int:
+        """Move a slice's position forward; returns by how many samples. A position behind it changes nothing."""
+        gained = position - int(self.positions[index])
+        if gained <= 0:
+            return 0
+        self.positions[index] = position
+        self.trained += gained
+        return gained
+
+    def finish(self, index: int) -> int:
+        """All of an assigned slice was trained on; returns how many samples that adds."""
+        gained = self.train(index, int(self.samples[index]))
+        self._end(index, SliceState.USED)
+        return gained
+
+    def give_back(self, index: int) -> bool:
+        """An assigned slice comes back at its position; returns False if nothing is left of it, so that it is used."""
+        if not self.left(index):
+            self._end(index, SliceState.USED)
+            return False
+        self.states[index] = SliceState.AVAILABLE
+        heapq.heappush(self.returned, int(self.ranks[index]))
+        return True
+
+    def drop_rest(self, index: int) -> None:
+        """What an assigned slice has left is not trained on in this epoch."""
+        self.dropped += self.left(index)
+        self._end(index, SliceState.USED)
+
+    def quarantine(self, index: int, reason: str) -> bool:
+        """Leave a slice out, of this epoch too if it has not ended; returns False if it was quarantined before."""
+        if index in self.quarantined:
+            return False
+        self.quarantined[index] = reason
+        if self.states[index] < SliceState.USED:  # it may be out already, as a quarantine is lifted for later epochs
+            self.dropped += self.left(index)
+            self._end(index, SliceState.QUARANTINED)
+        return True
+
+    def _end(self, index: int, state: SliceState) -> None:
+        self.states[index] = state
+        self.unfinished -= 1
+
+    def abandon(self) -> None:
+        """Drop all that is left of the epoch."""
+        left = self.states < SliceState.USED
+        self.states[left] = SliceState.USED
+        self._count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +195,8 @@ class SavedEpoch:
         workers: By name, what each holds, in order: the slice, and whether it was begun.
         returned: Count for the report.
         stolen: Count for the report.
+        next_grant: Number of the next grant.
+        next_session: Number of the next session.
     """
 
     epoch: int
@@ -101,28 +208,11 @@ class SavedEpoch:
     workers: dict[str, list[tuple[int, bool]]]
     returned: int
     stolen: int
-
-    @classmethod
-    def of(
-        cls, slices: EpochSlices, workers: dict[str, list[tuple[int, bool]]], *, returned: int, stolen: int
-    ) -> SavedEpoch:
-        """Copy of where an epoch stands."""
-        return cls(
-            epoch=slices.epoch,
-            states=slices.states.copy(),
-            positions=slices.positions,
-            quarantined=dict(slices.quarantined),
-            cursor=slices.cursor,
-            places=list(slices.returned),
-            workers=workers,
-            returned=returned,
-            stolen=stolen,
-        )
+    next_grant: int
+    next_session: int
 
 
-def pack(
-    saved: SavedEpoch, catalogue: SliceCatalogue, options: TrackerOptions, numbers: Mapping[str, int]
-) -> dict[str, Any]:
+def pack(saved: SavedEpoch, catalogue: SliceCatalogue, options: TrackerOptions) -> dict[str, Any]:
     """State of an epoch: a byte a slice, and 16 for each whose position its state does not tell."""
     (partial,) = np.nonzero(saved.positions != _usual_positions(saved.states, catalogue))
     fingerprint = catalogue.fingerprint
@@ -136,7 +226,7 @@ def pack(
         "seed": options.seed,
         "shuffle": options.shuffle,
         "epoch": saved.epoch,
-        "states": torch.from_numpy(saved.states),
+        "states": torch.from_numpy(saved.states.copy()),
         "partial": torch.from_numpy(partial.astype(np.int64)),
         "partial_positions": torch.from_numpy(saved.positions[partial]),
         "quarantined": dict(saved.quarantined),
@@ -145,76 +235,100 @@ def pack(
         "workers": {name: [list(pair) for pair in held] for name, held in saved.workers.items()},
         "returned": saved.returned,
         "stolen": saved.stolen,
-        **numbers,
+        "next_grant": saved.next_grant,
+        "next_session": saved.next_session,
     }
 
 
-def unpack(
-    state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions
-) -> tuple[SavedEpoch, dict[str, int]]:
-    """The epoch that was saved, and the numbers beside it.
+class _SavedCatalogue(msgspec.Struct):
+    slices: Natural
+    samples: Natural
+    blocks: tuple[str, ...]
+
+
+class _SavedState(msgspec.Struct):
+    """What ``pack`` has made: the types that are required of it."""
+
+    catalogue: _SavedCatalogue
+    seed: int
+    shuffle: bool
+    epoch: Natural
+    states: torch.Tensor
+    partial: torch.Tensor
+    partial_positions: torch.Tensor
+    quarantined: dict[Natural, str]
+    cursor: Natural
+    places: list[Natural]
+    workers: dict[Name, list[tuple[Natural, bool]]]
+    returned: Natural
+    stolen: Natural
+    next_grant: Natural
+    next_session: Natural
+
+
+def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions) -> SavedEpoch:
+    """The epoch that was saved.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
     """
-    if _get(state, "version", int) != _VERSION:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if not is_whole(version) or version != _VERSION:
         raise TrackerStateError(
-            f"The state is of version {state['version']}, and this release reads version {_VERSION}: "
+            f"The state is of version {version!r}, and this release reads version {_VERSION}: "
             "resume with the release that saved it."
         )
-    _compare_data(_get(state, "catalogue", dict), catalogue)
+    try:
+        saved = msgspec.convert(state, _SavedState)
+    except msgspec.ValidationError as error:
+        raise TrackerStateError(f"The state is damaged: {error}.") from error
+    _require_same_data(saved.catalogue, catalogue)
     for option in ("seed", "shuffle"):
-        if state.get(option) != getattr(options, option):
+        if getattr(saved, option) != getattr(options, option):
             raise TrackerStateError(
-                f"The state was saved with {option}={state.get(option)!r}, and {option} is "
+                f"The state was saved with {option}={getattr(saved, option)!r}, and {option} is "
                 f"{getattr(options, option)!r} now: resume with the value it was saved with."
             )
     slices = len(catalogue)
-    states = _column(state, "states", torch.uint8)
-    partial = _column(state, "partial", torch.int64)
-    partial_positions = _column(state, "partial_positions", torch.int64)
+    states = _column("states", saved.states, torch.uint8)
+    partial = _column("partial", saved.partial, torch.int64)
+    partial_positions = _column("partial_positions", saved.partial_positions, torch.int64)
     if len(states) != slices or int(states.max()) > max(SliceState):
         raise _damaged("states", "has another length, or holds a value that is no state")
-    if len(partial) != len(partial_positions) or not _are_indices(partial, slices):
+    if len(partial) != len(partial_positions) or ((partial < 0) | (partial >= slices)).any():
         raise _damaged("partial", "names slices that are not there, or has another length than their positions")
     if ((partial_positions < 0) | (partial_positions > catalogue.samples[partial])).any():
         raise _damaged("partial_positions", "is outside its slice")
     positions = _usual_positions(states, catalogue)
     positions[partial] = partial_positions
-    workers = _workers(_get(state, "workers", dict))
-    held = np.array([index for pairs in workers.values() for index, _ in pairs], dtype=np.int64)
-    if not np.array_equal(np.sort(held), np.nonzero(states == SliceState.ASSIGNED)[0]):
+    held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
+    if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
         raise _damaged("workers", "does not hold each assigned slice once")
-    quarantined = _get(state, "quarantined", dict)
-    places = _get(state, "places", list)
-    cursor = _natural(state, "cursor")
-    if not all(_is_index(index, slices) and isinstance(reason, str) for index, reason in quarantined.items()):
-        raise _damaged("quarantined", "names slices that are not there, or has no reason for one")
-    if not all(_is_index(place, slices) for place in places) or cursor > slices:
+    if any(index >= slices for index in saved.quarantined):
+        raise _damaged("quarantined", "names slices that are not there")
+    if any(place >= slices for place in saved.places) or saved.cursor > slices:
         raise _damaged("places", "or cursor is outside the order")
-    saved = SavedEpoch(
-        epoch=_natural(state, "epoch"),
+    return SavedEpoch(
+        epoch=saved.epoch,
         states=states,
         positions=positions,
-        quarantined=quarantined,
-        cursor=cursor,
-        places=places,
-        workers=workers,
-        returned=_natural(state, "returned"),
-        stolen=_natural(state, "stolen"),
+        quarantined=saved.quarantined,
+        cursor=saved.cursor,
+        places=saved.places,
+        workers=saved.workers,
+        returned=saved.returned,
+        stolen=saved.stolen,
+        next_grant=saved.next_grant,
+        next_session=saved.next_session,
     )
-    return saved, {name: _natural(state, name) for name in ("next_grant", "next_session")}
 
 
 def _usual_positions(states: npt.NDArray[np.uint8], catalogue: SliceCatalogue) -> npt.NDArray[np.int64]:
     return np.where(states == SliceState.USED, catalogue.samples, 0)
 
 
-def _compare_data(data: dict[str, Any], catalogue: SliceCatalogue) -> None:
-    blocks = _get(data, "blocks", list)
-    saved = CatalogueFingerprint(
-        slices=_natural(data, "slices"), samples=_natural(data, "samples"), blocks=tuple(blocks)
-    )
+def _require_same_data(data: _SavedCatalogue, catalogue: SliceCatalogue) -> None:
+    saved = CatalogueFingerprint(slices=data.slices, samples=data.samples, blocks=data.blocks)
     here = catalogue.fingerprint
     if saved.slices == here.slices and len(saved.blocks) != len(here.blocks):
         raise _damaged("blocks", "has another length")
@@ -225,46 +339,11 @@ def _compare_data(data: dict[str, Any], catalogue: SliceCatalogue) -> None:
         )
 
 
-def _workers(workers: dict[Any, Any]) -> dict[str, list[tuple[int, bool]]]:
-    checked: dict[str, list[tuple[int, bool]]] = {}
-    for name, held in workers.items():
-        if not isinstance(name, str) or not name or not isinstance(held, list):
-            raise _damaged("workers", "is not a list for each name")
-        for pair in held:
-            if len(pair) != 2 or not _is_index(pair[0], 2**31) or not isinstance(pair[1], bool):
-                raise _damaged("workers", "is not a slice, and whether it was begun, for each one held")
-        checked[name] = [(index, begun) for index, begun in held]
-    return checked
-
-
-def _get(state: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
-    value = state.get(name) if isinstance(state, Mapping) else None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _damaged(name, f"is not there, or not a {kind.__name__}")
-    return value
-
-
-def _natural(state: Mapping[str, Any], name: str) -> int:
-    value = _get(state, name, int)
-    if value < 0:
-        raise _damaged(name, "is less than 0")
-    return value
-
-
-def _column(state: Mapping[str, Any], name: str, dtype: torch.dtype) -> npt.NDArray[Any]:
-    value = _get(state, name, torch.Tensor)
+def _column(name: str, value: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
     if value.dtype != dtype or value.dim() != 1:
         raise _damaged(name, f"is not a column of {dtype}")
     column: npt.NDArray[Any] = value.cpu().numpy()
     return column
-
-
-def _are_indices(values: npt.NDArray[np.int64], stop: int) -> bool:
-    return not len(values) or (int(values.min()) >= 0 and int(values.max()) < stop)
-
-
-def _is_index(value: object, stop: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < stop
 
 
 def _damaged(name: str, how: str) -> TrackerStateError:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.slices.open_source import cut_lines, row_ranges
+from lightning_bytescheduler.slices.make import cut_lines, row_ranges
 
 
 @given(

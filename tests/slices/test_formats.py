@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.formats import NpyHeader, count_json_lines, count_text_lines, format_of, npy_slice
+from lightning_bytescheduler.slices.formats import NpyHeader, count_json_lines, count_text_lines, format_of
+from lightning_bytescheduler.slices.make import npy_slice
 from lightning_bytescheduler.slices.slice import SliceStream
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import OptionError, SliceDataset, SourceUnavailableError
-from lightning_bytescheduler.slices.store import StoreOptions
+from lightning_bytescheduler.slices.options import StoreOptions
 from tests.slices.faults import FaultySource, lines
 
 

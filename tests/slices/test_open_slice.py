@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.slices.formats import format_of, npy_slice
-from lightning_bytescheduler.slices.read_slice import BlockSamples, ReaderSamples, ReaderSpeed
+from lightning_bytescheduler.slices.formats import format_of
+from lightning_bytescheduler.slices.make import npy_slice
+from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples, ReaderSpeed
 from lightning_bytescheduler.slices.slice import Slice, SliceStream
-from tests.slices.test_slice_readers import pieces
+from tests.slices.test_formats import pieces
 
 COUNT = 23
 CONTENTS = {

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
 from lightning_bytescheduler.slices.fetch import fetch_chunks
-from lightning_bytescheduler.slices.open_source import open_source
+from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
 TEXT = [f"line {number}" for number in range(1000)]

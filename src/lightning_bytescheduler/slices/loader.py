@@ -1,17 +1,12 @@
-"""A loader of batches of slices: passes over a plan.
+"""The loader of batches, and the processes that read for it: a pass over a plan, any number of times.
 
 The plan is asked in the process that trains, and its batches go to the processes that read over the DataLoader's own
-local queues; so nobody else needs to know of ranks, and the order is the plan's with any number of workers.
-
-The way of batches from the processes that read: through memory that they share with the process that trains.
+local queues; so nobody else needs to know of ranks, and the order is the plan's with any number of workers. All that a
+process has to know is in the batch that it is asked for, so that the processes, whose start takes long, are kept from
+one pass to the next. After a plan's last batch each is asked to rest.
 
 A tensor that is sent to another process costs a file, its mapping and a connection, which for a small batch is several
 times what reading it costs. Here its bytes are copied into a slot that both processes have mapped since the fork.
-
-The processes that read batches, kept from one pass over a plan to the next: a start takes long.
-
-All that a process has to know is in the batch that it is asked for, so that none is told when a pass begins, whatever
-the epoch and position. After a plan's last batch each process is asked to rest.
 """
 
 from __future__ import annotations
@@ -30,13 +25,310 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data import default_collate as torch_collate
 
-from lightning_bytescheduler.slices.batch_reader import BatchReader, ReadNote, SliceBatch
-from lightning_bytescheduler.slices.plans import BatchPlan
+from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport, SliceBatch
 
-__all__ = ["BatchSlots", "BatchWorkers", "SliceLoader", "collate_samples"]
+__all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
 
 _SLOT_BYTES = 4 * 1024 * 1024  # of address space; memory is taken as far as batches reach
 _ALIGNMENT = 64
+_END: Any = object()
+
+
+def collate_samples(samples: Sequence[Any]) -> Any:
+    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it.
+
+    Args:
+        samples: A list, or an array whose rows they are.
+    """
+    if isinstance(samples, np.ndarray):
+        if samples.dtype.kind in "biufc":
+            return _tensor_of(samples)
+        samples = list(samples)
+    if isinstance(samples[0], np.ndarray):
+        return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
+    return torch_collate(list(samples))
+
+
+def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor that may be written to: rows may be of a file that is mapped."""
+    rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(rows.copy() if rows.base is not None else rows)
+
+
+class SliceLoader:
+    """Batches of a plan, any number of times.
+
+    It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace.
+
+    Args:
+        plan: Which batches.
+        workers: Read them; may be those of a loader before this one.
+        length: Of the loader; None if nobody knows how many batches there will be.
+        on_report: Called with what the reader has to tell, when a batch is handed out.
+
+    Attributes:
+        plan: As given.
+        waited: Seconds that whoever iterates has waited for batches, with all that it took to make them.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        workers: BatchWorkers,
+        *,
+        length: int | None,
+        on_report: Callable[[ReadReport], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.worker_init_fn: Callable[[int], None] | None = None  # Lightning sets it, for seeds
+        self._workers = workers
+        self._on_report = on_report
+        self.waited = 0.0
+        self._length = length
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("How many batches there will be is not known: they are handed out as they are needed.")
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do, see ``state_dict``."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
+        # it uses.
+        batches = self._workers.batches(self.plan, self.worker_init_fn)
+        while True:
+            started = time.perf_counter()
+            read = next(batches, None)
+            self.waited += time.perf_counter() - started
+            if read is None:
+                return
+            batch, report = read
+            if self._on_report is not None:
+                self._on_report(report)
+            if batch is not None:
+                yield batch
+
+
+class BatchWorkers:
+    """Reads the batches of one plan after the other.
+
+    Processes are kept if all batches of a plan were taken. Those of a pass that is given up are ended, as they may be
+    in the middle of a long fetch. A pass that begins while another one is under way gets processes of its own. As with
+    ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
+
+    Args:
+        reader: Reads the batches.
+        collate: Makes a batch of samples.
+        num_workers: Processes that read; 0 reads in the process that trains.
+        prefetch_factor: Batches that each worker reads ahead.
+        pin_memory: Copy batches to pinned memory.
+
+    Attributes:
+        reader: As given.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        *,
+        collate: Callable[[list[Any]], Any] = collate_samples,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.reader = reader
+        self._collate = collate
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._pin_memory = pin_memory
+        self._kept: _Loading | None = None
+        self._closings = 0
+
+    def batches(
+        self, plan: Iterable[SliceBatch], worker_init_fn: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[Any, ReadReport]]:
+        """Read the batches of a plan, in its order.
+
+        Args:
+            plan: Which batches.
+            worker_init_fn: Called in each process that is started, with its number; processes that were started with
+                another one are not used.
+
+        Yields:
+            Each batch, None if it has no samples, and what the reader has to tell.
+
+        Raises:
+            RuntimeError: If a process dies.
+            Exception: What a process raises that reads, as a ``DataLoader`` does.
+        """
+        loading, closings = self._take(worker_init_fn), self._closings
+        try:
+            yield from loading.batches(plan)
+        finally:
+            if loading.is_idle and self._kept is None and self._closings == closings:
+                self._kept = loading
+            else:
+                loading.stop()
+
+    def close(self) -> None:
+        """End the processes that are kept, waiting about 5 s for each; those of a pass under way end with it."""
+        self._closings += 1
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def _take(self, worker_init_fn: Callable[[int], None] | None) -> _Loading:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.is_idle and _is_same(kept.worker_init_fn, worker_init_fn):
+                return kept
+            kept.stop()
+        return _Loading(
+            self.reader, self._collate, self._num_workers, self._prefetch_factor, self._pin_memory, worker_init_fn
+        )
+
+
+def _is_same(one: Callable[[int], None] | None, other: Callable[[int], None] | None) -> bool:
+    """Whether two functions are one, or differ only in being made twice, as Lightning's is for each loader."""
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    return one is other
+
+
+class _Loading:
+    """A ``DataLoader``, for one pass at a time.
+
+    Attributes:
+        worker_init_fn: As given.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        collate: Callable[[list[Any]], Any],
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        worker_init_fn: Callable[[int], None] | None,
+    ) -> None:
+        self.worker_init_fn = worker_init_fn
+        self._process = os.getpid()
+        self._asked = _Asked(num_workers)
+        self._taken = 0
+        self._may_be_kept = num_workers > 0
+        self._slots: BatchSlots | None = None
+        workers: dict[str, Any] = {}
+        if num_workers:
+            workers = {"prefetch_factor": prefetch_factor, "persistent_workers": True}
+            if not pin_memory:  # which is done by a thread of the DataLoader, to tensors
+                self._slots = BatchSlots(num_workers, prefetch_factor)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Batches(reader),
+            batch_size=None,
+            sampler=self._asked,
+            collate_fn=_Collate(collate, self._slots),  # type: ignore[arg-type]  # of what is no list
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            **workers,
+        )
+        self._iterator: Any = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are processes, none of them has a batch to read, and none has failed."""
+        return self._may_be_kept and self._asked.is_over and self._taken == self._asked.batches
+
+    def batches(self, plan: Iterable[SliceBatch]) -> Iterator[tuple[Any, ReadReport]]:
+        """See ``BatchWorkers.batches``."""
+        if self._iterator is not None:
+            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader's first iteration draws a seed
+        self._asked.plan, self._taken = plan, 0
+        keeps, self._may_be_kept = self._may_be_kept, False  # unless nothing is raised
+        self._iterator = iterator = iter(self._loader)
+        while (read := next(iterator, _END)) is not _END:
+            if read is not None:  # or a process rests
+                self._taken += 1
+                self._may_be_kept = keeps
+                yield (read[0] if self._slots is None else self._slots.unpack(read[0])), ReadReport(*read[1])
+                self._may_be_kept = False
+        self._may_be_kept = keeps
+
+    def stop(self) -> None:
+        """End the processes."""
+        self._may_be_kept = False
+        iterator, self._iterator = self._iterator, None
+        end = getattr(iterator, "_shutdown_workers", None)
+        if end is not None and self._process == os.getpid():
+            end()  # not left to when nobody refers to the iterator any more: a traceback may
+
+
+class _Rest(NamedTuple):
+    """Asks a process to let go of what it holds, as a plan is over."""
+
+    ahead: tuple[int, ...]
+
+
+class _Asked:
+    """What the processes are asked for, in turns: the batches of a plan, and then each of them to rest.
+
+    Attributes:
+        plan: The plan.
+        batches: How many of it were asked for.
+        is_over: Whether these are all.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.plan: Iterable[SliceBatch] = ()
+        self.batches = 0
+        self.is_over = False
+        self._workers = workers
+
+    def __iter__(self) -> Iterator[SliceBatch | _Rest]:
+        self.batches, self.is_over = 0, False
+        ahead: tuple[int, ...] = ()
+        for batch in self.plan:
+            self.batches += 1
+            ahead = batch.ahead
+            yield batch
+        self.is_over = True
+        yield from itertools.repeat(_Rest(ahead), self._workers)
+
+
+class _Batches(Dataset[Any]):
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, asked: SliceBatch | _Rest) -> tuple[Sequence[Any], ReadReport] | None:
+        if isinstance(asked, _Rest):
+            self._reader.rest(asked.ahead)
+            return None
+        return self._reader.read(asked)
+
+
+class _Collate:
+    def __init__(self, collate: Callable[[list[Any]], Any], slots: BatchSlots | None) -> None:
+        self._collate = collate
+        self._slots = slots
+
+    def __call__(self, read: tuple[Sequence[Any], ReadReport] | None) -> tuple[Any, ReadReport] | None:
+        if read is None:
+            return None
+        samples, report = read
+        if not len(samples):
+            return None, report
+        # A user's function gets a list, as documented; the default one can do more with an array.
+        batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
+        return batch if self._slots is None else self._slots.pack(batch), report
 
 
 class _Placed(NamedTuple):
@@ -132,303 +424,3 @@ class _Packing:
 def _holds_tensors(parts: Any) -> bool:
     """Whether a list may hold tensors: one of texts or numbers is not looked through."""
     return not parts or not isinstance(parts[0], (str, bytes, int, float))
-
-
-def collate_samples(samples: Sequence[Any]) -> Any:
-    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it.
-
-    Args:
-        samples: A list, or an array whose rows they are.
-    """
-    if isinstance(samples, np.ndarray):
-        if samples.dtype.kind in "biufc":
-            return _tensor_of(samples)
-        samples = list(samples)
-    if isinstance(samples[0], np.ndarray):
-        return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
-    return torch_collate(list(samples))
-
-
-def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor that may be written to: rows may be of a file that is mapped."""
-    rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(rows.copy() if rows.base is not None else rows)
-
-
-class BatchWorkers:
-    """Reads the batches of one plan after the other.
-
-    Processes are kept if all batches of a plan were taken. Those of a pass that is given up are ended, as they may be
-    in the middle of a long fetch. A pass that begins while another one is under way gets processes of its own. As with
-    ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
-
-    Args:
-        reader: Reads the batches.
-        collate: Makes a batch of samples.
-        num_workers: Processes that read; 0 reads in the process that trains.
-        prefetch_factor: Batches that each worker reads ahead.
-        pin_memory: Copy batches to pinned memory.
-
-    Attributes:
-        reader: As given.
-    """
-
-    def __init__(
-        self,
-        reader: BatchReader,
-        *,
-        collate: Callable[[list[Any]], Any] = collate_samples,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-    ) -> None:
-        self.reader = reader
-        self._collate = collate
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
-        self._pin_memory = pin_memory
-        self._kept: _Loading | None = None
-        self._closings = 0
-
-    def batches(
-        self, plan: Iterable[SliceBatch], worker_init_fn: Callable[[int], None] | None = None
-    ) -> Iterator[tuple[Any, ReadNote]]:
-        """Read the batches of a plan, in its order.
-
-        Args:
-            plan: Which batches.
-            worker_init_fn: Called in each process that is started, with its number; processes that were started with
-                another one are not used.
-
-        Yields:
-            Each batch, None if it has no samples, and what the reader has to tell.
-
-        Raises:
-            RuntimeError: If a process dies.
-            Exception: What a process raises that reads, as a ``DataLoader`` does.
-        """
-        loading, closings = self._take(worker_init_fn), self._closings
-        try:
-            yield from loading.batches(plan)
-        finally:
-            if loading.is_idle and self._kept is None and self._closings == closings:
-                self._kept = loading
-            else:
-                loading.stop()
-
-    def close(self) -> None:
-        """End the processes that are kept, waiting about 5 s for each; those of a pass under way end with it."""
-        self._closings += 1
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.stop()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
-
-    def _take(self, worker_init_fn: Callable[[int], None] | None) -> _Loading:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            if kept.is_idle and _is_same(kept.worker_init_fn, worker_init_fn):
-                return kept
-            kept.stop()
-        return _Loading(
-            self.reader, self._collate, self._num_workers, self._prefetch_factor, self._pin_memory, worker_init_fn
-        )
-
-
-class _Loading:
-    """A ``DataLoader``, for one pass at a time.
-
-    Attributes:
-        worker_init_fn: As given.
-    """
-
-    def __init__(
-        self,
-        reader: BatchReader,
-        collate: Callable[[list[Any]], Any],
-        num_workers: int,
-        prefetch_factor: int,
-        pin_memory: bool,
-        worker_init_fn: Callable[[int], None] | None,
-    ) -> None:
-        self.worker_init_fn = worker_init_fn
-        self._process = os.getpid()
-        self._asked = _Asked(num_workers)
-        self._taken = 0
-        self._may_be_kept = num_workers > 0
-        self._slots: BatchSlots | None = None
-        workers: dict[str, Any] = {}
-        if num_workers:
-            workers = {"prefetch_factor": prefetch_factor, "persistent_workers": True}
-            if not pin_memory:  # which is done by a thread of the DataLoader, to tensors
-                self._slots = BatchSlots(num_workers, prefetch_factor)
-        self._loader: DataLoader[Any] = DataLoader(
-            _Batches(reader),
-            batch_size=None,
-            sampler=self._asked,
-            collate_fn=_Collate(collate, self._slots),  # type: ignore[arg-type]  # of what is no list
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            worker_init_fn=worker_init_fn,
-            **workers,
-        )
-        self._iterator: Any = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there are processes, none of them has a batch to read, and none has failed."""
-        return self._may_be_kept and self._asked.is_over and self._taken == self._asked.batches
-
-    def batches(self, plan: Iterable[SliceBatch]) -> Iterator[tuple[Any, ReadNote]]:
-        """See ``BatchWorkers.batches``."""
-        if self._iterator is not None:
-            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader's first iteration draws a seed
-        self._asked.plan, self._taken = plan, 0
-        keeps, self._may_be_kept = self._may_be_kept, False  # unless nothing is raised
-        self._iterator = iterator = iter(self._loader)
-        while (read := next(iterator, _END)) is not _END:
-            if read is not None:  # or a process rests
-                self._taken += 1
-                self._may_be_kept = keeps
-                yield (read[0] if self._slots is None else self._slots.unpack(read[0])), ReadNote(*read[1])
-                self._may_be_kept = False
-        self._may_be_kept = keeps
-
-    def stop(self) -> None:
-        """End the processes."""
-        self._may_be_kept = False
-        iterator, self._iterator = self._iterator, None
-        end = getattr(iterator, "_shutdown_workers", None)
-        if end is not None and self._process == os.getpid():
-            end()  # not left to when nobody refers to the iterator any more: a traceback may
-
-
-_END: Any = object()
-
-
-class _Rest(NamedTuple):
-    """Asks a process to let go of what it holds, as a plan is over."""
-
-    ahead: tuple[int, ...]
-
-
-class _Asked:
-    """What the processes are asked for, in turns: the batches of a plan, and then each of them to rest.
-
-    Attributes:
-        plan: The plan.
-        batches: How many of it were asked for.
-        is_over: Whether these are all.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.plan: Iterable[SliceBatch] = ()
-        self.batches = 0
-        self.is_over = False
-        self._workers = workers
-
-    def __iter__(self) -> Iterator[SliceBatch | _Rest]:
-        self.batches, self.is_over = 0, False
-        ahead: tuple[int, ...] = ()
-        for batch in self.plan:
-            self.batches += 1
-            ahead = batch.ahead
-            yield batch
-        self.is_over = True
-        yield from itertools.repeat(_Rest(ahead), self._workers)
-
-
-class _Batches(Dataset[Any]):
-    def __init__(self, reader: BatchReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, asked: SliceBatch | _Rest) -> tuple[Sequence[Any], ReadNote] | None:
-        if isinstance(asked, _Rest):
-            self._reader.rest(asked.ahead)
-            return None
-        return self._reader.read(asked)
-
-
-class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any], slots: BatchSlots | None) -> None:
-        self._collate = collate
-        self._slots = slots
-
-    def __call__(self, read: tuple[Sequence[Any], ReadNote] | None) -> tuple[Any, ReadNote] | None:
-        if read is None:
-            return None
-        samples, note = read
-        if not len(samples):
-            return None, note
-        # A user's function gets a list, as documented; the default one can do more with an array.
-        batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
-        return batch if self._slots is None else self._slots.pack(batch), note
-
-
-def _is_same(one: Callable[[int], None] | None, other: Callable[[int], None] | None) -> bool:
-    """Whether two functions are one, or differ only in being made twice, as Lightning's is for each loader."""
-    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
-    return one is other
-
-
-class SliceLoader:
-    """Batches of a plan, any number of times.
-
-    It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace.
-
-    Args:
-        plan: Which batches.
-        workers: Read them; may be those of a loader before this one.
-        length: Of the loader; None if nobody knows how many batches there will be.
-        on_note: Called with what the reader has to tell, when a batch is handed out.
-
-    Attributes:
-        plan: As given.
-        waited: Seconds that whoever iterates has waited for batches, with all that it took to make them.
-    """
-
-    def __init__(
-        self,
-        plan: BatchPlan,
-        workers: BatchWorkers,
-        *,
-        length: int | None,
-        on_note: Callable[[ReadNote], None] | None = None,
-    ) -> None:
-        self.plan = plan
-        self.worker_init_fn: Callable[[int], None] | None = None  # Lightning sets it, for seeds
-        self._workers = workers
-        self._on_note = on_note
-        self.waited = 0.0
-        self._length = length
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("How many batches there will be is not known: they are handed out as they are needed.")
-        return self._length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do, see ``state_dict``."""
-
-    def __iter__(self) -> Iterator[Any]:
-        # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
-        # it uses.
-        batches = self._workers.batches(self.plan, self.worker_init_fn)
-        while True:
-            started = time.perf_counter()
-            read = next(batches, None)
-            self.waited += time.perf_counter() - started
-            if read is None:
-                return
-            batch, note = read
-            if self._on_note is not None:
-                self._on_note(note)
-            if batch is not None:
-                yield batch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.slices.open_source import open_source
+from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
 

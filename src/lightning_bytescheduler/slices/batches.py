@@ -1,22 +1,44 @@
-"""Reads batches: the samples of the runs that make up a batch, in any process, one batch after the other."""
+"""Batches: what one consists of, how they are cut from runs of samples, and the reader that makes them.
+
+A batch is read in any process, one after the other; it names the slices that come after it, to be fetched meanwhile.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.slices.lock_step import SampleRun
-from lightning_bytescheduler.slices.read_slice import OpenSlice
+from lightning_bytescheduler.slices.open_slice import OpenSlice
 from lightning_bytescheduler.slices.shuffle import sample_order
 from lightning_bytescheduler.slices.store import SliceStore
 
-__all__ = ["BatchReader", "ReadNote", "SliceBatch"]
+__all__ = ["SLICES_AHEAD", "BatchPlan", "BatchReader", "ReadReport", "SampleRun", "SliceBatch", "cut_batches"]
+
+SLICES_AHEAD = 8
+"""How many slices a batch names that come after it: no more are prefetched."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRun:
+    """Neighbouring samples of one slice.
+
+    Attributes:
+        slice_index: The slice's, in the catalogue.
+        start: First sample.
+        stop: One after the last.
+    """
+
+    slice_index: int
+    start: int
+    stop: int
 
 
 class SliceBatch(NamedTuple):
@@ -33,11 +55,11 @@ class SliceBatch(NamedTuple):
     ahead: tuple[int, ...] = ()
 
 
-class ReadNote(NamedTuple):
+class ReadReport(NamedTuple):
     """What a reader has to tell besides the samples; of primitives only, as it travels with each batch.
 
     Attributes:
-        cost: What reading has cost since the last note, by the names of ``SliceStatistics``; without what is nothing.
+        cost: What reading has cost since the last report, by the names of ``SliceStatistics``; without what is nothing.
         corrupt: Key and reason of each slice that was found to be corrupt.
         lost: Samples of this batch that could not be read.
         is_empty: Whether there are none at all, so that there is no batch.
@@ -49,6 +71,46 @@ class ReadNote(NamedTuple):
     lost: int = 0
     is_empty: bool = False
     depth: int = 0
+
+
+class BatchPlan(Protocol):
+    """The batches of a rank. Its position is what was trained on, not what was handed to a process that reads.
+
+    A plan that knows how many batches there are has a length too.
+    """
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        """Batches from the position on; whoever was handed some before and did not train on them gets them again."""
+
+    def trained(self) -> None:
+        """The next batch has been trained on."""
+
+
+def cut_batches(epoch: int, runs: Iterable[SampleRun], sizes: Iterable[int]) -> Iterator[SliceBatch]:
+    """Cut runs of samples into batches of the sizes given; ends with the sizes."""
+    source = iter(runs)
+    waiting: deque[SampleRun] = deque()
+
+    def fill() -> None:
+        while len(waiting) <= SLICES_AHEAD and (run := next(source, None)) is not None:
+            waiting.append(run)
+
+    for size in sizes:
+        parts: list[SampleRun] = []
+        missing = size
+        while missing:
+            fill()
+            run = waiting.popleft()
+            taken = min(missing, run.stop - run.start)
+            middle = run.start + taken
+            parts.append(SampleRun(slice_index=run.slice_index, start=run.start, stop=middle))
+            if middle < run.stop:
+                waiting.appendleft(SampleRun(slice_index=run.slice_index, start=middle, stop=run.stop))
+            missing -= taken
+        fill()
+        here = parts[-1].slice_index
+        ahead = tuple(dict.fromkeys(run.slice_index for run in waiting if run.slice_index != here))
+        yield SliceBatch(epoch, tuple(parts), ahead[:SLICES_AHEAD])
 
 
 class BatchReader:
@@ -88,7 +150,7 @@ class BatchReader:
         self._spare: Any = None
         self._told, self._process = store.sums, os.getpid()
 
-    def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadNote]:
+    def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadReport]:
         """The samples of a batch: a list, or an array whose rows they are.
 
         Raises:
@@ -117,8 +179,8 @@ class BatchReader:
             self._spare = (samples[-1],)
         if self._transform is not None:
             samples = [self._transform(sample) for sample in samples]
-        note = ReadNote(self._cost(), tuple(corrupt), lost, is_empty=not len(samples), depth=self.store.depth)
-        return samples, note
+        report = ReadReport(self._cost(), tuple(corrupt), lost, is_empty=not len(samples), depth=self.store.depth)
+        return samples, report
 
     def rest(self, ahead: tuple[int, ...] = ()) -> None:
         """There is no batch for now: let go of what is open, and forget what was found out, as if nothing was read.

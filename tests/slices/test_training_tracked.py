@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import OptionError, SliceDataModule, TrackerStateError, UnsupportedError
-from lightning_bytescheduler.slices import LocalTracker, TrackerClient
 from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
 from tests.slices.fits import Evaluates, SaveEveryStep, fit, make_rows
 
 LONG = 60.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from lightning_bytescheduler.slices.cache import VerifiedChunks, right_chunks
-from lightning_bytescheduler.slices.slice import ChunkPlan, digests_of
+from lightning_bytescheduler.slices.checksums import ChunkPlan, VerifiedChunks, digests_of, right_chunks
 
 CONTENT = bytes(range(250)) * 10
 PLAN = ChunkPlan(size=2500, chunk_bytes=1000, digests=digests_of(CONTENT, 1000))

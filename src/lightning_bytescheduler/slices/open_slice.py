@@ -1,10 +1,6 @@
-"""A slice that is being read in parts, and what that has cost.
+"""A slice that is open: its samples by their numbers, from chunks as they come, and what that has cost.
 
-Where the reading of a slice stands, and the reading of one in a file of this machine.
-
-Reads a bounded number of chunks ahead in a thread of its own, for slices that go past the cache.
-
-Samples of one slice by their numbers: a process makes those of its own batches, and passes over the others.
+A process makes the samples of its own batches, and passes over the others.
 """
 
 from __future__ import annotations
@@ -13,8 +9,6 @@ import bisect
 import itertools
 import mmap
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,21 +16,62 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.cache import VerifiedChunks, right_chunks
+from lightning_bytescheduler.exceptions import SliceCorruptError
+from lightning_bytescheduler.slices.checksums import ChunkPlan, VerifiedChunks, right_chunks
 from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
-from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice
+from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "BlockSamples",
-    "OpenSlice",
-    "ReadAhead",
-    "ReaderSamples",
-    "ReaderSpeed",
-    "Reading",
-    "SliceSamples",
-    "mapped_chunks",
-]
+__all__ = ["BlockSamples", "OpenSlice", "ReaderSamples", "ReaderSpeed", "Reading", "mapped_chunks"]
+
+_SAME_SECONDS = 2e-4  # a difference that does not matter: about what it takes to send a batch to another process
+_WEIGHT = 0.3  # of the newest measurement
+
+
+class OpenSlice:
+    """A slice between two of its batches; to be closed.
+
+    Args:
+        on_close: Told how many seconds were waited for bytes, and whether the slice was gone through.
+
+    Attributes:
+        samples: Its samples.
+    """
+
+    samples: SliceSamples
+
+    def __init__(self, on_close: Callable[[float, bool], None]) -> None:
+        self._on_close: Callable[[float, bool], None] | None = on_close
+        self._reading: Reading | None = None
+        self._chunks: Generator[Bytes, None, None] | None = None
+        self._stalled = 0.0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its bytes were asked for."""
+        return self._reading is not None
+
+    def reads(self, reading: Reading, chunks: Generator[Bytes, None, None]) -> Iterator[Bytes]:
+        """Its bytes are read from now on in this way, and no longer in the one before."""
+        self._let_go()
+        self._reading, self._chunks = reading, chunks
+        return chunks
+
+    def close(self, *, consumed: bool) -> None:
+        """Let go of the slice.
+
+        Args:
+            consumed: Whether its samples were gone through, by this process and those that share them.
+        """
+        self._let_go()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close(self._stalled, consumed)
+
+    def _let_go(self) -> None:
+        if self._chunks is not None and self._reading is not None:
+            self._chunks.close()
+            self._stalled += self._reading.stalled
+            self._chunks = None
 
 
 class Reading:
@@ -105,74 +140,6 @@ def mapped_chunks(reading: Reading, path: str, verified: VerifiedChunks) -> Iter
     seals = verified.of(slice_.key, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
     for chunk in right_chunks(memoryview(mapped)[before:], reading.plan, seals=seals, together=reading.together):
         yield reading.got(chunk)
-
-
-_POLL_SECONDS = 0.1
-_JOIN_SECONDS = 1.0
-
-
-class ReadAhead:
-    """An iterator that is run by a thread.
-
-    Args:
-        chunks: Run in the thread.
-        ahead: How many chunks may wait to be taken.
-        url: What is read; named if it does not answer.
-        timeout: Seconds to wait for a chunk.
-    """
-
-    def __init__(self, chunks: Iterator[Bytes], *, ahead: int, url: str, timeout: float) -> None:
-        self._queue: queue.Queue[Bytes | Exception | None] = queue.Queue(ahead)
-        self._stopped = threading.Event()
-        self._url = url
-        self._timeout = timeout
-        # A daemon: a request that never returns must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, args=(chunks,), name="slice-read-ahead", daemon=True)
-        self._thread.start()
-
-    def chunks(self) -> Iterator[Bytes]:
-        """The chunks, or the exception that ended them.
-
-        Raises:
-            SourceUnavailableError: If none came in time.
-        """
-        while True:
-            try:
-                item = self._queue.get(timeout=self._timeout)
-            except queue.Empty:
-                raise SourceUnavailableError(self._url, self._timeout, "a request that has not returned") from None
-            if item is None:
-                return
-            if isinstance(item, Exception):
-                raise item
-            yield item
-
-    def close(self) -> None:
-        """Stop the thread; one whose request does not return is left behind, and ends with it or the process."""
-        self._stopped.set()
-        self._thread.join(_JOIN_SECONDS)
-
-    def _run(self, chunks: Iterator[Bytes]) -> None:
-        try:
-            for chunk in chunks:
-                if not self._put(chunk):
-                    return
-            self._put(None)
-        except Exception as error:  # whatever it is, it belongs to whoever reads
-            self._put(error)
-
-    def _put(self, item: Bytes | Exception | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-
-_SAME_SECONDS = 2e-4  # a difference that does not matter: about what it takes to send a batch to another process
-_WEIGHT = 0.3  # of the newest measurement
 
 
 class SliceSamples(Protocol):
@@ -288,33 +255,6 @@ class BlockSamples:
         return SliceCorruptError(self._slice.key, self._slice.url, f"it {what}")
 
 
-class ReaderSpeed:
-    """How long a user's reader takes for a sample, and to come to a sample from the beginning of a slice."""
-
-    def __init__(self) -> None:
-        self._sample: float | None = None
-        self._begin: float | None = None
-        self._skip = 0.0
-
-    def read(self, samples: int, seconds: float) -> None:
-        """So many samples were made."""
-        each = seconds / max(samples, 1)
-        self._sample = each if self._sample is None else self._sample + _WEIGHT * (each - self._sample)
-
-    def began(self, first: int, seconds: float) -> None:
-        """A reader that was asked for sample ``first`` has made it."""
-        own = max(seconds - (self._sample or 0.0), 0.0)
-        self._begin = own if self._begin is None else min(self._begin, own)
-        if first:
-            self._skip = (own - self._begin) / first
-
-    def should_begin_anew(self, place: int, first: int) -> bool:
-        """Whether a reader at ``place`` is asked anew for ``first``, rather than to make what is between."""
-        if self._sample is None or self._begin is None:
-            return True
-        return self._begin + self._skip * first <= (first - place) * self._sample + _SAME_SECONDS
-
-
 class ReaderSamples:
     """Samples of a slice whose reader is a user's function, which may take them only one after the other.
 
@@ -383,48 +323,28 @@ class ReaderSamples:
         return self._samples
 
 
-class OpenSlice:
-    """A slice between two of its batches; to be closed.
+class ReaderSpeed:
+    """How long a user's reader takes for a sample, and to come to a sample from the beginning of a slice."""
 
-    Args:
-        on_close: Told how many seconds were waited for bytes, and whether the slice was gone through.
+    def __init__(self) -> None:
+        self._sample: float | None = None
+        self._begin: float | None = None
+        self._skip = 0.0
 
-    Attributes:
-        samples: Its samples.
-    """
+    def read(self, samples: int, seconds: float) -> None:
+        """So many samples were made."""
+        each = seconds / max(samples, 1)
+        self._sample = each if self._sample is None else self._sample + _WEIGHT * (each - self._sample)
 
-    samples: SliceSamples
+    def began(self, first: int, seconds: float) -> None:
+        """A reader that was asked for sample ``first`` has made it."""
+        own = max(seconds - (self._sample or 0.0), 0.0)
+        self._begin = own if self._begin is None else min(self._begin, own)
+        if first:
+            self._skip = (own - self._begin) / first
 
-    def __init__(self, on_close: Callable[[float, bool], None]) -> None:
-        self._on_close: Callable[[float, bool], None] | None = on_close
-        self._reading: Reading | None = None
-        self._chunks: Generator[Bytes, None, None] | None = None
-        self._stalled = 0.0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its bytes were asked for."""
-        return self._reading is not None
-
-    def reads(self, reading: Reading, chunks: Generator[Bytes, None, None]) -> Iterator[Bytes]:
-        """Its bytes are read from now on in this way, and no longer in the one before."""
-        self._let_go()
-        self._reading, self._chunks = reading, chunks
-        return chunks
-
-    def close(self, *, consumed: bool) -> None:
-        """Let go of the slice.
-
-        Args:
-            consumed: Whether its samples were gone through, by this process and those that share them.
-        """
-        self._let_go()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close(self._stalled, consumed)
-
-    def _let_go(self) -> None:
-        if self._chunks is not None and self._reading is not None:
-            self._chunks.close()
-            self._stalled += self._reading.stalled
-            self._chunks = None
+    def should_begin_anew(self, place: int, first: int) -> bool:
+        """Whether a reader at ``place`` is asked anew for ``first``, rather than to make what is between."""
+        if self._sample is None or self._begin is None:
+            return True
+        return self._begin + self._skip * first <= (first - place) * self._sample + _SAME_SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,19 @@ def test_a_damaged_state_is_an_error(rows: str) -> None:
     data = SliceDataModule(rows, batch_size=4)
     data.setup("fit")
     state = data.state_dict()
-    for damage in ({"version": 9}, {"stages": [{"batch_sizes": [4], "steps": 99, "shortage": "pad"}]}, {"epoch": None}):
+    damages: list[dict[str, Any]] = [
+        {"version": 9},
+        {"version": True},
+        {"stages": [{"batch_sizes": [4], "steps": 99, "shortage": "pad"}]},
+        {"stages": [{"batch_sizes": [4], "steps": True, "shortage": "pad"}]},
+        {"stages": [{"batch_sizes": 4, "steps": 1, "shortage": "pad"}]},
+        {"epoch": None},
+        {"epoch": -1},
+        {"quarantined": {"a": None}},
+        {"left_out": ["a"]},
+        {"blocks": None},
+    ]
+    for damage in damages:
         with pytest.raises(TrackerStateError):
             data.load_state_dict({"together": {**state["together"], **damage}})
     with pytest.raises(TrackerStateError, match="did not step together"):

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import SliceDataModule, SliceDataset
 from lightning_bytescheduler.slices import formats
+from lightning_bytescheduler.slices.checksums import ChunkPlan
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.read_slice import ReaderSpeed
-from lightning_bytescheduler.slices.slice import ChunkPlan, SliceStream
+from lightning_bytescheduler.slices.open_slice import ReaderSpeed
+from lightning_bytescheduler.slices.slice import SliceStream
 from tests.slices.fits import Remembers, SaveEveryStep, fit, make_rows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,7 +71,8 @@ def write(folder: Path, form: str) -> str:
         return f"{folder}/a.npy"
     if form == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
-        pyarrow.parquet.write_table(pyarrow.table({"x": list(range(SAMPLES))}), folder / "a.parquet")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"x": list(range(SAMPLES))}), folder / "a.parquet")
         return f"{folder}/a.parquet"
     if form.endswith(".gz"):
         (folder / f"a.{form}").write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -281,7 +283,7 @@ def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Pa
     data.setup("fit")
     loader = data.train_dataloader()
     told: list[Any] = []
-    loader._on_note = lambda note: told.extend(note.corrupt)
+    loader._on_report = lambda report: told.extend(report.corrupt)
     epochs = []
     for _ in range(2):
         epochs.append(as_lists(list(loader)))

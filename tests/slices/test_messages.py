@@ -1,0 +1,103 @@
+"""Messages of the tracker come back from their text as they were."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.messages import (
+    AskLater,
+    Assignment,
+    BeginSlice,
+    Call,
+    EpochOver,
+    FinishSlice,
+    JoinAgain,
+    Joined,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
+    Receipt,
+    RenewLease,
+    Reply,
+    ReportProgress,
+    RequestSlice,
+    Verdict,
+    WaitReason,
+    decode,
+    encode,
+)
+from lightning_bytescheduler.slices.slice import Slice
+
+PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
+MESSAGES: list[Call | Reply] = [
+    JoinTracker(worker="worker-1", incarnation="x", cached=("a", "b"), prefetch=None),
+    Joined(session=3, epoch=1, lease=2.5),
+    RequestSlice(session=3, epoch=1, holding=(1, 2), cached=(), evicted=("a",), looks=True),
+    BeginSlice(session=3, grant=1),
+    ReportProgress(session=3, grant=1, trained=7),
+    FinishSlice(session=3, grant=1),
+    QuarantineSlice(session=3, key="a", reason="held"),
+    RenewLease(session=3),
+    LeaveTracker(session=3),
+    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, first=1, lease=0.1, revoked=(9,)),
+    AskLater(reason=WaitReason.HELD, seconds=0.25, revoked=()),
+    EpochOver(epoch=2, revoked=(1,)),
+    JoinAgain(),
+    *(Receipt(verdict=verdict) for verdict in Verdict),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_it_comes_back(message: Call | Reply) -> None:
+    text = encode(message)
+    assert "\n" not in text
+    assert decode(text.encode()) == message
+
+
+@pytest.mark.parametrize("text", ["", "1", "[]", "{}", '{"kind": "AskLater"}', '{"kind": "Receipt", "verdict": "no"}'])
+def test_what_is_none_is_named(text: str) -> None:
+    with pytest.raises(OptionError, match="a message of the slice tracker"):
+        decode(text)
+
+
+WRONG = [
+    ("JoinTracker", {"worker": 1}),
+    ("JoinTracker", {"worker": ""}),
+    ("JoinTracker", {"cached": "abc"}),
+    ("JoinTracker", {"cached": [1]}),
+    ("JoinTracker", {"prefetch": 0}),
+    ("JoinTracker", {"more": 1}),
+    ("Joined", {"lease": None}),
+    ("RequestSlice", {"epoch": 0.5}),
+    ("RequestSlice", {"holding": ["1"]}),
+    ("RequestSlice", {"looks": 1}),
+    ("BeginSlice", {"grant": "1"}),
+    ("BeginSlice", {"session": -1}),
+    ("ReportProgress", {"trained": True}),
+    ("ReportProgress", {"trained": -1}),
+    ("QuarantineSlice", {"reason": None}),
+    ("QuarantineSlice", {"key": 3}),
+    ("Assignment", {"slice": None}),
+    ("Assignment", {"slice": {"key": "a", "url": "memory://a", "start": 3, "size": 8, "samples": 0}}),
+    ("Assignment", {"lease": "long"}),
+    ("AskLater", {"reason": "why"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage"), WRONG, ids=str)
+def test_what_is_of_another_type_or_range_is_refused(kind: str, damage: dict[str, Any]) -> None:
+    message = next(message for message in MESSAGES if type(message).__name__ == kind)
+    damaged = {**json.loads(encode(message)), **damage}
+    with pytest.raises(OptionError, match="a message of the slice tracker"):
+        decode(json.dumps(damaged))
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(OptionError, match="a message of the slice tracker"):
+        decode(b'{"kind": "QuarantineSlice", "session": 3, "key": "\xff", "reason": "held"}')
+    with pytest.raises(OptionError, match="rename that file"):
+        encode(QuarantineSlice(session=3, key="\udcff", reason="held"))
