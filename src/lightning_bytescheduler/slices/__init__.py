@@ -9,3 +9,25 @@
 - Lightning: ``options``, ``training``, ``slice_coordinator``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``index``, ``serve``.
 """
+
+from lightning_bytescheduler.slices.batches import SampleRun
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.lock_step import LockStepEpoch, Stage
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import Slice, SliceState
+from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+
+__all__ = [
+    "LocalTracker",
+    "LockStepEpoch",
+    "SampleRun",
+    "Slice",
+    "SliceCatalogue",
+    "SliceState",
+    "SliceTracker",
+    "Stage",
+    "TrackerClient",
+    "TrackerOptions",
+    "TrackerReport",
+]
