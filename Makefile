@@ -41,7 +41,7 @@ help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
-	@echo "make lint    check style, format and types"
+	@echo "make lint    check style, format, types and which way imports go"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
 	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
@@ -66,6 +66,7 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 bench: $(VENV)/.demo
 	$(RUN) -m benchmarks $(BENCH_ARGS)
