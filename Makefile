@@ -41,7 +41,7 @@ help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
-	@echo "make lint    check style, format and types"
+	@echo "make lint    check style, format, types and which way imports go"
 	@echo "make docs    build the documentation into build/docs (Python 3.11 or later)"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
@@ -67,6 +67,7 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 # Without the network: links into the documentation of Python, torch and Lightning need DOCS_INTERSPHINX=1.
 docs: $(VENV)/.docs

@@ -58,11 +58,11 @@ class Timed(CreditTuner):
         self._at = super().begin(**given)
         return self._at
 
-    def note(self, step: int, seconds: float, *, as_decided: bool) -> None:
+    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
         if as_decided:
             self._at = self.current
         self.steps.append((self._at, seconds))
-        super().note(step, seconds, as_decided=as_decided)
+        super().step_took(step, seconds, as_decided=as_decided)
 
 
 def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict[str, Any]) -> dict[str, Any]:

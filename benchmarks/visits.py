@@ -56,7 +56,7 @@ class Visits(CreditTuner):
         lap, position = divmod(self._visit, len(self._points))
         return self._points[position if lap % 2 == 0 else -1 - position]
 
-    def note(self, step: int, seconds: float, *, as_decided: bool) -> None:
+    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
         """See `CreditTuner`."""
         if self._warm_up:
             self._warm_up -= 1

@@ -3,8 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.advice.advice import Advice
-from lightning_bytescheduler.advice.advise import advise
+from lightning_bytescheduler.advice.advice import Advice, advise
 from lightning_bytescheduler.checking.notebook import check
 from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.ddp.plan import OverlapPlan

@@ -1,9 +1,15 @@
-"""Checks of options: each says what is wrong, with the option's name, and what is allowed."""
+"""Checks of options: each says what is wrong, with the option's name, and what is allowed.
+
+Every ``require_*`` returns the value it was given, and raises :class:`OptionError` if that is not allowed.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TypeGuard
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeGuard, TypeVar
 
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -12,11 +18,18 @@ __all__ = [
     "is_whole",
     "require_bool",
     "require_not_negative",
+    "require_one_of",
+    "require_path",
     "require_positive",
     "require_seconds",
     "require_share",
+    "require_size",
+    "require_suffix",
+    "require_text",
     "require_whole",
 ]
+
+_T = TypeVar("_T")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -51,25 +64,46 @@ def require_whole(option: str, value: object, least: int) -> int:
     return value
 
 
-def require_not_negative(option: str, value: object) -> float:
+def require_size(option: str, value: object) -> int:
+    """Return ``value`` if it is a size, in parameters: a whole number above 0.
+
+    Raises:
+        OptionError: If it is not; names ``option``.
+    """
+    if not is_whole(value, 1):
+        raise OptionError(option, value, "a positive whole number of parameters")
+    return value
+
+
+def require_not_negative(option: str, value: object, *, of: str = "") -> float:
     """Return ``value`` if it is a finite number, 0 or more.
+
+    Args:
+        option: Its name.
+        value: What was given.
+        of: Its unit, for the message.
 
     Raises:
         OptionError: If it is not; names ``option``.
     """
     if not is_finite(value) or value < 0:
-        raise OptionError(option, value, "a finite number, 0 or more")
+        raise OptionError(option, value, f"{_finite(of)}, 0 or more")
     return value
 
 
-def require_positive(option: str, value: object) -> float:
+def require_positive(option: str, value: object, *, of: str = "") -> float:
     """Return ``value`` if it is a finite number above 0.
+
+    Args:
+        option: Its name.
+        value: What was given.
+        of: Its unit, for the message.
 
     Raises:
         OptionError: If it is not; names ``option``.
     """
     if not is_finite(value) or value <= 0:
-        raise OptionError(option, value, "a finite number, more than 0")
+        raise OptionError(option, value, f"{_finite(of)}, more than 0")
     return value
 
 
@@ -79,9 +113,7 @@ def require_seconds(option: str, value: object) -> float:
     Raises:
         OptionError: If it is not; names ``option``.
     """
-    if not is_finite(value) or value < 0:
-        raise OptionError(option, value, "a finite number of seconds, 0 or more")
-    return value
+    return require_not_negative(option, value, of="seconds")
 
 
 def require_share(option: str, value: object) -> float:
@@ -93,3 +125,54 @@ def require_share(option: str, value: object) -> float:
     if not is_finite(value) or not 0 <= value <= 1:
         raise OptionError(option, value, "a number from 0 to 1")
     return value
+
+
+def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
+    """Return ``value`` if it is one of ``allowed``.
+
+    Raises:
+        OptionError: If it is not; names ``option`` and what is allowed.
+    """
+    choices = list(allowed)
+    if value not in choices:
+        raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def require_text(option: str, value: object) -> str:
+    """Return ``value`` if it is a text.
+
+    Raises:
+        OptionError: If it is not; names ``option``.
+    """
+    if not isinstance(value, str):
+        raise OptionError(option, value, "a text")
+    return value
+
+
+def require_path(option: str, value: object) -> str:
+    """Return ``value`` as text if it is the path of a file.
+
+    Raises:
+        OptionError: If it is not; names ``option``.
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise OptionError(option, value, "a file path")
+    return path
+
+
+def require_suffix(option: str, value: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:
+    """Return ``value`` as a path if it ends in one of ``suffixes``, given without dots.
+
+    Raises:
+        OptionError: If it does not; names ``option`` and the suffixes.
+    """
+    path, allowed = Path(value), list(suffixes)
+    if path.suffix[1:].lower() not in allowed:
+        raise OptionError(option, os.fspath(value), f"a file name with one of the suffixes {', '.join(allowed)}")
+    return path
+
+
+def _finite(of: str) -> str:
+    return f"a finite number of {of}" if of else "a finite number"

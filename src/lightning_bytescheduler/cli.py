@@ -1,7 +1,8 @@
 """The console command ``lightning-bytescheduler``.
 
-Each sub-command is one function that adds its parser, listed in ``_COMMANDS``; the parser's ``run`` default
-does the work and returns the exit code. Errors that a user can cause are one line on stderr and exit code 2.
+Each sub-command is one function that adds its parser, listed in ``_COMMANDS``; the parser's ``run`` default does the
+work and returns the exit code. What a command computes is in its room's ``command.py``; here it is printed. Errors that
+a user can cause are one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.advice import advise
+from lightning_bytescheduler.advice import command as advise_command
 from lightning_bytescheduler.checking import command as check_command
-from lightning_bytescheduler.diloco.picture import add_arguments as add_rounds_arguments
-from lightning_bytescheduler.diloco.picture import rounds_table
+from lightning_bytescheduler.diloco import picture as rounds_command
 from lightning_bytescheduler.exceptions import ByteSchedulerError
-from lightning_bytescheduler.simulation.command import add_arguments, predicted_table
-from lightning_bytescheduler.slices.command import add_arguments as add_slices_arguments
+from lightning_bytescheduler.simulation import command as predict_command
+from lightning_bytescheduler.slices import command as slices_command
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
-from lightning_bytescheduler.tuning import picture as tuning_command
+from lightning_bytescheduler.tuning import command as tuning_command
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]
@@ -134,12 +134,12 @@ def _add_predict(commands: _SubParsers) -> None:
         help="predict the time of a step on a network",
         description="Say how long a training step would take on a network, with ddp and with bytescheduler.",
     )
-    add_arguments(parser)
+    predict_command.add_arguments(parser)
     parser.set_defaults(run=_predict)
 
 
 def _predict(options: argparse.Namespace) -> int:
-    _print_table(*predicted_table(options))
+    _print_table(*predict_command.predicted_table(options))
     return 0
 
 
@@ -149,12 +149,12 @@ def _add_rounds(commands: _SubParsers) -> None:
         help="summarise the rounds of a DiLoCo training, and draw them",
         description="Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
     )
-    add_rounds_arguments(parser)
+    rounds_command.add_arguments(parser)
     parser.set_defaults(run=_rounds)
 
 
 def _rounds(options: argparse.Namespace) -> int:
-    _print_table(*rounds_table(options))
+    _print_table(*rounds_command.rounds_table(options))
     return 0
 
 
@@ -164,7 +164,7 @@ def _add_slices(commands: _SubParsers) -> None:
         help="make, verify and serve slices of data",
         description="Make slices of data, verify them, and serve them to trainings on other machines.",
     )
-    add_slices_arguments(parser)
+    slices_command.add_arguments(parser)
 
 
 def _add_advise(commands: _SubParsers) -> None:
@@ -175,12 +175,12 @@ def _add_advise(commands: _SubParsers) -> None:
         "expect of each strategy on a network. Without --bandwidth the network is measured: start one process on each "
         "machine, with torchrun.",
     )
-    advise.add_arguments(parser)
+    advise_command.add_arguments(parser)
     parser.set_defaults(run=_advise)
 
 
 def _advise(options: argparse.Namespace) -> int:
-    advice = advise.advice_for(options)
+    advice = advise_command.advice_for(options)
     if advice is not None:
         heading, *rows = advice.table()
         _print_table(advice.measured.profile.name, rows, heading)

@@ -8,7 +8,7 @@ from lightning_bytescheduler.advice.measured_profile import (
     BETWEEN_STEPS,
     READ_UNSEEN,
     UNUSED,
-    StepTimes,
+    StepParts,
     WatchedParameter,
     WatchedStep,
     make_profile,
@@ -16,7 +16,7 @@ from lightning_bytescheduler.advice.measured_profile import (
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.simulation import ModelProfile
 
-TIMES = StepTimes(forward=10.0, backward=20.0, update=4.0, step=36.0)
+TIMES = StepParts(forward=10.0, backward=20.0, update=4.0, step=36.0)
 
 
 def parameters(*layers: tuple[str, int]) -> list[WatchedParameter]:
@@ -112,15 +112,15 @@ def test_without_a_gradient_there_is_nothing_to_send(watched: WatchedStep) -> No
 
 
 def test_a_typical_step() -> None:
-    odd = StepTimes(forward=90.0, backward=5.0, update=3.0, step=100.0)
-    typical = StepTimes.typical([TIMES, odd, TIMES])
+    odd = StepParts(forward=90.0, backward=5.0, update=3.0, step=100.0)
+    typical = StepParts.typical([TIMES, odd, TIMES])
     assert (typical.forward, typical.backward, typical.update, typical.step) == pytest.approx((10, 20, 4, 36))
     assert typical.rest == pytest.approx(2.0)
 
 
 seconds = st.floats(0.001, 50.0)
 times = st.builds(
-    lambda forward, backward, update, rest: StepTimes(
+    lambda forward, backward, update, rest: StepParts(
         forward=forward, backward=backward, update=update, step=forward + backward + update + rest
     ),
     seconds,
@@ -138,13 +138,13 @@ times = st.builds(
     ),
 )
 def test_whatever_was_seen_the_sum_is_the_step_and_no_byte_is_lost(
-    times: list[StepTimes], moments: list[tuple[int, float | None, float]]
+    times: list[StepParts], moments: list[tuple[int, float | None, float]]
 ) -> None:
     watched = step(
         {key: use for key, (_, use, _) in enumerate(moments) if use is not None},
         {key: ready for key, (_, _, ready) in enumerate(moments)},
     )
-    typical = StepTimes.typical(times)
+    typical = StepParts.typical(times)
     layers = parameters(*((f"layer {key}", size) for key, (size, _, _) in enumerate(moments)))
     profile = make_profile("m", layers, [watched], typical)
     assert profile.compute_seconds == pytest.approx(typical.step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import OptionError, UnsupportedError
+from lightning_bytescheduler.advice import profiled_fit
 from lightning_bytescheduler.advice.expectations import MeasuredStep
 from lightning_bytescheduler.advice.measured_profile import BETWEEN_STEPS, UNUSED
-from lightning_bytescheduler.advice.profiled_fit import measure_step
+from lightning_bytescheduler.advice.profiled_fit import RepeatedData, measure_step
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
@@ -474,3 +477,28 @@ class SteppedByClosure(Tower):
 def test_what_cannot_be_measured(module: Any, data: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         measure(module, data)
+
+
+def test_batches_begin_again() -> None:
+    assert list(itertools.islice(RepeatedData([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(("batches", "expected"), [([], []), (iter([1, 2]), [1, 2])])
+def test_batches_end_where_nothing_comes(batches: list[int], expected: list[int]) -> None:
+    assert list(RepeatedData(batches)) == expected
+
+
+def test_the_time_in_which_batches_are_made_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def batches() -> Iterator[int]:
+        nonlocal now
+        for batch in range(3):
+            now += 2.0
+            yield batch
+
+    monkeypatch.setattr(profiled_fit, "time", SimpleNamespace(perf_counter=lambda: now))
+    data = RepeatedData(batches())
+    for _ in data:
+        now += 100.0  # training
+    assert data.waited == 6.0

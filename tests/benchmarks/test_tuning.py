@@ -28,7 +28,7 @@ def test_visits_go_there_and_back_and_leave_out_changes() -> None:
     seen = []
     for step in range(1, 80):
         as_decided = in_force == visits.current
-        visits.note(step, 100.0 if not as_decided else 1.0 + step / 1000, as_decided=as_decided)
+        visits.step_took(step, 100.0 if not as_decided else 1.0 + step / 1000, as_decided=as_decided)
         seen.append(in_force)
         if not as_decided:
             in_force = visits.current

@@ -153,8 +153,8 @@ def no_wait_for_the_collective(patch: pytest.MonkeyPatch, training: Training) ->
 @contextmanager
 def no_wait_for_the_backend(patch: pytest.MonkeyPatch, training: Training) -> Iterator[None]:
     """The stream on which results arrive does not wait for them."""
-    patch.setattr(device_streams._Sent, "take_in", lambda _: True)
-    patch.setattr(device_streams._Sent, "raise_failure", lambda _: None)
+    patch.setattr(device_streams._SentPart, "take_in", lambda _: True)
+    patch.setattr(device_streams._SentPart, "raise_failure", lambda _: None)
     yield
 
 
@@ -354,7 +354,7 @@ def test_what_a_tasks_end_calls_runs_beside_the_queues() -> None:
         training.core.enqueue(task)
         task.notify_ready()
         task.wait(10.0)
-        assert where == [training.streams._aside]
+        assert where == [training.streams._side]
         assert where[0] not in (training.streams._launching, training.streams._arriving)
 
 

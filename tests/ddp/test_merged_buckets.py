@@ -13,7 +13,7 @@ import torch
 
 from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, merged_bytes
 from lightning_bytescheduler.exceptions import RankFailedError
-from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MIB = 1024 * 1024

@@ -14,7 +14,7 @@ from lightning_bytescheduler.ddp import scheduled_gradients
 from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning.link import SchedulerSizes
+from lightning_bytescheduler.tuning.default_sizes import SchedulerSizes
 
 
 class _Asked(Exception):

@@ -12,7 +12,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import runtime
 from lightning_bytescheduler.ddp.runtime import agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, let_go
 
 LINK = LinkEstimate(alpha=2e-3, beta=1e-8)

@@ -15,7 +15,7 @@ from lightning_bytescheduler.exceptions import LaunchOrderError, RankFailedError
 from lightning_bytescheduler.failures import board as board_module
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.store import StorePresence
-from lightning_bytescheduler.failures.watcher import LastResort
+from lightning_bytescheduler.failures.watchdog import Watchdog
 
 BROKEN = RuntimeError("[/src/gloo/pair.cc:5] Connection closed by peer [::1]:1. This is typically caused by a worker.")
 LATE = RuntimeError("[/src/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
@@ -219,7 +219,7 @@ def test_the_host_of_the_store_waits_longer_for_the_living(board: MakeBoard, mon
 
 def test_a_training_thread_that_does_not_come_back_is_ended(board: MakeBoard, caplog: pytest.LogCaptureFixture) -> None:
     codes: list[int] = []
-    failing, stuck = board(1), board(0, last_resort=LastResort(patience=0.5, end=codes.append))
+    failing, stuck = board(1), board(0, watchdog=Watchdog(patience=0.5, end=codes.append))
     failing.publish(ValueError("boom"))
     with stuck.patient():  # it writes a checkpoint
         time.sleep(1.2)
@@ -234,7 +234,7 @@ def test_a_training_thread_that_does_not_come_back_is_ended(board: MakeBoard, ca
 
 def test_a_training_thread_that_comes_back_is_left_alone(board: MakeBoard) -> None:
     codes: list[int] = []
-    failing, other = board(1), board(0, last_resort=LastResort(patience=0.3, end=codes.append))
+    failing, other = board(1), board(0, watchdog=Watchdog(patience=0.3, end=codes.append))
     failing.publish(ValueError("boom"))
     other.take_over()
     time.sleep(1.0)

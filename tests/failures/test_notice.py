@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -15,6 +16,13 @@ CLOSED = (
 def test_what_was_written_is_read() -> None:
     notice = FaultNotice(rank=3, cause='ValueError: "ä"\n', by=1, patience=2.5, step=7)
     assert FaultNotice.decode(notice.encode().encode()) == notice
+
+
+def test_a_newer_ranks_notice_is_read_and_a_damaged_one_is_not() -> None:
+    assert FaultNotice.decode(b'{"rank": null, "cause": "gone", "by": 1, "since": 3}').cause == "gone"
+    for text in (b'{"rank": null, "by": 1}', b'{"rank": "0", "cause": "gone", "by": 1}', b"gone"):
+        with pytest.raises(msgspec.DecodeError):
+            FaultNotice.decode(text)
 
 
 def test_a_rank_reports_its_own_failure_or_that_of_another() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
@@ -28,6 +29,11 @@ def test_everybody_learns_of_everybody() -> None:
         assert [call.result() for call in calls] == [own] * 3
     require_alike(own)
     assert json.loads(store.get("1"))["facts"] == {"mode": "'auto'"}
+
+
+def test_facts_may_be_texts_of_a_class_of_their_own() -> None:
+    one = introduction(0, torch=torch.__version__)
+    assert Introduction.decode(one.encode().encode()).facts == {"torch": str(torch.__version__)}
 
 
 def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:

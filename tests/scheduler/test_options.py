@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler import ByteCore
-from lightning_bytescheduler.scheduler.options import SchedulerOptions, require_size
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from tests.scheduler.harness import WAIT, enqueue
 
 SIZES = ("partition_size", "credit")

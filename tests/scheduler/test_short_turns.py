@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_bytescheduler.scheduler import core as module
-from lightning_bytescheduler.scheduler.core import InterpreterTurns, prefer_short_turns, short_turns
+from lightning_bytescheduler.scheduler import short_turns as module
+from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns, prefer_short_turns, short_turns
 from tests.scheduler.harness import running_core
 
 _GET = {"x86_64": 315, "aarch64": 275, "riscv64": 275}

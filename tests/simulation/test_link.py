@@ -82,7 +82,7 @@ def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, bet
         *[("bandwidth", bad, "a finite number of bytes per second, more than 0") for bad in (0, -1.0, NAN, INF, "1")],
         *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
         ("overhead", -1, "a finite number of seconds, 0 or more"),
-        ("algorithm", "tree", "one of ring, halving_doubling, push_pull"),
+        ("algorithm", "tree", "one of 'ring', 'halving_doubling', 'push_pull'"),
         ("spare_servers", 1, "0 unless algorithm is push_pull"),
         ("spare_servers", -1, "a whole number, 0 or more"),
         ("messages_in_flight", 0, "a whole number, 1 or more"),

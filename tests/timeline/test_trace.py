@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, Timeline
 from lightning_bytescheduler.timeline.trace import (
-    CategorySummary,
     Interval,
     Span,
     Trace,
@@ -94,8 +93,6 @@ def test_summary_of_two_steps() -> None:
     assert summary.total_bytes == 1500
     assert summary.sub_tasks == 4
     assert summary.steps == 2
-    assert summary.categories[COMMUNICATION] == CategorySummary(count=4, total_seconds=43, busy_seconds=41)
-    assert list(summary.categories) == ["communication", "compute", "gate", "queue", "step"]
 
 
 def test_only_the_forward_of_the_very_next_step_counts_as_next() -> None:
@@ -113,7 +110,6 @@ def test_summary_of_nothing() -> None:
     summary = trace().summary()
     assert (summary.communication_seconds, summary.hidden_share, summary.exposed_seconds) == (0, 0, 0)
     assert (summary.steps, summary.sub_tasks, summary.total_bytes) == (0, 0, 0)
-    assert summary.categories == {}
 
 
 KINDS = [
@@ -161,10 +157,6 @@ def test_summary_agrees_with_brute_force(drawn: list[tuple[tuple[str, str], int,
         len(covered(COMMUNICATION, step=step) & covered(COMPUTE, "forward", step + 1)) for step in range(4)
     )
     assert summary.total_bytes == sum(one.args["bytes"] for one in spans if one.category == COMMUNICATION)
-    for category, found in summary.categories.items():
-        ours = [one for one in spans if one.category == category]
-        assert (found.count, found.busy_seconds) == (len(ours), len(covered(category)))
-        assert found.total_seconds == sum(one.end - one.start for one in ours)
 
 
 def test_what_a_timeline_wrote_is_read_back(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.exploration import DriftDetector
-from lightning_bytescheduler.tuning.link import LinkEstimate
-from lightning_bytescheduler.tuning.record import StepTime, TuningIdentity
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, TuningIdentity
 
 
 @pytest.mark.parametrize(("seconds", "lasts"), [(1.08, False), (1.12, True), (0.92, False), (0.88, True)])
 def test_a_change_of_a_tenth_is_worth_another_search(seconds: float, lasts: bool) -> None:
-    detector = DriftDetector(StepTime.of([1.0] * 50))
-    assert not any(detector.note(seconds) for _ in range(59))  # three windows of 20 steps
-    assert detector.note(seconds) == lasts
+    detector = DriftDetector(StepTimeEstimate.of([1.0] * 50))
+    assert not any(detector.step_took(seconds) for _ in range(59))  # three windows of 20 steps
+    assert detector.step_took(seconds) == lasts
 
 
 @pytest.mark.parametrize(("factor", "same"), [(1.9, True), (2.1, False), (1 / 1.9, True), (1 / 2.1, False)])
@@ -26,5 +26,5 @@ def test_probes_of_one_link_differ_by_less_than_two(factor: float, same: bool) -
 
 
 def test_the_deviation_of_less_than_eight_steps_is_no_estimate() -> None:
-    assert StepTime.of([1.0] * 7, usual_noise=0.1).noise == pytest.approx(0.1)
-    assert StepTime.of([1.0] * 8, usual_noise=0.1).noise == pytest.approx(0.002)
+    assert StepTimeEstimate.of([1.0] * 7, usual_noise=0.1).noise == pytest.approx(0.1)
+    assert StepTimeEstimate.of([1.0] * 8, usual_noise=0.1).noise == pytest.approx(0.002)

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_bytescheduler.tuning import PLAIN_DDP, TrialEntry, TuningOptions, TuningPoint, exploration
 from lightning_bytescheduler.tuning.exploration import Exploration, TimeBudget
-from tests.tuning.test_credit_tuning import FASTEST, OPTIMUM, bowl
+from tests.tuning.test_decisions import FASTEST, OPTIMUM, bowl
 from tests.tuning.training import SPACE, START, Training, tuning
 
 

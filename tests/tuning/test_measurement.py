@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.tuning.credit_tuning import Turn
+from lightning_bytescheduler.tuning.decisions import Turn
 from lightning_bytescheduler.tuning.exploration import Confirmation, DriftDetector, TimeBudget
-from lightning_bytescheduler.tuning.record import StepTime, is_clearly_slower
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, is_clearly_slower
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, TuningPoint
 
 A = TuningPoint(credit=2048, partition_size=1024)
@@ -21,13 +21,13 @@ def steps(count: int, *, seconds: float = 0.3, noise: float = 0.03, outliers: fl
 
 
 def test_outliers_move_neither_location_nor_error_much() -> None:
-    clean, disturbed = StepTime.of(steps(100)), StepTime.of(steps(100, outliers=0.1))
+    clean, disturbed = StepTimeEstimate.of(steps(100)), StepTimeEstimate.of(steps(100, outliers=0.1))
     assert disturbed.seconds == pytest.approx(clean.seconds, rel=0.01)
     assert disturbed.error < 1.5 * clean.error
 
 
 def test_the_error_is_what_medians_scatter_by() -> None:
-    estimates = [StepTime.of(steps(30, seed=seed)) for seed in range(300)]
+    estimates = [StepTimeEstimate.of(steps(30, seed=seed)) for seed in range(300)]
     mean = sum(time.seconds for time in estimates) / len(estimates)
     scatter = (sum((time.seconds - mean) ** 2 for time in estimates) / len(estimates)) ** 0.5
     typical = sum(time.error for time in estimates) / len(estimates)
@@ -35,28 +35,28 @@ def test_the_error_is_what_medians_scatter_by() -> None:
 
 
 def test_equal_steps_are_not_certain() -> None:
-    assert StepTime.of([0.3] * 50).error > 0
-    assert StepTime.of([0.3, 0.3], usual_noise=0.05).noise == pytest.approx(0.05)
+    assert StepTimeEstimate.of([0.3] * 50).error > 0
+    assert StepTimeEstimate.of([0.3, 0.3], usual_noise=0.05).noise == pytest.approx(0.05)
 
 
 def test_one_step_says_nothing_and_two_only_if_both_are_slow() -> None:
-    reference = StepTime.of(steps(50))
-    assert not is_clearly_slower(StepTime.of([3.0], usual_noise=0.03), reference)
-    assert not is_clearly_slower(StepTime.of([3.0, 0.3], usual_noise=0.03), reference)
-    assert is_clearly_slower(StepTime.of([0.6, 3.0], usual_noise=0.03), reference)
+    reference = StepTimeEstimate.of(steps(50))
+    assert not is_clearly_slower(StepTimeEstimate.of([3.0], usual_noise=0.03), reference)
+    assert not is_clearly_slower(StepTimeEstimate.of([3.0, 0.3], usual_noise=0.03), reference)
+    assert is_clearly_slower(StepTimeEstimate.of([0.6, 3.0], usual_noise=0.03), reference)
 
 
 def test_what_is_alike_is_rarely_called_slower() -> None:
-    reference = StepTime.of(steps(50))
-    wrong = sum(is_clearly_slower(StepTime.of(steps(20, seed=seed)), reference) for seed in range(1, 301))
+    reference = StepTimeEstimate.of(steps(50))
+    wrong = sum(is_clearly_slower(StepTimeEstimate.of(steps(20, seed=seed)), reference) for seed in range(1, 301))
     assert wrong <= 15
 
 
 def test_a_turn_counts_what_settling_loses_but_no_more_than_it_can_explain() -> None:
     turn = Turn(settle=1)
-    assert not turn.note(2.0, counts=True)
-    assert all(turn.note(0.4, counts=True) for _ in range(10))
-    assert not turn.note(99.0, counts=False)
+    assert not turn.step_took(2.0, counts=True)
+    assert all(turn.step_took(0.4, counts=True) for _ in range(10))
+    assert not turn.step_took(99.0, counts=False)
     assert turn.samples == [0.4] * 10
     assert turn.lost(0.3) == pytest.approx(1.7 + 1.0)
     assert turn.lost(0.3, before_seconds=0.3) == pytest.approx(0.4 + 1.0), "0.3 and 0.4 may share a step"
@@ -65,13 +65,13 @@ def test_a_turn_counts_what_settling_loses_but_no_more_than_it_can_explain() -> 
 
 def test_one_disturbed_step_is_no_reason_to_leave() -> None:
     turn = Turn(settle=1)
-    turn.note(5.0, counts=True)
+    turn.step_took(5.0, counts=True)
     assert turn.loses_each_step(0.3) == 0.0
-    turn.note(0.3, counts=True)
+    turn.step_took(0.3, counts=True)
     assert turn.loses_each_step(0.3) == 0.0
     slow = Turn(settle=1)
-    slow.note(5.0, counts=True)
-    slow.note(4.0, counts=True)
+    slow.step_took(5.0, counts=True)
+    slow.step_took(4.0, counts=True)
     assert slow.loses_each_step(0.3) == pytest.approx(3.7)
 
 
@@ -86,17 +86,17 @@ def test_gains_do_not_refill_a_budget() -> None:
 
 @pytest.mark.parametrize(("factor", "drifts"), [(1.05, False), (1.3, True), (0.8, True)])
 def test_a_drift_is_large_and_lasts(factor: float, drifts: bool) -> None:
-    detector = DriftDetector(StepTime.of(steps(50)))
-    assert not any(detector.note(step) for step in steps(200, outliers=0.05, seed=1))
-    assert not any(detector.note(step) for step in steps(40, seconds=0.3 * factor, seed=2))
-    assert any(detector.note(step) for step in steps(40, seconds=0.3 * factor, seed=3)) == drifts
+    detector = DriftDetector(StepTimeEstimate.of(steps(50)))
+    assert not any(detector.step_took(step) for step in steps(200, outliers=0.05, seed=1))
+    assert not any(detector.step_took(step) for step in steps(40, seconds=0.3 * factor, seed=2))
+    assert any(detector.step_took(step) for step in steps(40, seconds=0.3 * factor, seed=3)) == drifts
 
 
 def test_there_and_back_is_no_drift() -> None:
-    detector = DriftDetector(StepTime.of(steps(50)))
+    detector = DriftDetector(StepTimeEstimate.of(steps(50)))
     for seed in range(10):
-        assert not any(detector.note(step) for step in steps(20, seconds=0.5, seed=seed))
-        assert not any(detector.note(step) for step in steps(20, seconds=0.2, seed=seed))
+        assert not any(detector.step_took(step) for step in steps(20, seconds=0.5, seed=seed))
+        assert not any(detector.step_took(step) for step in steps(20, seconds=0.2, seed=seed))
 
 
 def test_points_take_turns_back_and_forth_so_that_a_steady_drift_cancels() -> None:

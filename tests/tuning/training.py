@@ -6,7 +6,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_bytescheduler.tuning import CreditTuning, Decision, TuningIdentity, TuningOptions, TuningPoint, prepare
+from lightning_bytescheduler.tuning import (
+    CreditTuning,
+    TuningDecision,
+    TuningIdentity,
+    TuningOptions,
+    TuningPoint,
+    prepare,
+)
 from lightning_bytescheduler.tuning.search_space import SearchSpace
 
 prepare()
@@ -34,12 +41,12 @@ class Training:
     outliers: float = 0.02
     step: int = 0
     seconds: list[float] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[TuningDecision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self.point = self.tuning.current
-        self._next: Decision | None = None
+        self._next: TuningDecision | None = None
 
     def run(self, steps: int, *, until_settled: bool = False) -> Training:
         for _ in range(steps):
@@ -50,7 +57,7 @@ class Training:
             seen = seconds * max(1 + self.noise * self._random.gauss(0, 1), 0.5)
             if self._random.random() < self.outliers:
                 seen *= 5
-            decision = self.tuning.note(self.step, seen)
+            decision = self.tuning.step_took(self.step, seen)
             if decision is not None:
                 assert decision.step > self.step
                 self.decisions.append(decision)

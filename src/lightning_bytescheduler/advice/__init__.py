@@ -1,1 +1,1 @@
-"""What to expect of a user's own model on a network: measuring its steps, and saying it in words. No Lightning here."""
+"""What to expect of a user's own model on a network: its steps are measured, and said in figures and in words."""

@@ -1,106 +1,133 @@
-"""The answer: what to expect of a model on a network, as figures and in words."""
+"""``advise()``: measures a user's model and says what to expect of it on a network."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.advice.expectations import (
-    BYTESCHEDULER,
-    DDP,
-    DDP_BEST,
-    Expectation,
-    MeasuredStep,
-    ceiling,
-    communication_seconds,
-    expectations,
-)
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.advice.expectations import MeasuredStep, ceiling, communication_seconds, expectations
+from lightning_bytescheduler.advice.figures import AdviceFigures
 from lightning_bytescheduler.advice.picture import draw_advice
-from lightning_bytescheduler.advice.words import sentences, table
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.advice.profiled_fit import measure_step
+from lightning_bytescheduler.advice.words import network, sentences, table
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import LinkModel
 
-__all__ = ["Advice", "check_link", "give_advice"]
+__all__ = ["STEPS", "Advice", "advise", "give_advice"]
 
-_EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
-_MIB = 2**20
+STEPS = 10
+"""How many steps are timed."""
+
+
+def advise(
+    module: pl.LightningModule,
+    data: Any = None,
+    *,
+    link: LinkModel | None = None,
+    workers: int | None = None,
+    device: str | torch.device | None = None,
+    precision: Any = None,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    steps: int = STEPS,
+) -> Advice:
+    """Measure a few steps of a training, and say what to expect of it with each strategy on a network.
+
+    Training happens on a copy: the module, the state of random numbers and of data loaders are left as they are. What
+    was compiled in place, with ``Module.compile()``, runs uncompiled there. Print the answer, or take its figures.
+
+    Args:
+        module: What is trained.
+        data: What its training data comes from: a DataLoader, a LightningDataModule, whatever ``Trainer.fit`` takes;
+            left out where the module has a ``train_dataloader``.
+        link: The network. Left out, it is measured by a handful of all-reduces over the default process group of
+            torch.distributed, so that every process of the group has to call this function.
+        workers: How many train together; by default those of the link.
+        device: ``cpu`` or a CUDA device; by default CUDA where there is one.
+        precision: As for the Trainer.
+        gradient_clip_val: As for the Trainer.
+        gradient_clip_algorithm: As for the Trainer.
+        steps: How many steps to time; as many are watched layer by layer, after a warm-up.
+
+    Raises:
+        OptionError: If an option's value is not allowed.
+        UnsupportedError: If the training cannot be measured, or there is no link to measure.
+    """
+    require_whole("steps", steps, 1)
+    where = _device(device)
+    probed = link is None
+    if link is None:
+        link = _probed(where)
+    elif not isinstance(link, LinkModel):
+        raise OptionError("link", link, "a LinkModel, or left out to measure the link")
+    if workers is not None:
+        link = replace(link, workers=workers)
+    check_link(link)
+    options = {
+        "precision": precision,
+        "gradient_clip_val": gradient_clip_val,
+        "gradient_clip_algorithm": gradient_clip_algorithm,
+    }
+    measured = measure_step(module, data, device=where, steps=steps, trainer_options=options)
+    if not probed:
+        return give_advice(measured, link)
+    seconds = _of_all_workers(measured.profile.compute_seconds, where)
+    # Workers that take their steps together take the slowest one's time.
+    slowest = replace(measured, profile=measured.profile.scaled_to(max(seconds)))
+    return give_advice(slowest, link, worker_seconds=seconds)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise OptionError("device", device, "'cpu', 'cuda' or one CUDA device such as 'cuda:0'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device", device, "'cpu', as torch finds no CUDA device here")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # what sets the device wants to know which
+    return found
+
+
+def _probed(device: torch.device) -> LinkModel:
+    """The link of the default process group."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        raise UnsupportedError(
+            "There is no link to measure, as this process is alone: say what the link is like (on the command line "
+            "with --bandwidth and --workers, in Python with link=LinkModel(...)), or start one process on each machine "
+            "with torchrun."
+        )
+    world = dist.group.WORLD
+    if world is None:
+        raise UnsupportedError("torch.distributed has no default process group: call init_process_group first.")
+    estimate = probe_link(world, device)
+    return LinkModel.measured(workers=dist.get_world_size(), alpha=estimate.alpha, beta=estimate.beta)
+
+
+def _of_all_workers(seconds: float, device: torch.device) -> list[float]:
+    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    return [float(one.item()) for one in everybody]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    """What to expect. Prints as text.
-
-    Attributes:
-        measured: The model's step on one worker; of several, on the slowest.
-        link: The network.
-        expectations: One for each strategy.
-        ceiling_seconds: Seconds that no order of these bytes can get a step below.
-        communication_seconds: Seconds of sending all gradients once, with nothing else to do.
-        worker_seconds: Seconds of a step on each worker, where several were measured.
-    """
-
-    measured: MeasuredStep
-    link: LinkModel
-    expectations: tuple[Expectation, ...]
-    ceiling_seconds: float
-    communication_seconds: float
-    worker_seconds: tuple[float, ...] = ()
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of a step on one worker that talks to nobody."""
-        return self.measured.profile.compute_seconds
-
-    @property
-    def limited_by(self) -> str:
-        """``"link"`` if communication cannot be hidden whatever the order, else ``"compute"``."""
-        return "link" if self.ceiling_seconds > _EQUAL * self.compute_seconds else "compute"
-
-    @property
-    def recommended(self) -> Expectation:
-        """Of the strategies that train as ``ddp`` does the simplest that is within 3% of the fastest."""
-        exact = [self.of(strategy) for strategy in (DDP, DDP_BEST, BYTESCHEDULER)]
-        fastest = min(expected.step_seconds for expected in exact)
-        return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
-
-    @property
-    def line(self) -> str:
-        """The line of Python that does what is recommended."""
-        recommended = self.recommended
-        if recommended.strategy == BYTESCHEDULER:
-            return 'trainer = L.Trainer(strategy="bytescheduler")'
-        if recommended.strategy == DDP or recommended.bucket_bytes is None:
-            return 'trainer = L.Trainer(strategy="ddp")'
-        return f"trainer = L.Trainer(strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g}))"
-
-    def of(self, strategy: str) -> Expectation:
-        """What is expected of a strategy.
-
-        Raises:
-            OptionError: If there is none of this name.
-        """
-        names = {expected.strategy: expected for expected in self.expectations}
-        if strategy not in names:
-            raise OptionError("strategy", strategy, f"one of {', '.join(map(repr, names))}")
-        return names[strategy]
-
-    def efficiency(self, step_seconds: float) -> float:
-        """Share of a step that computes: how much of the workers' joint speed is left."""
-        return self.compute_seconds / step_seconds
-
-    def speedup(self, step_seconds: float) -> float:
-        """How many times as many samples all workers train on as one alone does."""
-        return self.link.workers * self.efficiency(step_seconds)
-
-    def samples_per_second(self, step_seconds: float) -> float | None:
-        """Of all workers together; ``None`` if the batch does not show how many samples it has."""
-        if self.measured.batch_size is None:
-            return None
-        return self.link.workers * self.measured.batch_size / step_seconds
+class Advice(AdviceFigures):
+    """What to expect. Prints as text, saves as JSON, draws as a picture."""
 
     def table(self) -> list[tuple[str, ...]]:
         """The figures as rows of text, headings first."""
@@ -112,51 +139,6 @@ class Advice:
 
     def __str__(self) -> str:
         return self.text()
-
-    def figures(self) -> dict[str, Any]:
-        """The figures as what JSON can hold; times in seconds, bandwidth in bytes per second."""
-        measured, link = self.measured, self.link
-        return {
-            "model": measured.profile.name,
-            "device": measured.device,
-            "batch_size": measured.batch_size,
-            "parameter_bytes": measured.profile.parameter_bytes,
-            "workers": link.workers,
-            "bandwidth": link.bandwidth,
-            "latency": link.latency,
-            "compute_seconds": self.compute_seconds,
-            "waiting_seconds": measured.waiting,
-            "communication_seconds": self.communication_seconds,
-            "ceiling_seconds": self.ceiling_seconds,
-            "worker_seconds": list(self.worker_seconds),
-            "limited_by": self.limited_by,
-            "recommended": self.recommended.strategy,
-            "line": self.line,
-            "unused_parameters": list(measured.unused),
-            "synchronised_because": list(measured.synchronised_because),
-            "norm_needed_by": list(measured.norm_needed_by),
-            "strategies": [
-                {
-                    "strategy": expected.strategy,
-                    "step_seconds": expected.step_seconds,
-                    "efficiency": self.efficiency(expected.step_seconds),
-                    "samples_per_second": self.samples_per_second(expected.step_seconds),
-                    "same_training": expected.same_training,
-                    "bucket_bytes": expected.bucket_bytes,
-                    "inner_steps": expected.inner_steps,
-                }
-                for expected in self.expectations
-            ],
-            "layers": [
-                {
-                    "name": layer.name,
-                    "parameter_bytes": layer.parameter_bytes,
-                    "forward_seconds": layer.forward_seconds,
-                    "backward_seconds": layer.backward_seconds,
-                }
-                for layer in measured.profile.layers
-            ],
-        }
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the figures as JSON; ``lightning-bytescheduler predict --profile`` reads the layers from it.
@@ -178,7 +160,14 @@ class Advice:
             OptionError: If matplotlib does not know the suffix.
             OSError: If the file cannot be written.
         """
-        draw_advice(self, out)
+        draw_advice(
+            self.expectations,
+            out,
+            title=f"{self.measured.profile.name}: {network(self.link)}",
+            compute_seconds=self.compute_seconds,
+            ceiling_seconds=self.ceiling_seconds,
+            workers=self.link.workers,
+        )
 
 
 def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequence[float] = ()) -> Advice:

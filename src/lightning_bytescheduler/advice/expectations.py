@@ -1,7 +1,4 @@
-"""How long a step takes with each strategy, on a modelled link.
-
-What was measured of a user's model, before any network comes into it.
-"""
+"""What was measured of a user's model, and how long a step of it takes with each strategy on a modelled link."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import ModelProfile
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 
 __all__ = [
@@ -29,6 +26,15 @@ __all__ = [
     "diloco_interval",
     "expectations",
 ]
+
+DDP = "ddp"
+DDP_BEST = "ddp, best bucket size"
+BF16 = "ddp, bf16 on the wire"
+BYTESCHEDULER = "bytescheduler"
+DILOCO = "diloco"
+
+DILOCO_OVERHEAD = 0.05
+"""Share of computation up to which communication may add to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +60,6 @@ class MeasuredStep:
     unused: tuple[str, ...] = ()
     synchronised_because: tuple[str, ...] = ()
     norm_needed_by: tuple[str, ...] = ()
-
-
-DDP = "ddp"
-DDP_BEST = "ddp, best bucket size"
-BF16 = "ddp, bf16 on the wire"
-BYTESCHEDULER = "bytescheduler"
-DILOCO = "diloco"
-
-DILOCO_OVERHEAD = 0.05
-"""Share of computation up to which communication may add to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.simulation.networks import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 
-__all__ = ["BETWEEN_STEPS", "READ_UNSEEN", "UNUSED", "StepTimes", "WatchedParameter", "WatchedStep", "make_profile"]
+__all__ = ["BETWEEN_STEPS", "READ_UNSEEN", "UNUSED", "StepParts", "WatchedParameter", "WatchedStep", "make_profile"]
 
 BETWEEN_STEPS = "(between steps)"
 READ_UNSEEN = "(read unseen)"
@@ -24,7 +24,7 @@ UNUSED = "(unused)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
+class StepParts:
     """Seconds of a step, from the start of a forward pass to the start of the next.
 
     Attributes:
@@ -40,7 +40,7 @@ class StepTimes:
     step: float
 
     @classmethod
-    def typical(cls, steps: Sequence[StepTimes]) -> StepTimes:
+    def typical(cls, steps: Sequence[StepParts]) -> StepParts:
         """The median of several steps, its parts in proportion to the medians of their shares."""
         step = statistics.median(times.step for times in steps)
         forward = statistics.median(times.forward / times.step for times in steps)
@@ -89,7 +89,7 @@ class WatchedStep:
 
 
 def make_profile(
-    name: str, parameters: Sequence[WatchedParameter], steps: Sequence[WatchedStep], times: StepTimes
+    name: str, parameters: Sequence[WatchedParameter], steps: Sequence[WatchedStep], times: StepParts
 ) -> ModelProfile:
     """Put a profile together; its layers take ``times.step`` together.
 

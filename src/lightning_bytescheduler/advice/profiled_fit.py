@@ -2,11 +2,8 @@
 
 The copy is a deep one of the module and a shallow one of the data module: what training changes, it changes there. The
 random state of the process and the generators of a data loader are put back. Callbacks of the user are not run, nor
-what belongs to the end of an epoch, as checkpoints and metrics of a validation have no place here.
-
-A user's batches, over and over, and how long they were waited for.
-
-A single device whose steps are recorded.
+what belongs to the end of an epoch, as checkpoints and metrics of a validation have no place here. The user's batches
+are repeated for as long as it takes, on a single device whose strategy tells a recorder where in a step training is.
 """
 
 from __future__ import annotations
@@ -35,12 +32,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.advice.expectations import MeasuredStep
-from lightning_bytescheduler.advice.measured_profile import StepTimes, make_profile
+from lightning_bytescheduler.advice.measured_profile import StepParts, make_profile
 from lightning_bytescheduler.advice.step_recorder import DeviceClock, StepRecorder
 from lightning_bytescheduler.ddp.plan import model_reasons, norm_needed_by, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["EnoughSteps", "ObservedDevice", "RepeatedData", "measure_step"]
+__all__ = ["measure_step"]
+
+_MOST_STEPS_FOR_EACH = 10
+_ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
 class RepeatedData:
@@ -127,10 +127,6 @@ class ObservedDevice(SingleDeviceStrategy):
         return output
 
 
-_MOST_STEPS_FOR_EACH = 10
-_ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
-
-
 def measure_step(
     module: pl.LightningModule, data: Any, *, device: torch.device, steps: int, trainer_options: Mapping[str, Any]
 ) -> MeasuredStep:
@@ -196,7 +192,7 @@ def measure_step(
         ]
         return MeasuredStep(
             profile=make_profile(
-                type(module).__name__, recorder.parameters(), recorder.watched, StepTimes.typical(recorder.times)
+                type(module).__name__, recorder.parameters(), recorder.watched, StepParts.typical(recorder.times)
             ),
             waiting=statistics.median(recorder.waiting),
             batch_size=strategy.batch_size,

@@ -1,11 +1,8 @@
 """Records steps as they are taken: some to warm up, then in turns one that is only timed and one that is watched.
 
-Moments on a device: what has been computed by then, not what has been asked for.
-
-When each parameter is first used in a forward pass, and when its gradient is complete.
-
-Seen as the strategy sees them: a touch of the parameter itself, wherever that happens, and the end of its accumulation.
-Both are watched for single steps only and leave nothing behind.
+Watched is when each parameter is first used in the forward pass and when its gradient is complete, seen as the strategy
+sees them: a touch of the parameter itself, wherever that happens, and the end of its accumulation. Moments are those of
+the device (:class:`DeviceClock`): what has been computed by then, not what has been asked for.
 """
 
 from __future__ import annotations
@@ -19,12 +16,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bytescheduler.advice.measured_profile import StepTimes, WatchedParameter, WatchedStep
+from lightning_bytescheduler.advice.measured_profile import StepParts, WatchedParameter, WatchedStep
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
 from lightning_bytescheduler.ddp.plan import unseen_parameters
 from lightning_bytescheduler.exceptions import UnsupportedError
 
-__all__ = ["WARM_UP_STEPS", "DeviceClock", "StepRecorder", "StepWatch"]
+__all__ = ["DeviceClock", "StepRecorder"]
+
+_WARM_UP_STEPS = 3
+_COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 
 
 class DeviceClock:
@@ -116,10 +116,6 @@ class StepWatch:
         self.gradient[id(parameter)] = self._clock.moment()
 
 
-WARM_UP_STEPS = 3
-_COMPRESSED_WIDTH = 2  # bytes of a bf16 value
-
-
 @dataclass(slots=True)
 class _Step:
     """Moments of the step under way."""
@@ -156,7 +152,7 @@ class StepRecorder:
         self._parameters: dict[str, nn.Parameter] = {}
         self._step: _Step | None = None
         self._begun = 0
-        self.times: list[StepTimes] = []
+        self.times: list[StepParts] = []
         self.waiting: list[float] = []
         self.watched: list[WatchedStep] = []
 
@@ -177,13 +173,13 @@ class StepRecorder:
         self._step = None
         if self.complete:
             return
-        if self._begun > WARM_UP_STEPS + 4 * self._wanted:
+        if self._begun > _WARM_UP_STEPS + 4 * self._wanted:
             raise UnsupportedError(
                 f"{self._begun} calls of training_step were not {2 * self._wanted} steps that can be measured: each "
                 "has to return a loss, and to be followed by one backward pass and one update."
             )
         self._begun += 1
-        watched = self._begun > WARM_UP_STEPS and len(self.watched) < len(self.times)
+        watched = self._begun > _WARM_UP_STEPS and len(self.watched) < len(self.times)
         if watched:
             self._watching().begin_forward()
             now = self._clock.moment()
@@ -253,7 +249,7 @@ class StepRecorder:
         return self._watch
 
     def _end(self, step: _Step, now: Any, waited: float) -> None:
-        if step.forward is None or len(step.backward) != 2 or step.updated is None or self._begun <= WARM_UP_STEPS:
+        if step.forward is None or len(step.backward) != 2 or step.updated is None or self._begun <= _WARM_UP_STEPS:
             return
         seconds = self._clock.seconds
         forward, backward = seconds(step.begin, step.forward), seconds(*step.backward)
@@ -270,6 +266,6 @@ class StepRecorder:
             return
         whole = seconds(step.begin, now)
         update = seconds(step.backward[1], step.updated)
-        self.times.append(StepTimes(forward=forward, backward=backward, update=update, step=whole))
+        self.times.append(StepParts(forward=forward, backward=backward, update=update, step=whole))
         # On a device that is behind, waiting for data can be hidden.
         self.waiting.append(min(waited - step.waited, whole - forward - backward - update))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO, DILOCO_OVERHEAD
+from lightning_bytescheduler.advice.figures import AdviceFigures
+from lightning_bytescheduler.simulation.link import LinkModel
 
-if TYPE_CHECKING:
-    from lightning_bytescheduler.advice.advice import Advice
-
-__all__ = ["sentences", "table"]
+__all__ = ["network", "sentences", "table"]
 
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 _UNEVEN = 1.1  # slowest over fastest worker
@@ -18,12 +16,12 @@ _LONG_HOP_SECONDS = 1e-3
 _NAMES_SHOWN = 3
 
 
-def table(advice: Advice) -> list[tuple[str, ...]]:
+def table(advice: AdviceFigures) -> list[tuple[str, ...]]:
     """Rows of text: a heading, one worker alone, each strategy, the ceiling."""
 
     def row(name: str, seconds: float, workers: int) -> tuple[str, ...]:
         efficiency = advice.efficiency(seconds)
-        cells = (name, milliseconds(seconds), f"{workers * efficiency:.2f}x", f"{efficiency:.0%}")
+        cells = (name, _ms(seconds), f"{workers * efficiency:.2f}x", f"{efficiency:.0%}")
         samples = advice.measured.batch_size
         return cells if samples is None else (*cells, _count(workers * samples / seconds))
 
@@ -40,7 +38,7 @@ def table(advice: Advice) -> list[tuple[str, ...]]:
     return rows
 
 
-def sentences(advice: Advice) -> Iterator[str]:
+def sentences(advice: AdviceFigures) -> Iterator[str]:
     """Paragraphs."""
     yield _measured(advice)
     yield from _uneven(advice)
@@ -53,14 +51,13 @@ def sentences(advice: Advice) -> Iterator[str]:
     yield _recommendation(advice)
 
 
-def milliseconds(seconds: float) -> str:
+def _ms(seconds: float) -> str:
     """For example ``12.3 ms``."""
     return f"{seconds * 1e3:,.1f} ms"
 
 
-def network(advice: Advice) -> str:
+def network(link: LinkModel) -> str:
     """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
-    link = advice.link
     rate = link.bandwidth * 8
     unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
     number = f"{rate / (size or 1e3):,.4g}"
@@ -68,20 +65,20 @@ def network(advice: Advice) -> str:
     return f"{link.workers} workers, {number} {unit} each way{hop}"
 
 
-def _measured(advice: Advice) -> str:
+def _measured(advice: AdviceFigures) -> str:
     measured, exchange = advice.measured, advice.communication_seconds
     size = f" of {measured.batch_size} samples" if measured.batch_size is not None else ""
-    text = f"Measured: a step{size} takes {milliseconds(advice.compute_seconds)} on one worker ({measured.device})"
+    text = f"Measured: a step{size} takes {_ms(advice.compute_seconds)} on one worker ({measured.device})"
     if measured.waiting > _LITTLE * advice.compute_seconds:
-        text += f", of which {milliseconds(measured.waiting)} wait for data"
+        text += f", of which {_ms(measured.waiting)} wait for data"
     megabytes = f"{measured.profile.parameter_bytes / 1e6:,.4g} MB"
     return (
-        f"{text}. Exchanging its {megabytes} of gradients takes {milliseconds(exchange)}, "
-        f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice)})."
+        f"{text}. Exchanging its {megabytes} of gradients takes {_ms(exchange)}, "
+        f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice.link)})."
     )
 
 
-def _uneven(advice: Advice) -> Iterator[str]:
+def _uneven(advice: AdviceFigures) -> Iterator[str]:
     if advice.worker_seconds and max(advice.worker_seconds) > _UNEVEN * min(advice.worker_seconds):
         times = max(advice.worker_seconds) / min(advice.worker_seconds)
         yield (
@@ -90,24 +87,24 @@ def _uneven(advice: Advice) -> Iterator[str]:
         )
 
 
-def _ddp(advice: Advice) -> str:
+def _ddp(advice: AdviceFigures) -> str:
     default, best = advice.of(DDP), advice.of(DDP_BEST)
-    text = f"ddp: {milliseconds(default.step_seconds)} a step, {_speed(advice, default.step_seconds)}."
+    text = f"ddp: {_ms(default.step_seconds)} a step, {_speed(advice, default.step_seconds)}."
     saved = 1 - best.step_seconds / default.step_seconds
     if saved > _LITTLE and best.bucket_bytes is not None:
         text += f" With bucket_cap_mb={best.bucket_bytes / 2**20:g} it takes {saved:.0%} less."
     return text
 
 
-def _bytescheduler(advice: Advice) -> str:
+def _bytescheduler(advice: AdviceFigures) -> str:
     default, best, expected = (advice.of(name).step_seconds for name in (DDP, DDP_BEST, BYTESCHEDULER))
     measured = advice.measured
     if measured.synchronised_because:
         return (
-            f"bytescheduler: {milliseconds(expected)} a step. Its updates could not cross the step boundary here: "
+            f"bytescheduler: {_ms(expected)} a step. Its updates could not cross the step boundary here: "
             f"{'; '.join(measured.synchronised_because)}."
         )
-    text = f"bytescheduler: the same training in {milliseconds(expected)} a step, {_speed(advice, expected)}"
+    text = f"bytescheduler: the same training in {_ms(expected)} a step, {_speed(advice, expected)}"
     if default / expected < 1 + _LITTLE:
         text += "; nothing to gain over ddp"
     else:
@@ -119,7 +116,7 @@ def _bytescheduler(advice: Advice) -> str:
     return text + "."
 
 
-def _limit(advice: Advice) -> str:
+def _limit(advice: AdviceFigures) -> str:
     waiting = 1 - advice.efficiency(advice.ceiling_seconds)
     if advice.limited_by == "compute":
         return (
@@ -127,13 +124,13 @@ def _limit(advice: Advice) -> str:
             "nothing, faster devices do."
         )
     return (
-        f"What limits: the link. The ceiling is {milliseconds(advice.ceiling_seconds)} a step, "
+        f"What limits: the link. The ceiling is {_ms(advice.ceiling_seconds)} a step, "
         f"{_speed(advice, advice.ceiling_seconds)}: in whatever order these bytes are sent, workers wait for "
         f"{waiting:.0%} of each step. Only fewer bytes, larger batches or a faster link get below it."
     )
 
 
-def _compression(advice: Advice) -> str:
+def _compression(advice: AdviceFigures) -> str:
     default, expected = advice.of(DDP).step_seconds, advice.of(BF16).step_seconds
     share = advice.measured.compressed_share
     if share >= 1:
@@ -142,12 +139,12 @@ def _compression(advice: Advice) -> str:
     if default / expected < 1 + _LITTLE:
         return f"{text}, which saves ddp nothing that shows."
     return (
-        f"{text} and makes a step of ddp {milliseconds(expected)}, {_speed(advice, expected)}. It rounds each gradient "
+        f"{text} and makes a step of ddp {_ms(expected)}, {_speed(advice, expected)}. It rounds each gradient "
         "to 8 bits of precision: compare the losses."
     )
 
 
-def _diloco(advice: Advice) -> str:
+def _diloco(advice: AdviceFigures) -> str:
     expected = advice.of(DILOCO)
     if expected.inner_steps == 1:
         added = advice.communication_seconds / advice.compute_seconds
@@ -155,12 +152,12 @@ def _diloco(advice: Advice) -> str:
     return (
         "diloco: each worker trains for H steps by itself, then all exchange once, so communication per step is 1/H. "
         f"From H = {expected.inner_steps} on it adds {DILOCO_OVERHEAD:.0%} at most: "
-        f"{milliseconds(expected.step_seconds)} a step, {_speed(advice, expected.step_seconds)}. It is another "
+        f"{_ms(expected.step_seconds)} a step, {_speed(advice, expected.step_seconds)}. It is another "
         "training, whose loss has to be compared."
     )
 
 
-def _remarks(advice: Advice) -> Iterator[str]:
+def _remarks(advice: AdviceFigures) -> Iterator[str]:
     measured = advice.measured
     if measured.unused:
         names = ", ".join(map(repr, measured.unused[:_NAMES_SHOWN]))
@@ -183,7 +180,7 @@ def _remarks(advice: Advice) -> Iterator[str]:
     yield f"Not modelled: links shared with others, losses of packets, what compressing costs.{contention}"
 
 
-def _recommendation(advice: Advice) -> str:
+def _recommendation(advice: AdviceFigures) -> str:
     chosen = advice.recommended
     text = f"Recommended: {advice.line}"
     default = advice.of(DDP).step_seconds
@@ -205,7 +202,7 @@ def _count(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _speed(advice: Advice, step_seconds: float) -> str:
+def _speed(advice: AdviceFigures, step_seconds: float) -> str:
     speed = advice.speedup(step_seconds)
     workers = advice.link.workers
     if speed < 1:

@@ -4,7 +4,7 @@ A room of its own, as it imports the strategies, which know nothing of it, and a
 
 - the command (``command.py``) or a notebook (``notebook.py``) has runs made (``procedure.py``), has them compared
   (``comparison.py``) and the answer put into words (``report.py``); these three know neither Lightning nor processes;
-- ``script_run.py`` starts the user's command once per run, with ``site/sitecustomize.py`` on its path;
+- ``runs.py`` starts the user's command once per run, with ``site/sitecustomize.py`` on its path;
 - in every Python process of the user's, that file waits for Lightning to be imported and then lets ``injected.py``
   replace the strategy, and ``recorder.py`` write down what the fit did.
 

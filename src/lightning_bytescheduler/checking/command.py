@@ -8,7 +8,8 @@ import sys
 
 from lightning_bytescheduler.checking.procedure import investigate
 from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
-from lightning_bytescheduler.checking.runs import Progress, RunFolders, ScriptRuns
+from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
+from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["STEPS", "TIMEOUT", "add_arguments", "check_numbers", "report_for"]
@@ -46,13 +47,11 @@ def check_numbers(steps: object, devices: object, timeout: object, seed: object)
     Raises:
         OptionError: Names the option.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise OptionError("steps", steps, "a whole number, 1 or more")
-    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 2):
-        raise OptionError("devices", devices, "a whole number, 2 or more")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise OptionError("timeout", timeout, "a number of seconds above 0")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+    require_whole("steps", steps, 1)
+    if devices is not None:
+        require_whole("devices", devices, 2)
+    require_positive("timeout", timeout, of="seconds")
+    if not is_whole(seed) or seed >= 2**31:
         raise OptionError("seed", seed, "a whole number from 0 to 2147483647")
 
 
@@ -79,7 +78,7 @@ def report_for(options: argparse.Namespace) -> CheckReport:
             "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
         )
     with RunFolders() as folders:
-        launch = ScriptRuns(command, folders, timeout=options.timeout, progress=Progress())
+        launch = ScriptRuns(command, folders, timeout=options.timeout, progress=RunProgress())
         findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)
         report = CheckReport(findings=findings, command=hide_secrets(command), steps=options.steps)
         if options.report is not None:

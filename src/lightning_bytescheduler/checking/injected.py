@@ -1,7 +1,4 @@
-"""In each of the user's processes: the strategy is replaced, the first fit recorded, and the process ended after it.
-
-The strategy of a run, in place of the one that the user's Trainer was given.
-"""
+"""In each of the user's processes: the strategy is replaced, the first fit recorded, and the process ended after it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,19 @@ from lightning_bytescheduler.checking.runs import SPEC_VARIABLE, RunSpec
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
 
-__all__ = ["install", "refuse", "refuse_foreign", "seed_everything", "strategy_for", "watch_fits"]
+__all__ = ["install", "refuse", "refuse_foreign", "strategy_for", "watch_fits"]
+
+_STARTED = "started.txt"
+"""Made when Lightning was imported."""
+
+_REFUSED = "refused.txt"
+"""Where a run says why the training cannot be checked."""
+
+_FOREIGN = (
+    "The script trains with the separate 'pytorch_lightning' package, which lightning-bytescheduler does not extend. "
+    "Use `import lightning as L` (or `from lightning import pytorch as pl`)."
+)
+_FABRIC = "The script trains with Fabric, which has no strategy 'bytescheduler'. The check is for Lightning's Trainer."
 
 _HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -113,24 +122,11 @@ def _not_comparable(name: str) -> str:
     )
 
 
-STARTED = "started.txt"
-"""Made when Lightning was imported."""
-
-REFUSED = "refused.txt"
-"""Where a run says why the training cannot be checked."""
-
-_FOREIGN = (
-    "The script trains with the separate 'pytorch_lightning' package, which lightning-bytescheduler does not extend. "
-    "Use `import lightning as L` (or `from lightning import pytorch as pl`)."
-)
-_FABRIC = "The script trains with Fabric, which has no strategy 'bytescheduler'. The check is for Lightning's Trainer."
-
-
 def install() -> None:
     """Take over what this process does with Lightning, as the environment says."""
     spec, folder = RunSpec.load(Path(os.environ[SPEC_VARIABLE]))
-    (folder / STARTED).touch()
-    choose_strategies(spec, folder)
+    (folder / _STARTED).touch()
+    _choose_strategies(spec, folder)
     watch_fits(spec, folder)
     _patch(Fabric, "backward", lambda _: _refusing(folder, _FABRIC))
 
@@ -143,7 +139,7 @@ def refuse_foreign() -> None:
 
 def refuse(folder: Path, reason: str) -> None:
     """End this process, as the training cannot be checked."""
-    (folder / REFUSED).write_text(reason)
+    (folder / _REFUSED).write_text(reason)
     raise SystemExit(2)
 
 
@@ -157,7 +153,7 @@ def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callabl
     setattr(owner, name, wraps(original)(around(original)))
 
 
-def choose_strategies(spec: RunSpec, folder: Path) -> None:
+def _choose_strategies(spec: RunSpec, folder: Path) -> None:
     """Have each Trainer made from here on use the strategy under check."""
 
     def connect(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +201,7 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
         def recorded(trainer: pl.Trainer, model: pl.LightningModule, *arguments: Any, **options: Any) -> None:
             recorder = Recorder(spec, folder)
             # A forked rank learns its number only later; on one machine it is the local one.
-            seed_everything(spec, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
+            _seed_everything(spec, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
             recorder.attach(trainer)
             try:
                 original(trainer, model, *arguments, **options)
@@ -220,7 +216,7 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
     _patch(pl.Trainer, "_fit_impl", fit_on_rank)
 
 
-def seed_everything(spec: RunSpec, rank: int) -> None:
+def _seed_everything(spec: RunSpec, rank: int) -> None:
     """Whatever a training leaves to chance is the same in each run from here on."""
     import numpy
 

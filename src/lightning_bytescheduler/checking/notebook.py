@@ -27,8 +27,8 @@ from lightning_bytescheduler.checking.injected import refuse, strategy_for, watc
 from lightning_bytescheduler.checking.procedure import investigate
 from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.checking.runs import (
-    Progress,
     RunFolders,
+    RunProgress,
     RunResult,
     RunSpec,
     end_processes,
@@ -88,7 +88,7 @@ def check(
         val_dataloaders=val_dataloaders,
         datamodule=datamodule,
     )
-    told = Progress(quiet=not progress)
+    told = RunProgress(quiet=not progress)
     with RunFolders() as folders:
 
         def launch(spec: RunSpec, why: str) -> RunResult:

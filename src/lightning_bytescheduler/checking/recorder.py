@@ -1,6 +1,6 @@
 """Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps.
 
-What opened each parameter's gate in a step: the line that touched it first, or nobody before backward.
+Of a traced run also what opened each parameter's gate: the line that touched it first, or nobody before backward.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Runs the user's command once, unchanged, in processes of its own, with the check's hooks in every Python of it.
+"""One run of the user's training: how it is made, what it leaves in its folder, and whether it came through.
 
-One run of the user's training: how it is made, and what it left behind.
-
-What a run leaves in its folder, and whether it came through; bounded waits for its processes.
-
-Says what a check is doing: a live line with rich in a terminal, plain lines otherwise.
+The user's command is started unchanged, in processes of its own, with the check's hooks in every Python of it. Waits
+for these processes are bounded, and what is left of them is ended. A line on stderr says what goes on, a live one with
+rich in a terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -21,29 +17,42 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
+
+import msgspec
 
 __all__ = [
     "SPEC_VARIABLE",
-    "Progress",
     "RankRecord",
     "RunFolders",
+    "RunProgress",
     "RunResult",
     "RunSpec",
     "ScriptRuns",
     "end_processes",
     "result_of",
-    "steps_taken",
     "wait_for",
 ]
 
 SPEC_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
 """Environment variable with the path of a :class:`RunSpec`; set in the user's processes only."""
 
-Strategy = Literal["ddp", "configured", "strict", "synchronised"]
+StrategyName = Literal["ddp", "configured", "strict", "synchronised"]
+
+_SITE = Path(__file__).parent / "site"  # goes on the path of the user's processes
+_POLL_SECONDS = 0.1
+_LATE_RANKS_SECONDS = 20.0  # after rank 0 has ended, for the others' records
+_WHOLE_SECONDS = 20.0  # after all records are there, for the processes to end by themselves
+_TERMINATION_SECONDS = 10.0
+_LOG_LINES = 15
+_NO_FIT = "The script ended without a call of Trainer.fit."
+_NO_HOOK = (
+    "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
+    "Give the command that trains, such as `-- python train.py`."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +72,7 @@ class RunSpec:
         early: Names of parameters that are not to be deferred.
     """
 
-    strategy: Strategy
+    strategy: StrategyName
     steps: int
     seed: int = 20240
     devices: int | None = None
@@ -84,14 +93,13 @@ class RunSpec:
 
     def save(self, path: Path, folder: Path) -> None:
         """Write it, with the folder that takes what the run leaves behind."""
-        path.write_text(json.dumps({"folder": str(folder), **dataclasses.asdict(self)}))
+        path.write_bytes(msgspec.json.encode({"folder": str(folder), **asdict(self)}))
 
     @classmethod
     def load(cls, path: Path) -> tuple[RunSpec, Path]:
         """What :meth:`save` has written."""
-        values = json.loads(path.read_text())
-        folder = Path(values.pop("folder"))
-        return cls(**{**values, "early": tuple(values["early"])}), folder
+        content = path.read_bytes()
+        return msgspec.json.decode(content, type=cls), Path(msgspec.json.decode(content)["folder"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,19 +152,13 @@ class RankRecord:
         """Write it; what is there is whole."""
         path = folder / f"rank{self.rank}.json"
         draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(dataclasses.asdict(self)))
+        draft.write_bytes(msgspec.json.encode(self, enc_hook=str))
         draft.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> RankRecord:
         """What :meth:`save` has written."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        for name in ("losses", "loss_steps", "seconds", "trained"):
-            values[name] = tuple(values[name])
-        for name in ("trace", "openings", "untouched"):  # JSON has texts for keys
-            values[name] = {int(step): entry for step, entry in values[name].items()}
-        values["untouched"] = {step: tuple(names) for step, names in values["untouched"].items()}
-        return cls(**values)
+        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 @dataclass(kw_only=True)
@@ -195,14 +197,7 @@ class RunResult:
         return self.folder / "state.pt"
 
 
-_POLL_SECONDS = 0.1
-_LATE_RANKS_SECONDS = 20.0  # after rank 0 has ended, for the others' records
-_WHOLE_SECONDS = 20.0  # after all records are there, for the processes to end by themselves
-_TERMINATION_SECONDS = 10.0
-_LOG_LINES = 15
-
-
-def steps_taken(folder: Path) -> int | None:
+def _steps_taken(folder: Path) -> int | None:
     """How many steps rank 0 has said to have taken."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / "progress.txt").read_text())
@@ -241,7 +236,7 @@ def wait_for(
                 return code, False
         if now - began > timeout:
             return code, True
-        taken = steps_taken(folder)
+        taken = _steps_taken(folder)
         if taken is not None:
             tell(taken)
         time.sleep(_POLL_SECONDS)
@@ -266,7 +261,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool,
         result.refused = (folder / "refused.txt").read_text()
         return result
     errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
-    told = steps_taken(folder)
+    told = _steps_taken(folder)
     if timed_out:
         where = "before its first step" if told is None else f"after step {told}"
         result.error = f"it did not end within {timeout:g} s, and stood {where} (--timeout allows more)"
@@ -280,13 +275,6 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool,
     if result.error and tail:
         result.error += f"\n{tail}"
     return result
-
-
-_NO_FIT = "The script ended without a call of Trainer.fit."
-_NO_HOOK = (
-    "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
-    "Give the command that trains, such as `-- python train.py`."
-)
 
 
 def _records(folder: Path) -> list[RankRecord]:
@@ -341,7 +329,7 @@ def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
                 os.kill(process, number)
 
 
-class Progress:
+class RunProgress:
     """One line per run.
 
     Args:
@@ -390,9 +378,6 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
 
-_SITE = Path(__file__).parent / "site"
-
-
 class RunFolders:
     """A temporary folder with one for each run; what is large in it goes when the next but one needs it no more."""
 
@@ -434,7 +419,7 @@ class ScriptRuns:
         progress: Told what goes on.
     """
 
-    def __init__(self, command: Sequence[str], folders: RunFolders, *, timeout: float, progress: Progress) -> None:
+    def __init__(self, command: Sequence[str], folders: RunFolders, *, timeout: float, progress: RunProgress) -> None:
         self._command = list(command)
         self._folders = folders
         self._timeout = timeout

@@ -11,24 +11,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.notice import brief, is_communication_error, is_timeout
-from lightning_bytescheduler.scheduler.core import prefer_short_turns
+from lightning_bytescheduler.failures.standstill import break_connections
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
-__all__ = ["CompletionThread", "break_connections", "naming", "wait_in_slices"]
-
+__all__ = ["CompletionThread", "naming", "wait_in_slices"]
 
 _WAIT_SLICE = timedelta(seconds=0.5)
-
-_UNUSED_NUMBER = 2**30  # no operation gets there
 
 Pending = tuple[StartedOperation, SubCommTask]
 
@@ -49,16 +45,6 @@ def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
                 return False
     work.wait(_WAIT_SLICE)
     return True
-
-
-def break_connections(group: dist.ProcessGroup) -> None:
-    """Wake whoever waits for a message on ``group``, here and on other ranks; nothing can be sent on it afterwards.
-
-    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time.
-    """
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
 class CompletionThread:

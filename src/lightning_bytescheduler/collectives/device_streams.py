@@ -6,7 +6,7 @@ The host only ever tells a GPU what to do. Four kinds of streams are told::
     launching   waits for that event; the operation starts here: scaling, then the backend's own stream after it
     arriving    waits for the operation (``Work.wait``) and what finishes it; an event is recorded behind it
     training    waits for that event (``join``, in the gate), then the optimizer step, then the forward pass
-    aside       for what the host wants to know, such as norms: nothing is queued there that it would wait behind
+    side        for what the host wants to know, such as norms: nothing is queued there that it would wait behind
 
 Why every read sees the right values: each arrow above is an event that is recorded after the writer and waited for
 before the reader, so bucket, sum, step and forward pass follow each other although no thread waits for the GPU. The
@@ -14,7 +14,7 @@ next backward pass writes the bucket again; it is on the training stream behind 
 operation. Every wait is for something that was enqueued before it, so no cycle can arise, whichever streams torch hands
 out. A stream of its own for arrivals lets the next operation start while earlier ones are under way.
 
-What the host waits for (DESIGN 3, trap 10):
+What the host waits for:
 
 * An operation is launched when its data exists on the GPU (``when_ready``), not when the hook has run: the host is far
   ahead by then, would launch by the order of the hooks, and then have the first layer's gradient, which comes last,
@@ -24,7 +24,7 @@ What the host waits for (DESIGN 3, trap 10):
 
 NCCL's ``Work.wait`` makes the current stream wait, not the host. Gloo works on copies in host memory: its operation is
 over for the host when the copy back is enqueued on a stream of gloo's, and its ``Work.wait``, which until then blocks
-the host, makes the current stream wait for that copy. So for gloo, and whatever else is not NCCL, the watching thread
+the host, makes the current stream wait for that copy. So for gloo, and whatever else is not NCCL, the polling thread
 asks (``is_completed``) before it waits, and a gate waits on the host for what travels through the host.
 
 Memory: torch may hand out a tensor's memory again, in the order of the stream it was allocated on, once nobody holds
@@ -33,14 +33,6 @@ failure cuts that short, ``record_stream`` keeps the gradients.
 
 Sources: "CUDA semantics" in PyTorch's documentation; ``ProcessGroupNCCL`` and ``ProcessGroupGloo`` of torch 2.6 to
 2.13.
-
-Finds out on the host how far a GPU has got, while neither of them waits for the other.
-
-One thread, ``bytescheduler-device``, looks at two lines in turn: data that is to exist, and operations that are to end.
-What is in a line happens in its order, so only the first of each is looked at. An event can be asked (``query``), or
-waited for without a limit; so this thread asks, about five thousand times a second while there is something to ask
-for, and sleeps without a limit while there is not. An answer is thus up to 0.2 ms late, which is covered by what else
-credit keeps in flight.
 """
 
 from __future__ import annotations
@@ -60,19 +52,26 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import naming
 from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.scheduler.core import prefer_short_turns
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
-__all__ = ["DeviceStreams", "DeviceWatch", "Look", "ReadyMark"]
+__all__ = ["DeviceStreams", "ReadyMark"]
 
 _LOOK_AGAIN_S = 2e-4
+_HAS_ENDED = timedelta(seconds=1)  # how long to wait for what has ended: any time makes NCCL say what went wrong
 
 Look = Callable[[], bool]
 """Returns whether it has happened, after telling whom it concerns; must not raise or block."""
 
 
-class DeviceWatch:
-    """The thread; see the module.
+class DevicePoller:
+    """Finds out on the host how far a GPU has got, while neither of them waits for the other.
+
+    One thread, ``bytescheduler-device``, looks at two lines in turn: data that is to exist, and operations that are to
+    end. What is in a line happens in its order, so only the first of each is looked at. An event can be asked
+    (``query``), or waited for without a limit; so this thread asks, about five thousand times a second while there is
+    something to ask for, and sleeps without a limit while there is not. An answer is thus up to 0.2 ms late, which is
+    covered by what else credit keeps in flight.
 
     Args:
         surroundings: Entered once, on the thread: what is told is told in there.
@@ -132,9 +131,6 @@ class DeviceWatch:
         return happened
 
 
-_HAS_ENDED = timedelta(seconds=1)  # how long to wait for what has ended: any time makes NCCL say what went wrong
-
-
 class ReadyMark:
     """The moment a buffer's contents exist: at once on a CPU, when the current stream gets there on a GPU."""
 
@@ -176,7 +172,7 @@ class _Enqueued:
                 self.known.set()
 
 
-class _Sent:
+class _SentPart:
     """An operation under way, and all that its memory depends on."""
 
     __slots__ = ("finished", "kept", "part", "started", "sub_task")
@@ -209,7 +205,7 @@ class _Sent:
 class DeviceStreams:
     """Starts operations on one device and tells their sub-tasks; see the module.
 
-    One thread sends at a time (the core's launching lock). The watching thread is the only one that looks.
+    One thread sends at a time (the core's launching lock). The polling thread is the only one that looks.
 
     Args:
         group: The scheduler's data group.
@@ -235,14 +231,14 @@ class DeviceStreams:
         self._launching = cuda.Stream(device, priority=-1)
         # Gloo's operations are taken in when they have ended: they hold up nothing on the stream they started on.
         self._arriving = cuda.Stream(device, priority=-1) if self._works_wait_on_stream else self._launching
-        self._aside = cuda.Stream(device, priority=-1)
+        self._side = cuda.Stream(device, priority=-1)
         self._enqueued: dict[CommTask, _Enqueued] = {}
         self._failed: BaseException | None = None
-        self._watch = DeviceWatch(self.aside)
+        self._poller = DevicePoller(self.side_stream)
 
     def when_ready(self, mark: ReadyMark, then: Callable[[], None]) -> None:
-        """Call ``then`` on the watching thread when the device has passed ``mark``; for any thread."""
-        self._watch.await_data(partial(self._look_for_data, mark, then))
+        """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
+        self._poller.await_data(partial(self._look_for_data, mark, then))
 
     def expect(self, task: CommTask, then: Callable[[], None] | None = None) -> None:
         """Keep account of a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow.
@@ -268,14 +264,14 @@ class DeviceStreams:
             if ready is not None and ready.event is not None:
                 self._launching.wait_event(ready.event)
             part.record_stream(self._launching)
-            sent = _Sent(part, sub_task, operation(self._group, part, number))
+            sent = _SentPart(part, sub_task, operation(self._group, part, number))
         if self._works_wait_on_stream:
             with self._cuda.stream(self._arriving):
                 part.record_stream(self._arriving)
                 while not sent.take_in():
                     pass
                 self._mark_finished(sent)
-        self._watch.await_result(partial(self._look_at, sent))
+        self._poller.await_result(partial(self._look_at, sent))
 
     def join(self, task: CommTask, timeout: float) -> None:
         """Make the current stream wait for a task's result; of one that was not expected, the host waits for the end.
@@ -303,16 +299,16 @@ class DeviceStreams:
         if enqueued.event is not None:
             self._cuda.current_stream(self._device).wait_event(enqueued.event)
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Make current the stream that nothing is queued on; only for data that the host knows to exist."""
-        context: AbstractContextManager[object] = self._cuda.stream(self._aside)
+        context: AbstractContextManager[object] = self._cuda.stream(self._side)
         return context
 
     def stop(self, timeout: float) -> bool:
-        """End the watching thread within ``timeout`` seconds; returns whether it ended."""
-        return self._watch.stop(timeout)
+        """End the polling thread within ``timeout`` seconds; returns whether it ended."""
+        return self._poller.stop(timeout)
 
-    def _mark_finished(self, sent: _Sent) -> None:
+    def _mark_finished(self, sent: _SentPart) -> None:
         """All of ``sent`` is enqueued; the arriving stream is current."""
         sent.finished = self._cuda.Event()
         sent.finished.record(self._arriving)
@@ -320,7 +316,7 @@ class DeviceStreams:
         if enqueued is not None:
             enqueued.add(sent.sub_task.size, sent.finished)
 
-    # On the watching thread.
+    # On the polling thread.
 
     def _look_for_data(self, mark: ReadyMark, then: Callable[[], None]) -> bool:
         try:
@@ -331,7 +327,7 @@ class DeviceStreams:
             self._on_error(error)
         return True
 
-    def _look_at(self, sent: _Sent) -> bool:
+    def _look_at(self, sent: _SentPart) -> bool:
         if self._failed is None:
             try:
                 if not self._has_ended(sent):
@@ -344,7 +340,7 @@ class DeviceStreams:
             sent.sub_task.fail(self._failed)
         return True
 
-    def _has_ended(self, sent: _Sent) -> bool:
+    def _has_ended(self, sent: _SentPart) -> bool:
         if sent.finished is None:
             if not all(work.is_completed() for work in sent.started.works):
                 return False

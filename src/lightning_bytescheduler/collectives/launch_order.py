@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
-from lightning_bytescheduler.scheduler.core import prefer_short_turns
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["DecidingOrder", "FollowingOrder"]

@@ -1,7 +1,7 @@
 """What a sub-task's start puts on the wire: all-reduce, reduce-scatter, all-gather, exchange.
 
 The mean is formed as DDP's reducer forms it: scaled by 1/n before the sum, by multiplication, so that two ranks get
-DDP's bits (DESIGN 3, "Mechanism").
+DDP's bits.
 
 On gloo, reduce-scatter and all-gather are made of point-to-point messages: its own reduce-scatter is a full all-reduce
 and its all-to-all is half again as slow as the link (measured with torch 2.13, four ranks on shaped links). On NCCL the
@@ -10,7 +10,7 @@ native ones are used. Each part of a buffer is cut into one *shard* per rank, se
 Every operation is started under the core's launching lock, in one order on all ranks, so a running number matches the
 messages of one operation on all of them.
 
-Calls on groups that torch does not know by name, and a wait that a training thread can afford.
+Besides: two calls on groups that torch does not know by name, and a wait that a training thread can afford.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ class GradientTransport:
         else:
             self._streams.join(task, timeout)
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
-        return nullcontext() if self._streams is None else self._streams.aside()
+        return nullcontext() if self._streams is None else self._streams.side_stream()
 
     def stop(self, timeout: float) -> bool:
         """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
 __all__ = ["BucketFutures", "MergedBuckets", "complete", "merged_bytes", "reduce_sparse"]
 

@@ -371,8 +371,8 @@ class StepTasks:
         return task
 
     def aside(self) -> AbstractContextManager[object]:
-        """See :meth:`GradientTransport.aside`."""
-        return self._transport.aside()
+        """See :meth:`GradientTransport.side_stream`."""
+        return self._transport.side_stream()
 
     def _send(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None, sub_task: SubCommTask) -> None:
         with profiled(f"bytescheduler::start {sub_task.name}"):

@@ -33,11 +33,12 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.notice import is_communication_error
-from lightning_bytescheduler.scheduler.core import ByteCore, InterpreterTurns
+from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, Timeline
-from lightning_bytescheduler.tuning.link import LinkEstimate, SchedulerSizes, default_sizes
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
 
 __all__ = ["AgreedSizes", "SchedulerRuntime", "agree_on_sizes"]
 

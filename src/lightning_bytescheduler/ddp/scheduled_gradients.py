@@ -58,7 +58,7 @@ from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
-from lightning_bytescheduler.tuning.link import is_slow
+from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
 __all__ = ["EarlyReads", "ScheduledGradients", "announce", "announce_mode", "reason_for", "say_unseen"]

@@ -33,10 +33,10 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
-from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.search import distance, first_guesses
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
@@ -156,7 +156,7 @@ class PointInForce:
         else:
             if self._step:
                 # A decision that not all ranks know yet is none: these steps are still at the old point.
-                self._tuner.note(self._step, now - self._began, as_decided=self._tuner.current == self._point)
+                self._tuner.step_took(self._step, now - self._began, as_decided=self._tuner.current == self._point)
             wanted = self._tuner.current
             agreed = self._values.before_step(
                 step,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.checks import require_positive, require_share, require_whole
+from lightning_bytescheduler.checks import require_positive, require_share, require_size, require_whole
 from lightning_bytescheduler.ddp.ddp_options import (
     check_bucket_cap,
     check_ddp_options,
@@ -28,7 +28,7 @@ from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps
 from lightning_bytescheduler.diloco.runtime import OuterOptions
 from lightning_bytescheduler.diloco.wire import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.options import SchedulerOptions, require_size
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["INNER", "DiLoCoOptions", "common_options", "ddp_options", "description", "scheduler_options"]
 

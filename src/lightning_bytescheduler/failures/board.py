@@ -6,7 +6,7 @@
   and asks; that rank publishes what it found, or the next victims would name the first.
 * Each watcher sees a notice within a quarter of a second, logs it at once and hands it to the scheduler, so that
   threads blocked on communication raise an error that names the rank. A training thread that is blocked elsewhere is
-  the affair of :class:`LastResort`.
+  the affair of :class:`Watchdog`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from lightning_bytescheduler.failures.store import (
     open_board,
     store_lives_with_rank_zero,
 )
-from lightning_bytescheduler.failures.watcher import FaultWatcher, LastResort
+from lightning_bytescheduler.failures.watchdog import Watchdog
+from lightning_bytescheduler.failures.watcher import FaultWatcher
 
 __all__ = ["FaultBoard"]
 
@@ -49,7 +50,7 @@ class FaultBoard(FaultWatcher):
         rank: This rank.
         world_size: Number of ranks.
         presence: Tells whether the store is still there.
-        last_resort: Ends the process if its training thread does not come back after a failure.
+        watchdog: Ends the process if its training thread does not come back after a failure.
         hosts_store: Whether the store ends with this process: then it leaves last.
     """
 
@@ -60,12 +61,12 @@ class FaultBoard(FaultWatcher):
         rank: int,
         world_size: int,
         presence: StorePresence | None = None,
-        last_resort: LastResort | None = None,
+        watchdog: Watchdog | None = None,
         hosts_store: bool = False,
     ) -> None:
         self._hosts_store = hosts_store
         self._process = os.getpid()
-        super().__init__(store, rank=rank, world_size=world_size, presence=presence, last_resort=last_resort)
+        super().__init__(store, rank=rank, world_size=world_size, presence=presence, watchdog=watchdog)
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
@@ -112,7 +113,7 @@ class FaultBoard(FaultWatcher):
 
     def take_over(self) -> None:
         """The training thread is back with a failure, and will end by itself."""
-        self._last_resort.calm()
+        self._watchdog.disarm()
         # Peers that wait for this rank inside torch get free when its process has ended. Without this, the
         # interpreter's last garbage collections go through all of torch's objects, for seconds on a busy machine.
         atexit.unregister(gc.freeze)
@@ -120,7 +121,7 @@ class FaultBoard(FaultWatcher):
 
     def patient(self) -> AbstractContextManager[None]:
         """Do not end this process meanwhile, whatever happens elsewhere: the training thread writes a checkpoint."""
-        return self._last_resort.suspended()
+        return self._watchdog.suspended()
 
     def publish(self, error: BaseException, *, patience: float = 0.0) -> bool:
         """Tell every rank that this one failed, and stay until they know, two seconds at most.
@@ -204,7 +205,7 @@ class FaultBoard(FaultWatcher):
         """
         if os.getpid() != self._process:
             return True  # a forked child ends: thread and connection are its parent's
-        self._last_resort.calm()
+        self._watchdog.disarm()
         now = time.monotonic()
         with self._changed, self._vital_signs.examined():
             if not self._closing:

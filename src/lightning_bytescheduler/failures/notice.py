@@ -1,16 +1,20 @@
-"""What travels when a rank has failed, and which errors are merely the consequence of another rank's."""
+"""What travels when a rank has failed, and which errors are merely the consequence of another rank's.
+
+What ranks tell each other over the rendezvous store is JSON, checked by :mod:`msgspec` when it is read. Fields that a
+reader does not know are left out: ranks of different versions have to understand each other well enough to say so.
+"""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass
+from typing import TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
-__all__ = ["FaultNotice", "brief", "is_communication_error", "is_timeout", "phrase"]
+__all__ = ["FaultNotice", "StoreMessage", "brief", "is_communication_error", "is_timeout", "phrase"]
 
 _CAUSE_LIMIT = 2000  # characters of an error message that travel
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
@@ -19,8 +23,27 @@ _WHERE_IN_TORCH = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultNotice:
+_Message = TypeVar("_Message", bound="StoreMessage")
+
+
+class StoreMessage(msgspec.Struct, frozen=True):
+    """Something that a rank writes to the store for the others."""
+
+    @classmethod
+    def decode(cls: type[_Message], text: bytes) -> _Message:
+        """Read what :meth:`encode` wrote.
+
+        Raises:
+            msgspec.DecodeError: If it is something else.
+        """
+        return msgspec.json.decode(text, type=cls)
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return msgspec.json.encode(self, enc_hook=str).decode()  # texts of a class of their own, as torch.__version__
+
+
+class FaultNotice(StoreMessage, frozen=True, kw_only=True):
     """One rank's failure.
 
     Attributes:
@@ -47,15 +70,6 @@ class FaultNotice:
             diverged = isinstance(error, RanksDivergedError)
             return cls(rank=error.rank, cause=error.cause, by=by, patience=patience, diverged=diverged)
         return cls(rank=by, cause=phrase(error), by=by, patience=patience, step=step)
-
-    @classmethod
-    def decode(cls, text: bytes) -> FaultNotice:
-        """Read what :meth:`encode` wrote."""
-        return cls(**json.loads(text))
-
-    def encode(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
 
     @property
     def self_reported(self) -> bool:

@@ -1,46 +1,48 @@
-"""Names the ranks that are missing while the others look for each other, before there is a process group.
+"""Who has come, and whether everyone is in the same training: asked over the rendezvous store.
 
-torch waits there in silence. Here a thread, ``bytescheduler-rendezvous``, writes to the same store, on a connection of
+*Before there is a process group*, while the ranks look for each other, torch waits in silence.
+:class:`RendezvousWatch` has a thread, ``bytescheduler-rendezvous``, which writes to the same store, on a connection of
 its own, that this rank has come, and says now and then who has not. Nothing happens in the first two seconds, in which
 most jobs meet. The thread ends within seconds of the wait that it watches.
 
-Whether everyone is in the same training: asked over the rendezvous store, before ranks wait for each other in it.
-
-Each rank introduces itself with a few facts, as JSON, and reads what all others say. A fact that has to be equal and is
-not is an error on every rank, which names ranks, hosts and values. A rank that does not come, as one that runs plain
-DDP, is named after half a minute. All of it goes through the training thread's own connection, in requests that do not
-block; nothing is sent through process groups.
+*Before ranks wait for each other in a training*, each introduces itself with a few facts and reads what all others say
+(:func:`hold_roll_call`). A fact that has to be equal and is not is an error on every rank, which names ranks, hosts and
+values (:func:`require_alike`). A rank that does not come, as one that runs plain DDP, is named after half a minute. All
+of it goes through the training thread's own connection, in requests that do not block; nothing is sent through process
+groups.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 
+import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.notice import StoreMessage
 
 __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
 
 log = logging.getLogger(__name__)
 
-_WARN_S = 30.0
-_SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
+_WARN_S = 30.0  # until missing ranks are named
+_SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks of the roll call
+_FIRST_S, _LOOK_S = 2.0, 1.0  # before the rendezvous thread's first look, and between two
+_CONNECT_S = 2.0
+_STOP_S = 5.0
 _RANKS_SHOWN = 16
 _ABSENT = "nothing"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class Introduction(StoreMessage, frozen=True, kw_only=True):
     """What a rank says of itself.
 
     Attributes:
@@ -52,18 +54,8 @@ class Introduction:
 
     rank: int
     facts: Mapping[str, str]
-    noted: Mapping[str, str] = field(default_factory=dict)
-    host: str = field(default_factory=socket.gethostname)
-
-    @classmethod
-    def decode(cls, text: bytes | str) -> Introduction:
-        """Read what :meth:`encode` wrote."""
-        fields = json.loads(text)
-        return cls(rank=fields["rank"], host=fields["host"], facts=fields["facts"], noted=fields["noted"])
-
-    def encode(self) -> str:
-        """As text for the store."""
-        return json.dumps({"rank": self.rank, "host": self.host, "facts": dict(self.facts), "noted": dict(self.noted)})
+    noted: Mapping[str, str] = msgspec.field(default_factory=dict)
+    host: str = msgspec.field(default_factory=socket.gethostname)
 
 
 def hold_roll_call(
@@ -176,13 +168,6 @@ def _who(introductions: Sequence[Introduction]) -> str:
     return f"{names_of([one.rank for one in introductions])} ({', '.join(hosts)})"
 
 
-_FIRST_S = 2.0
-_MISSED_S = 30.0
-_LOOK_S = 1.0
-_CONNECT_S = 2.0
-_STOP_S = 5.0
-
-
 class RendezvousWatch:
     """Around the wait for other ranks.
 
@@ -200,7 +185,7 @@ class RendezvousWatch:
     ) -> None:
         self._host, self._port = host, port
         self._rank, self._world_size, self._strategy = rank, world_size, strategy
-        self._warn_after = _MISSED_S if warn_after is None else warn_after
+        self._warn_after = _WARN_S if warn_after is None else warn_after
         self._met = threading.Event()
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)

@@ -1,35 +1,46 @@
 """Finds out, while this rank waits, whether the ranks wait for each other for good.
 
-For the fault board's thread. A rank tells where it stands four times a second, but looks at the others only when it has
-been waiting for a while itself, so that a training which goes on costs the store nothing more.
-
-Where a rank stands in a training, as it tells the others, and what may be concluded from where all of them stand.
-
 Ranks that train together run one program: on each, the training thread hands over gradients and joins collectives of
 the default group in the same order. So each rank's history is a beginning of the same sequence. A rank that waits for
 something which another one can reach only after it has got what *it* waits for, waits for good. That is what
 :func:`find_standstill` looks for; time is no proof, however long it takes.
 
-Whether a thread waits inside a collective of the default process group; read off its stack, from another thread.
+:class:`StandstillWatch` is for the fault board's thread. A rank tells where it stands four times a second, but looks at
+the others only when it has been waiting for a while itself, so that a training which goes on costs the store nothing
+more.
 
-That costs the watched thread nothing, and sees collectives whoever called them: Lightning, torchmetrics, the user. What
-is not recognised, such as a wait for a handle of an asynchronous call, counts as not waiting. With NCCL the host hardly
-ever waits inside a collective, so that little is seen there.
+Whether the training thread waits inside a collective of the default group is read off its stack, from another thread
+(:func:`blocked_in`). That costs the watched thread nothing, and sees collectives whoever called them: Lightning,
+torchmetrics, the user. Limits: what is not recognised, such as a wait for a handle of an asynchronous call, counts as
+not waiting; with NCCL the host hardly ever waits inside a collective, so that little is seen there.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import permutations
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["Blocked", "Standing", "Standstill", "StandstillWatch", "blocked_in", "explain_death", "find_standstill"]
+from lightning_bytescheduler.failures.notice import StoreMessage
+
+__all__ = [
+    "Blocked",
+    "Standing",
+    "Standstill",
+    "StandstillWatch",
+    "blocked_in",
+    "break_connections",
+    "explain_death",
+    "find_standstill",
+]
 
 _RANKS_SHOWN = 16
 _EVEN = (
@@ -44,9 +55,24 @@ _ALIKE = (
 _MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 """Collectives that no rank gets through before all have come."""
 
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
+)  # fmt: skip
+_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
+_DEPTH = 12  # frames that are looked at for it
+_BUFFERS = "_distributed_broadcast_coalesced"
+_UNUSED_NUMBER = 2**30  # no message has it
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+_CURIOUS_S = 1.0  # of waiting, before the others are looked at
+_CERTAIN_S = 3.0
+_UNCERTAIN_S = 15.0
+_FRESH_BEATS = 8
+_LOOK_S = 0.5
+
+
+class Standing(StoreMessage, frozen=True, kw_only=True):
     """One rank's place in a fit.
 
     Attributes:
@@ -83,15 +109,6 @@ class Standing:
     through: bool = False
     last_epoch: int = 0
     expected: int = 0
-
-    @classmethod
-    def decode(cls, text: bytes) -> Standing:
-        """Read what :meth:`encode` wrote."""
-        return cls(**json.loads(text))
-
-    def encode(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
 
     @property
     def waits(self) -> bool:
@@ -230,16 +247,6 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
     return same and one.epoch_batches < other.epoch_batches + other.begins_batch
 
 
-_C10D = "torch.distributed.distributed_c10d"
-_DDP = "torch.nn.parallel.distributed"
-_COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
-)  # fmt: skip
-_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
-_DEPTH = 12  # frames that are looked at for it
-_BUFFERS = "_distributed_broadcast_coalesced"
-
-
 @dataclass(frozen=True, slots=True)
 class Blocked:
     """Inside of what a thread is.
@@ -286,11 +293,14 @@ def _called_from(frame: FrameType, name: str) -> bool:
     return False
 
 
-_CURIOUS_S = 1.0  # of waiting, before the others are looked at
-_CERTAIN_S = 3.0
-_UNCERTAIN_S = 15.0
-_FRESH_BEATS = 8
-_LOOK_S = 0.5
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Wake whoever waits for a message on ``group``, here and on other ranks; nothing can be sent on it afterwards.
+
+    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time.
+    """
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
 class StandstillWatch:
@@ -301,6 +311,9 @@ class StandstillWatch:
         rank: This rank.
         others: All other ranks.
         period: Between two beats, in seconds.
+
+    Attributes:
+        told: What all ranks have told, as of the last survey.
     """
 
     def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
@@ -309,7 +322,7 @@ class StandstillWatch:
         self._others = others
         self._fresh = _FRESH_BEATS * period
         self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
-        self.told: dict[int, Standing] = {}  # by all ranks, as of the last survey
+        self.told: dict[int, Standing] = {}
         self._told: Standing | None = None
         self._told_at = 0.0
         self._looked_at = 0.0
@@ -323,7 +336,7 @@ class StandstillWatch:
             self._told, self._told_at = standing, time.monotonic()
 
     def survey(self) -> None:
-        """Note where all ranks have told that they stand, for :meth:`told`."""
+        """Read where all ranks have told that they stand, into :attr:`told`."""
         found = {}
         for rank in self._others:
             if self._store.check([f"stands/{rank}"]):

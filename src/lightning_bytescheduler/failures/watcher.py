@@ -4,115 +4,47 @@ One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a con
 native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
 It holds no lock while it talks, and none while it calls back.
 
-Ends a process whose training thread does not notice that training is over.
-
-After a rank has failed, a survivor's training thread comes back by itself wherever it waits for this package, and soon
-after the failing process has ended wherever it waits for torch. Nothing brings it back from a loop that never ends, nor
-from a collective whose other side is alive but will not come. NCCL's watchdog and Lightning's launcher end such a
-process too; this one says first why, and where the thread was.
-
-Signs of life of every rank, and what each says it is doing.
-
-Written by each rank's watcher to the store, four times a second; read only while somebody wants to know why a
-collective failed. All methods that use the store are for the watcher thread.
+Besides notices it writes a sign of life, four times a second, and what its rank is doing (:class:`VitalSigns`); those
+of the others are read only while somebody wants to know why a collective failed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Protocol
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
-from lightning_bytescheduler.collectives.completion import break_connections
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.notice import FaultNotice, is_communication_error
-from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, blocked_in
+from lightning_bytescheduler.failures.standstill import (
+    Standing,
+    StandstillWatch,
+    blocked_in,
+    break_connections,
+)
 from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.failures.watchdog import Watchdog
 
-__all__ = ["FaultWatcher", "LastResort", "VitalSigns", "Watched"]
+__all__ = ["FaultWatcher", "VitalSigns", "Watched"]
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0
-_LAST_WORDS_S = 1.0
-
-
-class LastResort:
-    """Watches over the thread that made it.
-
-    Args:
-        patience: Seconds the thread has to come back after :meth:`doom`.
-        end: Ends the process with an exit code, at once.
-    """
-
-    def __init__(self, patience: float = _PATIENCE_S, end: Callable[[int], object] = os._exit) -> None:
-        self._patience = patience
-        self._end = end
-        self._thread = threading.get_ident()
-        self._why: str | None = None
-        self._since = 0.0
-        self._suspended = False
-        self._calm = False
-
-    def doom(self, why: str) -> None:
-        """Training is over, because of ``why``; the thread should come back from wherever it is."""
-        if self._why is None:
-            self._since = time.monotonic()
-            self._why = why
-
-    def calm(self) -> None:
-        """The thread is back, and will not be ended any more."""
-        self._calm = True
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Do not end the process meanwhile; the patience counts anew afterwards. For the thread itself."""
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._since = time.monotonic()
-            self._suspended = False
-
-    def check(self) -> None:
-        """End the process if the time has come; called every now and then by another thread."""
-        if self._why is None or self._calm or self._suspended or time.monotonic() < self._since + self._patience:
-            return
-        self._calm = True
-        # On a thread of its own: the stuck thread may hold the lock of a stream whose other end does not read.
-        reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
-        reporter.start()
-        reporter.join(_LAST_WORDS_S)
-        self._end(1)
-
-    def _report(self) -> None:
-        frame = sys._current_frames().get(self._thread)
-        place = "" if frame is None else "".join(traceback.format_stack(frame))
-        why = (self._why or "").rstrip(".")
-        log.critical(
-            "%s. The training thread did not come back within %g s, so its process is ended. It was at:\n%s",
-            why, self._patience, place,
-        )  # fmt: skip
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # closed, or replaced by something that cannot
-                stream.flush()
-
-
+_PERIOD_S = 0.25
+_HURRY_S = 0.05  # between two looks while somebody waits for the others
 _BEATS_MISSED = 5
 _RANKS_SHOWN = 8
 
 
 class VitalSigns:
-    """One rank's view of all ranks.
+    """One rank's view of all ranks: whether they live, and what they say they are doing.
+
+    All methods that use the store are for the watcher thread.
 
     Args:
         store: Where the signs are.
@@ -201,10 +133,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}{more}:"
 
 
-_PERIOD_S = 0.25
-_HURRY_S = 0.05  # between two looks while somebody waits for the others
-
-
 class Watched(Protocol):
     """What a watcher looks after: one of a rank's schedulers. All of it is called on the watcher thread."""
 
@@ -229,7 +157,7 @@ class FaultWatcher:
         rank: This rank.
         world_size: Number of ranks.
         presence: Tells whether the store is still there.
-        last_resort: Ends the process if its training thread does not come back after a failure.
+        watchdog: Ends the process if its training thread does not come back after a failure.
     """
 
     def __init__(
@@ -239,13 +167,13 @@ class FaultWatcher:
         rank: int,
         world_size: int,
         presence: StorePresence | None = None,
-        last_resort: LastResort | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._presence = StorePresence() if presence is None else presence
-        self._last_resort = LastResort() if last_resort is None else last_resort
+        self._watchdog = Watchdog() if watchdog is None else watchdog
         others = [r for r in range(world_size) if r != rank]
         self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
         self._vital_signs = VitalSigns(store, rank, others, self._period)
@@ -432,12 +360,12 @@ class FaultWatcher:
                 for error in (one.own_failure() for one in watched):
                     if error is not None and not is_communication_error(error):  # those are being diagnosed
                         self._post(error)
-                        self._last_resort.doom(f"Rank {self._rank} failed: {error}")
+                        self._watchdog.arm(f"Rank {self._rank} failed: {error}")
             due = self._act_at is not None and time.monotonic() >= self._act_at
             if due:
                 self._act_at = None
         if due and notice is not None and fault is not None:
-            self._last_resort.doom(str(fault))
+            self._watchdog.arm(str(fault))
             if notice.diverged and blocked_in(self._training_thread) is not None:
                 # Nobody else will come, and gloo has no other way to call a collective off.
                 group = dist.group.WORLD
@@ -454,4 +382,4 @@ class FaultWatcher:
             with self._changed:
                 self._ready_to_leave = True
                 self._wake()
-        self._last_resort.check()
+        self._watchdog.check()

@@ -1,20 +1,20 @@
 """The scheduler's options: arguments first, then the environment variables of the published ByteScheduler.
 
-Sizes are in parameters, as published (seed 000).
+Sizes are in parameters, as in the published ByteScheduler, and the variables keep their published meaning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_bytescheduler.checks import is_whole, require_bool, require_one_of, require_path, require_size
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["MODES", "SchedulerOptions", "require_size"]
+__all__ = ["MODES", "SchedulerOptions"]
 
-_SIZE = "a positive whole number of parameters"
-_SWITCH = "0 or 1"
 MODES = ("auto", "overlapped", "ddp")
 """How steps can be taken."""
 
@@ -51,16 +51,10 @@ class SchedulerOptions:
             if value is not None:
                 object.__setattr__(self, option, _size(option, value))
         for option in ("cross_barrier", "debug", "tunes_credit", "tunes_partition"):
-            value = getattr(self, option)
-            if not isinstance(value, bool):
-                raise OptionError(option, value, "True or False")
-        if self.mode not in MODES:
-            raise OptionError("mode", self.mode, f"one of {', '.join(map(repr, MODES))}")
+            require_bool(option, getattr(self, option))
+        require_one_of("mode", self.mode, MODES)
         if self.timeline is not None:
-            path = os.fspath(self.timeline) if isinstance(self.timeline, (str, os.PathLike)) else None
-            if not isinstance(path, str) or not path:
-                raise OptionError("timeline", self.timeline, "a file path")
-            object.__setattr__(self, "timeline", path)
+            object.__setattr__(self, "timeline", require_path("timeline", self.timeline))
 
     @classmethod
     def resolve(
@@ -122,29 +116,15 @@ class SchedulerOptions:
         )
 
 
-def require_size(option: str, value: object) -> int:
-    """Return ``value`` if it is a size, in parameters.
-
-    Raises:
-        OptionError: If it is not a positive whole number; names ``option``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(option, value, _SIZE)
-    return value
-
-
 def _size(option: str, value: object) -> int:
     """Parse a size; the published variables were read by ``int()`` and ``float()``, so ``16e6`` is fine."""
-    try:
+    number: object = value
+    # What is no number stays as it is, and is refused below; int() of infinity or of "not a number" raises.
+    with contextlib.suppress(ValueError, OverflowError):
         number = _number(value) if isinstance(value, str) else value
-        # Compared as numbers: int() of infinity or of "not a number" raises.
         if isinstance(number, float) and number == int(number):
             number = int(number)
-    except (ValueError, OverflowError):
-        raise OptionError(option, value, _SIZE) from None
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise OptionError(option, value, _SIZE)
-    return number
+    return require_size(option, number if is_whole(number, 1) else value)
 
 
 def _number(text: str) -> int | float:
@@ -166,9 +146,7 @@ def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Map
     """
     option, variable = f"{name}_tuning", f"BYTESCHEDULER_{name.upper()}_TUNING"
     if asked is not None:
-        if not isinstance(asked, bool):
-            raise OptionError(option, asked, "True or False")
-        if asked and mode == "ddp":
+        if require_bool(option, asked) and mode == "ddp":
             raise OptionError(option, asked, "False, or left out, where mode='ddp' leaves no sizes to tune")
         return asked
     switched = _switch(variable, env[variable]) if env.get(variable, "").strip() else None
@@ -179,5 +157,5 @@ def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Map
 
 def _switch(option: str, value: str) -> bool:
     if value.strip() not in ("0", "1", ""):
-        raise OptionError(option, value, _SWITCH)
+        raise OptionError(option, value, "0 or 1")
     return value.strip() == "1"

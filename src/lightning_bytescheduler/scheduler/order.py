@@ -58,7 +58,7 @@ class LaunchOrder(Protocol):
 class PriorityOrder:
     """Lowest priority number first; among equals, the task enqueued first, its parts in order of offset.
 
-    Source: seed 000, "Scheduling Algorithm", steps 1-3.
+    Source: the scheduling algorithm of ByteScheduler (Peng et al., SOSP 2019).
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,13 @@
 r"""Communication tasks: one operation on one tensor, cut into sub-tasks that are sent on their own.
 
-The vocabulary is ByteScheduler's (seed 001, "Unified abstraction for communication tasks"): a task is
-*partitioned*, becomes *ready* when its data exists, is *started* by the core, and has *finished* when its
-last sub-task has arrived. Tasks know neither the transport nor the framework: ``launch`` is called with a
-sub-task that names an offset and a size (in parameters) of the task's flat buffer; nothing is copied.
+The vocabulary is that of ByteScheduler's unified abstraction (Peng et al., SOSP 2019): a task is *partitioned* into
+sub-tasks, which are queued, sent and acknowledged one by one; becomes *ready* when its data exists; is *started* by the
+core; and has *finished* when its last sub-task has arrived. Tasks know neither the transport nor the framework:
+``launch`` is called with a sub-task that names an offset and a size (in parameters) of the task's flat buffer; nothing
+is copied.
 
 Lock order: ``ByteCore``'s lock may be held when a task's lock is taken, never the other way round; nothing
 outside this module is called with a task's lock held.
-
-Sub-tasks: the parts of a communication task that are queued, sent and acknowledged one by one.
 
 Life of a sub-task (a task follows its sub-tasks)::
 
@@ -23,8 +22,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
-from lightning_bytescheduler.scheduler.options import require_size
 
 __all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
 
@@ -302,10 +301,6 @@ class CommTask:
         if self._ended or self._ready:
             return not self.done()
         return any(sub.state in (TaskState.READY, TaskState.STARTED) for sub in self._sub_tasks)
-
-    def all_ended(self) -> bool:
-        """Whether the outcome is decided, even if callbacks and waiters have not run yet."""
-        return self._ended
 
     def describe_outstanding(self) -> str:
         """What has not finished, in words, for error messages."""

@@ -67,7 +67,7 @@ from typing import NamedTuple
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import ModelProfile
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 
 __all__ = ["clipped_bound", "ddp_bound", "lower_bound", "norm_seconds", "require_all_reduce"]
 

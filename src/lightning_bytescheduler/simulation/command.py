@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel
-from lightning_bytescheduler.simulation.networks import NETWORKS, ModelProfile, network_profile
 from lightning_bytescheduler.simulation.picture import draw_prediction
 from lightning_bytescheduler.simulation.prediction import Prediction, predict
+from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile
 from lightning_bytescheduler.simulation.simulator import Schedule
 
 __all__ = ["add_arguments", "add_link_arguments", "bits_per_second", "link_of", "predicted_table", "seconds"]

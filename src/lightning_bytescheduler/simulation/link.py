@@ -24,14 +24,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_bytescheduler.checks import require_seconds, require_whole
+from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "ALGORITHMS",
-    "LinkModel",
-]
-
+__all__ = ["ALGORITHMS", "LinkModel"]
 
 ALGORITHMS = ("ring", "halving_doubling", "push_pull")
 """How gradients can be reduced."""
@@ -66,13 +62,10 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         require_whole("workers", self.workers, 1)
-        rate: object = self.bandwidth
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
-            raise OptionError("bandwidth", rate, "a finite number of bytes per second, more than 0")
+        require_positive("bandwidth", self.bandwidth, of="bytes per second")
         require_seconds("latency", self.latency)
         require_seconds("overhead", self.overhead)
-        if self.algorithm not in ALGORITHMS:
-            raise OptionError("algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        require_one_of("algorithm", self.algorithm, ALGORITHMS)
         require_whole("spare_servers", self.spare_servers, 0)
         most = self.workers if self.algorithm == "push_pull" else 0
         if self.spare_servers > most:
@@ -92,8 +85,7 @@ class LinkModel:
         """
         require_whole("workers", workers, 2)
         require_seconds("alpha", alpha)
-        if require_seconds("beta", beta) == 0:
-            raise OptionError("beta", beta, "more than 0")
+        require_positive("beta", beta, of="seconds per byte")
         hops = 2 * (workers - 1)
         return cls(workers=workers, bandwidth=hops / workers / beta, latency=alpha / hops)
 

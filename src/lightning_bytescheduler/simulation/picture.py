@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from lightning_bytescheduler.checks import require_suffix
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.bounds import lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import ModelProfile
 from lightning_bytescheduler.simulation.prediction import best_ddp, best_scheduled
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 
 __all__ = ["BANDWIDTHS", "WORKERS", "draw_prediction"]
 
@@ -60,11 +60,8 @@ def draw_prediction(
         ) from error
     if not 1 <= len(workers) <= len(_COLOURS):
         raise OptionError("workers", workers, f"1 to {len(_COLOURS)} numbers")
-    target = Path(out)
     figure = Figure(figsize=(11.5, 4.8), layout="constrained")
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if target.suffix[1:].lower() not in formats:
-        raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
+    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     gain, share = figure.subplots(1, 2)
     gigabits = [bandwidth * 8 / 1e9 for bandwidth in bandwidths]
     lines = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import ModelProfile
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
-from lightning_bytescheduler.tuning.link import LinkEstimate, default_sizes
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
 __all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "predict"]
 

@@ -11,7 +11,7 @@ Deterministic. What happens at one moment is all seen before anything is launche
 
 Limits: compute is not slowed by communication, and updates take no time.
 
-When gradients are sent: the orders that are compared.
+When gradients are sent is a :class:`Schedule`: DDP's, or one of the orders that are compared with it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.networks import ModelProfile
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 
 __all__ = [
     "CLIPPING",
-    "DDP_BUCKET_BYTES",
-    "DDP_FIRST_BUCKET_BYTES",
     "ORDERS",
     "Bucket",
     "Launch",
@@ -39,8 +37,8 @@ __all__ = [
     "simulate",
 ]
 
-DDP_BUCKET_BYTES = 25 * 1024 * 1024
-DDP_FIRST_BUCKET_BYTES = 1024 * 1024
+_DDP_BUCKET_BYTES = 25 * 1024 * 1024
+_DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 """DDP's first bucket where no size was asked for: small, so that communication starts early."""
 
 ORDERS = ("fifo", "priority")
@@ -48,6 +46,9 @@ ORDERS = ("fifo", "priority")
 
 CLIPPING = ("gather_early", "gather_after_norm")
 """With norm clipping: whether all-gathers may precede the norm; see ``bounds.py``."""
+
+_REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
+_FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +97,15 @@ class Schedule:
     clipping: str | None = None
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise OptionError("order", self.order, f"one of {', '.join(ORDERS)}")
+        require_one_of("order", self.order, ORDERS)
         for option in ("bucket_bytes", "first_bucket_bytes", "partition_bytes", "credit_bytes"):
             value = getattr(self, option)
             if value is not None:
                 require_whole(option, value, 1)
         if self.first_bucket_bytes is not None and self.bucket_bytes is None:
             raise OptionError("first_bucket_bytes", self.first_bucket_bytes, "left out where bucket_bytes is")
-        if not isinstance(self.barrier, bool):
-            raise OptionError("barrier", self.barrier, "True or False")
-        if self.clipping is not None and self.clipping not in CLIPPING:
-            raise OptionError("clipping", self.clipping, f"None or one of {', '.join(CLIPPING)}")
+        require_bool("barrier", self.barrier)
+        require_one_of("clipping", self.clipping, (None, *CLIPPING))
 
     @classmethod
     def ddp(cls, *, bucket_bytes: int | None = None) -> Schedule:
@@ -121,8 +119,8 @@ class Schedule:
             return cls(order="fifo", bucket_bytes=bucket_bytes, barrier=True)
         return cls(
             order="fifo",
-            bucket_bytes=DDP_BUCKET_BYTES,
-            first_bucket_bytes=DDP_FIRST_BUCKET_BYTES,
+            bucket_bytes=_DDP_BUCKET_BYTES,
+            first_bucket_bytes=_DDP_FIRST_BUCKET_BYTES,
             barrier=True,
         )
 
@@ -184,10 +182,6 @@ class Schedule:
         """Cut a bucket; returns the sizes of its pieces, equal ones but for the last."""
         largest = self.partition_bytes or bucket.size
         return [min(largest, bucket.size - start) for start in range(0, bucket.size, largest)]
-
-
-_REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
-_FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import heapq
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lightning_bytescheduler.checks import require_suffix
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
 from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
@@ -61,11 +61,8 @@ def draw_timeline(
             "Drawing a timeline needs matplotlib: pip install 'lightning-bytescheduler[plots]'."
         ) from error
     shown, window = _choose(trace, steps)
-    target = Path(out)
     figure = Figure(figsize=(12.5, 6.4), layout="constrained")
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if target.suffix[1:].lower() not in formats:
-        raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
+    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     heading = f"Rank {trace.rank}" if title is None else title
     numbers = f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
     _draw(figure, _clip(trace, window), f"{heading}, {numbers}", shown)

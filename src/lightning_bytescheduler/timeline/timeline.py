@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple
 
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.checks import require_whole
 
 __all__ = [
     "COMMUNICATION",
@@ -84,10 +84,9 @@ def timeline_path(path: str | os.PathLike[str], rank: int) -> Path:
         ``path`` itself for rank 0, ``<stem>.rank<k><suffix>`` beside it for rank k > 0.
 
     Raises:
-        OptionError: If ``rank`` is negative.
+        OptionError: If ``rank`` is not a whole number, 0 or more.
     """
-    if rank < 0:
-        raise OptionError("rank", rank, "0 or more")
+    require_whole("rank", rank, 0)
     chosen = Path(path)
     return chosen if rank == 0 else chosen.with_name(f"{chosen.stem}.rank{rank}{chosen.suffix}")
 
@@ -115,7 +114,7 @@ class Timeline:
 
     Raises:
         OSError: If the file cannot be written; the message names it.
-        OptionError: If ``rank`` is negative.
+        OptionError: If ``rank`` is not a whole number, 0 or more.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Trace: reads a timeline back and says how much of the communication was hidden.
 
-Pure: neither torch nor Lightning. Limits: one file holds one rank, and the whole file is read into memory.
-
-Arithmetic on intervals of time, in sweeps over sorted ones.
+For that, times are treated as unions of intervals, in sweeps over sorted ones. Pure: neither torch nor Lightning.
+Limits: one file holds one rank, and the whole file is read into memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any, NoReturn
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP
 
 __all__ = [
-    "CategorySummary",
     "CounterSample",
     "Interval",
     "Span",
@@ -115,15 +113,6 @@ class CounterSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CategorySummary:
-    """The spans of one category: how many, their seconds added up, and the seconds in which any was open."""
-
-    count: int
-    total_seconds: float
-    busy_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
     """Where the communication of a trace went. All times in seconds.
 
@@ -141,7 +130,6 @@ class TraceSummary:
         total_bytes: Bytes of all sub-tasks sent.
         sub_tasks: Number of sub-tasks sent.
         steps: Number of training steps with compute or communication in the trace.
-        categories: Every category in the trace, by name.
     """
 
     communication_seconds: float
@@ -155,7 +143,6 @@ class TraceSummary:
     total_bytes: int
     sub_tasks: int
     steps: int
-    categories: Mapping[str, CategorySummary]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +174,6 @@ class Trace:
         seconds = length(communication)
         computing = subtract(_covered([*forward, *backward]), gates)
         hidden = length(intersection(communication, computing))
-        by_category: defaultdict[str, list[Span]] = defaultdict(list)
-        for span in self.spans:
-            by_category[span.category].append(span)
         return TraceSummary(
             communication_seconds=seconds,
             under_forward=length(intersection(communication, _covered(forward))),
@@ -202,14 +186,6 @@ class Trace:
             total_bytes=sum(span.args.get("bytes", 0) for span in sent),
             sub_tasks=len(sent),
             steps=len({span.step for span in [*sent, *forward, *backward]} - {None}),
-            categories={
-                category: CategorySummary(
-                    count=len(spans),
-                    total_seconds=length((span.start, span.end) for span in spans),
-                    busy_seconds=length(_covered(spans)),
-                )
-                for category, spans in sorted(by_category.items())
-            },
         )
 
 

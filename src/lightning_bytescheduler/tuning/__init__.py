@@ -1,7 +1,7 @@
 """Choosing credit and partition size. Pure: imports neither Lightning nor torch.distributed."""
 
-from lightning_bytescheduler.tuning.credit_tuning import CreditTuning, Decision
-from lightning_bytescheduler.tuning.link import LinkEstimate, SchedulerSizes, default_sizes
+from lightning_bytescheduler.tuning.decisions import CreditTuning, TuningDecision
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
 from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity, append_entries, read_record
 from lightning_bytescheduler.tuning.search import TuningOptions, first_guesses, prepare
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
@@ -9,11 +9,11 @@ from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, 
 __all__ = [
     "PLAIN_DDP",
     "CreditTuning",
-    "Decision",
     "LinkEstimate",
     "SchedulerSizes",
     "SearchSpace",
     "TrialEntry",
+    "TuningDecision",
     "TuningIdentity",
     "TuningOptions",
     "TuningPoint",

@@ -1,6 +1,6 @@
 """Tunes credit and partition size while ``fit`` runs, on rank 0: times steps, tells loggers, keeps the record.
 
-What it decides comes into force on all ranks before the same step (``strategies/point_in_force.py``).
+What it decides comes into force on all ranks before the same step (``ddp/tuned_fit.py``).
 
 Threads: one, ``bytescheduler-tuner``, which computes what the search proposes, so that no step waits for it; owned by
 the callback and ended by `CreditTuner.stop` within a bound. What it needs is imported before: data loaders fork, and a
@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_path, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.tuning.credit_tuning import CreditTuning
-from lightning_bytescheduler.tuning.picture import RECORD_NAME
-from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity, append_entries
+from lightning_bytescheduler.tuning.decisions import CreditTuning
+from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, TuningIdentity, append_entries
 from lightning_bytescheduler.tuning.search import TuningOptions, prepare
 from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint, resumed_space
 
@@ -81,8 +80,8 @@ class CreditTuner(pl.Callback):
         warm_up: int = 10,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
-        if record is not None and not (isinstance(record, (str, os.PathLike)) and os.fspath(record)):
-            raise OptionError("record", record, "a file path")
+        if record is not None:
+            require_path("record", record)
         self._options = TuningOptions(
             trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
             steps_per_trial=steps_per_trial,
@@ -201,7 +200,7 @@ class CreditTuner(pl.Callback):
             raise UnsupportedError("CreditTuner decides nothing outside of a fit that ByteSchedulerStrategy tunes.")
         return self._tuning
 
-    def note(self, step: int, seconds: float, *, as_decided: bool) -> None:
+    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
         """Take down how long a step took, from its forward pass to the next step's.
 
         Args:
@@ -217,7 +216,7 @@ class CreditTuner(pl.Callback):
             counts = False  # it competes with the step for this process
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
         if as_decided or step < self._in_force_from:
-            decision = self._begun.note(step, seconds, counts=counts)
+            decision = self._begun.step_took(step, seconds, counts=counts)
             if decision is not None:
                 self._in_force_from = decision.step
 

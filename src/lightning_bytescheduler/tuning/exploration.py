@@ -1,25 +1,22 @@
-"""Which point is tried next, and when there is nothing left to try.
+"""Which point is tried next, what that may cost, and when there is nothing left to try.
 
-What looking for something better may cost.
+*Time lost* (:class:`TimeBudget`) is what steps took beyond the best that is known. It may add up to a share of the
+steps taken since the search began, and from the start to that share of the first few hundred: with 2% of 500 steps, to
+ten steps' time. That is little. A point that doubles the step time costs one of the ten at each step, and four steps
+pass before it is left for good reason: the one in which it comes into force, two that are measured, and the one in
+which the change back comes into force. So points that are expected to be far off are not tried before it is affordable,
+and when there is nothing affordable to try, training goes on with the best that is known until there is. What no
+account can prevent is that a point turns out far slower than expected when little is left: the steps until this is
+noticed are lost.
 
-Time lost is what steps took beyond the best that is known. It may add up to a share of the steps taken since the
-search began, and from the start to that share of the first few hundred: with 2% of 500 steps, to ten steps' time.
-That is little. A point that doubles the step time costs one of the ten at each step, and four steps pass before it is
-left for good reason: the one in which it comes into force, two that are measured, and the one in which the change back
-comes into force. So points that are expected to be far off are not tried before it is affordable, and when there is
-nothing affordable to try, training goes on with the best that is known until there is. What no account can prevent is
-that a point turns out far slower than expected when little is left: the steps until this is noticed are lost.
+*Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is fast in part by luck, and the machine
+may have drifted between the first trial and the last. So the fastest few are measured again, in turns back and forth
+(a, b, c, c, b, a, ...), which cancel both. Plain DDP, which has fewer moving parts, is left for what is faster beyond
+chance only: where nothing is to be gained, one of many points always looks faster.
 
-Has the step time changed for good, or was that a blip?
-
-Steps are gathered in windows. When several windows in a row are off in the same direction, by their medians, the
-change has lasted. Anything shorter than a window or two is forgotten.
-
-The fastest few, measured again in turns before one is chosen.
-
-The fastest of many noisy measurements is fast in part by luck, and the machine may have drifted between the first
-trial and the last. Turns back and forth (a, b, c, c, b, a, ...) cancel both. Plain DDP, which has fewer moving parts,
-is left for what is faster beyond chance only: where nothing is to be gained, one of many points always looks faster.
+*Drift* (:class:`DriftDetector`): has the step time changed for good, or was that a blip? Steps are gathered in windows.
+When several windows in a row are off in the same direction, by their medians, the change has lasted. Anything shorter
+than a window or two is forgotten.
 """
 
 from __future__ import annotations
@@ -31,11 +28,37 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.tuning.record import StepTime, TrialEntry
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry
 from lightning_bytescheduler.tuning.search import Observation, Proposal, TuningOptions, propose
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "Plan", "Submit", "TimeBudget", "is_worth_it"]
+__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "Submit", "TimeBudget"]
+
+
+Submit = Callable[[Callable[[], Proposal]], "Future[Proposal]"]
+"""Starts a computation elsewhere, as ``concurrent.futures.Executor.submit`` does."""
+
+TURN_STEPS = 6
+"""Measured steps of a turn."""
+
+_ROUNDS = 4
+_MOST_ROUNDS = 8  # while a point may be worth leaving plain DDP for, and may not
+_WORTH_IT = 0.99  # of plain DDP's time
+_CERTAIN = 2.0  # standard errors
+
+_WINDOW = 20  # steps
+_WINDOWS = 3
+_LEAST = 0.1  # of the reference: less is not worth another search
+_CERTAIN_DRIFT = 4.0  # standard errors of a window's median
+
+_UNKNOWN_LOSS = 0.25  # of the step time: what a point of which nothing is known may cost each step
+_OF_WHAT_IS_LEFT = 0.5  # one trial is not meant to use up all that may be lost
+_RESERVE = 0.2  # of what may be lost from the start: kept for measuring the best again
+_LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
+_ASK_AGAIN = 50  # steps of waiting until more may be lost
+_CONTENDERS = 3
+_CONTENDS = 0.02  # of the best step time, beside errors
+_PLAIN_CONTENDS = 0.06
 
 
 class TimeBudget:
@@ -61,12 +84,6 @@ class TimeBudget:
         self.lost += max(seconds, 0.0)
 
 
-_WINDOW = 20  # steps
-_WINDOWS = 3
-_LEAST = 0.1  # of the reference: less is not worth another search
-_CERTAIN_DRIFT = 4.0  # standard errors of a window's median
-
-
 class DriftDetector:
     """Compares steps with a reference.
 
@@ -74,20 +91,20 @@ class DriftDetector:
         reference: The step time that was measured.
     """
 
-    def __init__(self, reference: StepTime) -> None:
+    def __init__(self, reference: StepTimeEstimate) -> None:
         self._reference = reference
         self._window: list[float] = []
         self._off = 0  # windows in a row, negative where faster
 
-    def note(self, seconds: float) -> bool:
+    def step_took(self, seconds: float) -> bool:
         """Take down a step; returns whether the change has lasted. It stays true until a window is as it was."""
         self._window.append(seconds)
         if len(self._window) == _WINDOW:
-            self._judge(StepTime.of(self._window))
+            self._judge(StepTimeEstimate.of(self._window))
             self._window = []
         return abs(self._off) >= _WINDOWS
 
-    def _judge(self, window: StepTime) -> None:
+    def _judge(self, window: StepTimeEstimate) -> None:
         change = window.seconds - self._reference.seconds
         margin = max(_LEAST * self._reference.seconds, _CERTAIN_DRIFT * (window.error + self._reference.error))
         if abs(change) <= margin:
@@ -104,19 +121,10 @@ class DriftDetector:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> DriftDetector:
         """Go on from ``state_dict()``."""
-        made = cls(StepTime(**state["reference"]))
+        made = cls(StepTimeEstimate(**state["reference"]))
         made._window = list(state["window"])
         made._off = state["off"]
         return made
-
-
-TURN_STEPS = 6
-"""Measured steps of a turn."""
-
-_ROUNDS = 4
-_MOST_ROUNDS = 8  # while a point may be worth leaving plain DDP for, and may not
-_WORTH_IT = 0.99  # of plain DDP's time
-_CERTAIN = 2.0  # standard errors
 
 
 class Confirmation:
@@ -161,10 +169,12 @@ class Confirmation:
         self._samples[self._index] += samples
         self._turns_taken += 1
 
-    def times(self) -> dict[TuningPoint, StepTime]:
+    def times(self) -> dict[TuningPoint, StepTimeEstimate]:
         """What was measured here, so far."""
         return {
-            point: StepTime.of(samples) for point, samples in zip(self._points, self._samples, strict=True) if samples
+            point: StepTimeEstimate.of(samples)
+            for point, samples in zip(self._points, self._samples, strict=True)
+            if samples
         }
 
     def winner(self) -> TuningPoint:
@@ -194,22 +204,9 @@ class Confirmation:
         return made
 
 
-def is_worth_it(time: StepTime, plain: StepTime) -> bool:
+def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
     """Whether it is worth leaving plain DDP for this: it is faster by enough, and not by chance."""
     return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds
-
-
-Submit = Callable[[Callable[[], Proposal]], "Future[Proposal]"]
-"""Starts a computation elsewhere, as ``concurrent.futures.Executor.submit`` does."""
-
-_UNKNOWN_LOSS = 0.25  # of the step time: what a point of which nothing is known may cost each step
-_OF_WHAT_IS_LEFT = 0.5  # one trial is not meant to use up all that may be lost
-_RESERVE = 0.2  # of what may be lost from the start: kept for measuring the best again
-_LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
-_ASK_AGAIN = 50  # steps of waiting until more may be lost
-_CONTENDERS = 3
-_CONTENDS = 0.02  # of the best step time, beside errors
-_PLAIN_CONTENDS = 0.06
 
 
 @dataclass(frozen=True, slots=True)

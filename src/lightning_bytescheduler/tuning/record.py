@@ -1,17 +1,16 @@
-"""What a search's results hold for: a state of another model, or of another link, says nothing about this one.
+"""The record of a search: what was tried, how long steps took, and what that holds for.
 
-How long a step takes, from few steps that are now and then disturbed.
+A record is a file with one JSON object a line (:class:`TrialEntry`), appended as things happen. A step time
+(:class:`StepTimeEstimate`) is made of few steps that are now and then disturbed. A result says nothing about another
+model or another link (:class:`TuningIdentity`).
 
 Location is the median and scale the median absolute deviation: neither moves much while fewer than half of the
 steps are disturbed, by a checkpoint elsewhere, a slow disk, or the garbage collector. The median of ``n`` steps has a
 standard error of about ``1.2533 × scale / sqrt(n)``.
-
-The record of a search: one JSON object a line, appended as things happen.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -20,22 +19,43 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import require_whole
+import msgspec
+
+from lightning_bytescheduler.checks import require_not_negative, require_one_of, require_text, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.link import LinkEstimate
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["KINDS", "StepTime", "TrialEntry", "TuningIdentity", "append_entries", "is_clearly_slower", "read_record"]
+__all__ = [
+    "KINDS",
+    "RECORD_NAME",
+    "StepTimeEstimate",
+    "TrialEntry",
+    "TuningIdentity",
+    "append_entries",
+    "is_clearly_slower",
+    "read_record",
+]
+
+RECORD_NAME = "tuning.jsonl"
+"""Of the record in a run's directory."""
+
+KINDS = ("start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed")
+"""The point in force at the start, DDP's behaviour, a guess from outside, a point of the search, a point measured
+again; the choice; the step time left what was chosen for; the search could not go on."""
+
+_OUTCOMES = ("measured", "abandoned")
 
 _CONSISTENT = 1.4826  # makes the median absolute deviation a normal distribution's standard deviation
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
 _LEAST_SCALE = 0.002  # of the location; coarse clocks must not make us certain
 _TRUSTED = 8  # steps; from fewer, the deviation is no estimate of the scale
 _CERTAIN = 3.0  # standard errors
+_SAME_LINK = 2.0  # probes of one link differ; beyond this factor it is another
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTimeEstimate:
     """A robust estimate.
 
     Attributes:
@@ -51,7 +71,7 @@ class StepTime:
     steps: int
 
     @classmethod
-    def of(cls, samples: Sequence[float], *, usual_noise: float = 0.0) -> StepTime:
+    def of(cls, samples: Sequence[float], *, usual_noise: float = 0.0) -> StepTimeEstimate:
         """Make the estimate.
 
         Args:
@@ -73,17 +93,10 @@ class StepTime:
         return self.scale / self.seconds
 
 
-def is_clearly_slower(time: StepTime, reference: StepTime) -> bool:
+def is_clearly_slower(time: StepTimeEstimate, reference: StepTimeEstimate) -> bool:
     """Whether more steps would not change that ``time`` is the larger one. One step alone is never clear."""
     margin = _CERTAIN * math.hypot(time.error, reference.error)
     return time.steps >= 2 and time.seconds - reference.seconds > margin
-
-
-KINDS = ("start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed")
-"""The point in force at the start, DDP's behaviour, a guess from outside, a point of the search, a point measured
-again; the choice; the step time left what was chosen for; the search could not go on."""
-
-_OUTCOMES = ("measured", "abandoned")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,19 +132,12 @@ class TrialEntry:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise OptionError("kind", self.kind, f"one of {', '.join(KINDS)}")
-        if self.outcome not in _OUTCOMES:
-            raise OptionError("outcome", self.outcome, f"one of {', '.join(_OUTCOMES)}")
-        for option, least in (("search", 0), ("step", 0), ("steps", 0)):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(option, value, f"a whole number, {least} or more")
+        require_one_of("kind", self.kind, KINDS)
+        require_one_of("outcome", self.outcome, _OUTCOMES)
+        for option in ("search", "step", "steps"):
+            require_whole(option, getattr(self, option), 0)
         for option in ("step_seconds", "error_seconds", "noise", "lost_seconds"):
-            value = getattr(self, option)
-            # Compared this way round, so that "not a number" is refused.
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise OptionError(option, value, "a finite number, 0 or more")
+            require_not_negative(option, getattr(self, option))
         TuningPoint(credit=self.credit, partition_size=self.partition_size)
 
     @property
@@ -140,9 +146,9 @@ class TrialEntry:
         return TuningPoint(credit=self.credit, partition_size=self.partition_size)
 
     @property
-    def step_time(self) -> StepTime:
+    def step_time(self) -> StepTimeEstimate:
         """What was measured."""
-        return StepTime(self.step_seconds, self.error_seconds, self.noise * self.step_seconds, self.steps)
+        return StepTimeEstimate(self.step_seconds, self.error_seconds, self.noise * self.step_seconds, self.steps)
 
     @property
     def is_trial(self) -> bool:
@@ -162,9 +168,9 @@ def append_entries(file: str | os.PathLike[str], entries: Iterable[TrialEntry]) 
     """
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(entry.state_dict()) + "\n" for entry in entries)
-    with target.open("a", encoding="utf-8") as stream:
-        stream.write(text)
+    lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+    with target.open("ab") as stream:
+        stream.write(lines)
 
 
 def read_record(file: str | os.PathLike[str]) -> tuple[TrialEntry, ...]:
@@ -180,23 +186,13 @@ def read_record(file: str | os.PathLike[str]) -> tuple[TrialEntry, ...]:
         if not line.strip():
             continue
         try:
-            entries.append(_entry(json.loads(line)))
-        except (ValueError, TypeError) as error:
+            # A newer version may say more: fields that are not known are left out.
+            entries.append(msgspec.json.decode(line, type=TrialEntry))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if number == len(lines):
                 break  # no newline after it
             raise OptionError("record", f"{os.fspath(file)}:{number}", f"lines of a tuning record ({error})") from error
     return tuple(entries)
-
-
-def _entry(values: object) -> TrialEntry:
-    if not isinstance(values, dict):
-        raise TypeError("not a JSON object")
-    known = {field.name for field in fields(TrialEntry)}
-    # A newer version may say more.
-    return TrialEntry(**{name: value for name, value in values.items() if name in known})
-
-
-_SAME_LINK = 2.0  # probes of one link differ; beyond this factor it is another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,8 +221,7 @@ class TuningIdentity:
     def __post_init__(self) -> None:
         for option in ("parameters", "bytes_per_parameter", "workers"):
             require_whole(option, getattr(self, option), 1)
-        if not isinstance(self.backend, str):
-            raise OptionError("backend", self.backend, "a text")
+        require_text("backend", self.backend)
 
     def matches(self, other: TuningIdentity) -> bool:
         """Whether results for one hold for the other. A link that was not measured matches any."""
@@ -246,6 +241,9 @@ class TuningIdentity:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TuningIdentity:
-        """Make it from ``state_dict()``."""
-        link = state["link"]
-        return cls(**{**state, "link": None if link is None else LinkEstimate(**link)})
+        """Make it from ``state_dict()``.
+
+        Raises:
+            msgspec.ValidationError: If it is something else.
+        """
+        return msgspec.convert(state, cls)

@@ -15,9 +15,8 @@ The search itself is the package ``bayesian-optimization``'s, with four things s
 The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A
 call after that takes about ten milliseconds of a processor.
 
-How a search is run.
-
-Where to look first: what a prediction says, before anything was measured.
+Besides: how a search is run (:class:`TuningOptions`), and where to look before anything was measured
+(:func:`first_guesses`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.checks import require_positive, require_whole
+from lightning_bytescheduler.checks import require_bool, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
 
@@ -38,8 +37,17 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float64]
 
-
 __all__ = ["Observation", "Proposal", "TuningOptions", "distance", "first_guesses", "prepare", "propose"]
+
+_APART = 1.5  # octaves: nearer, the second guess would tell little that the first did not
+_OCTAVES = 0.25  # of the grid of candidates
+_REACH = 2.0  # octaves from the nearest point that is not bad
+_NOT_BAD = 0.3  # logarithm of the step time above the best one's
+_WORST = 0.5  # the same; beyond, all are equally bad
+_LEAST_SPREAD = 0.05  # sizes are expected to change the step time by this share at least, whatever was seen
+_FIRST_SPREAD, _FEW = 0.2, 4  # and by this one, while so few points or fewer were seen
+_LENGTH_SCALES = (1.0, 1.7, 3.0, 5.0, 9.0)  # octaves
+_USUAL_LENGTH_SCALE, _LENGTH_SCALE_SPREAD = 3.0, 0.7  # log-normal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +88,12 @@ class TuningOptions:
         for option in ("precision", "least_gain", "cost_share"):
             if require_positive(option, getattr(self, option)) >= 1:
                 raise OptionError(option, getattr(self, option), "less than 1")
-        if not isinstance(self.plain_ddp, bool):
-            raise OptionError("plain_ddp", self.plain_ddp, "True or False")
+        require_bool("plain_ddp", self.plain_ddp)
 
     @property
     def least_steps(self) -> int:
         """Steps that a point takes until it can be left for good reason: two measured, and both changes' first ones."""
         return 2 + self.settle + self.lead
-
-
-_APART = 1.5  # octaves: nearer, the second guess would tell little that the first did not
 
 
 def first_guesses(
@@ -132,16 +136,6 @@ def distance(one: TuningPoint, other: TuningPoint) -> float:
         OptionError: If one of them is plain DDP.
     """
     return max(abs(math.log2(a / b)) for a, b in zip(one.sizes, other.sizes, strict=True))
-
-
-_OCTAVES = 0.25  # of the grid of candidates
-_REACH = 2.0  # octaves from the nearest point that is not bad
-_NOT_BAD = 0.3  # logarithm of the step time above the best one's
-_WORST = 0.5  # the same; beyond, all are equally bad
-_LEAST_SPREAD = 0.05  # sizes are expected to change the step time by this share at least, whatever was seen
-_FIRST_SPREAD, _FEW = 0.2, 4  # and by this one, while so few points or fewer were seen
-_LENGTH_SCALES = (1.0, 1.7, 3.0, 5.0, 9.0)  # octaves
-_USUAL_LENGTH_SCALE, _LENGTH_SCALE_SPREAD = 3.0, 0.7  # log-normal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,4 @@
-"""Where a search goes on that was begun in another run.
-
-Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space around
-them, and a search that went on in the same space only would never go on. What was chosen by hand is kept to.
-
-What is tried: a credit and a partition size, or steps as plain DDP takes them.
-
-Which sizes may be tried.
+"""What can be tried, a credit and a partition size or steps as plain DDP takes them, and which sizes may be.
 
 The published tuner searched, for large models, credits of 4 to 64 million parameters and partitions of 2 to 32
 million with an all-reduce, and credits of 1 to 16 million with parameter servers. A model of 256 million
@@ -23,10 +16,25 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_bytescheduler.checks import require_positive, require_whole
+from lightning_bytescheduler.checks import is_whole, require_one_of, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["ALIGNMENT", "ARCHITECTURES", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
+
+ARCHITECTURES = ("all_reduce", "push_pull")
+"""How gradients are reduced."""
+
+ALIGNMENT = 1024
+"""Sizes are multiples of this many parameters, so that a slice of a buffer begins where vector instructions, pages and
+the packing of quantised elements want it, whatever the element."""
+
+_MILLION = 1_000_000
+_LARGE_MODEL = 256 * _MILLION
+_CREDITS = {"all_reduce": (4 * _MILLION, 64 * _MILLION), "push_pull": (1 * _MILLION, 16 * _MILLION)}
+# The published range of partitions is the all-reduce's. Servers want them smaller by as much as the credits are, as the
+# published default of 1 million says, which the published range leaves out.
+_PARTITIONS = {"all_reduce": (2 * _MILLION, 32 * _MILLION), "push_pull": (_MILLION // 2, 8 * _MILLION)}
+_LEAST_PARTITION = 32 * ALIGNMENT  # 128 KiB of fp32; below, starting a message costs more than its bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +58,7 @@ class TuningPoint:
             return
         for option in ("credit", "partition_size"):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, 1):
                 raise OptionError(
                     option, value, "a positive whole number of parameters, or None together with the other"
                 )
@@ -81,22 +89,6 @@ class TuningPoint:
 
 PLAIN_DDP = TuningPoint(credit=None, partition_size=None)
 """Behave as DDP does: messages of its size, no partitions, a barrier at the end of the step."""
-
-
-ARCHITECTURES = ("all_reduce", "push_pull")
-"""How gradients are reduced."""
-
-ALIGNMENT = 1024
-"""Sizes are multiples of this many parameters, so that a slice of a buffer begins where vector instructions, pages and
-the packing of quantised elements want it, whatever the element."""
-
-_MILLION = 1_000_000
-_LARGE_MODEL = 256 * _MILLION
-_CREDITS = {"all_reduce": (4 * _MILLION, 64 * _MILLION), "push_pull": (1 * _MILLION, 16 * _MILLION)}
-# The published range of partitions is the all-reduce's. Servers want them smaller by as much as the credits are, as the
-# published default of 1 million says, which the published range leaves out.
-_PARTITIONS = {"all_reduce": (2 * _MILLION, 32 * _MILLION), "push_pull": (_MILLION // 2, 8 * _MILLION)}
-_LEAST_PARTITION = 32 * ALIGNMENT  # 128 KiB of fp32; below, starting a message costs more than its bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,8 +135,7 @@ class SearchSpace:
             OptionError: Names the argument that is not allowed.
         """
         require_whole("parameters", parameters, 1)
-        if architecture not in ARCHITECTURES:
-            raise OptionError("architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
+        require_one_of("architecture", architecture, ARCHITECTURES)
         scale = min(parameters / _LARGE_MODEL, 1.0)
         whole = _aligned(parameters, up=True)
 
@@ -225,6 +216,9 @@ def _aligned(size: float, *, up: bool = False) -> int:
 
 def resumed_space(state: dict[str, Any], space: SearchSpace, *, given: Collection[str]) -> SearchSpace:
     """The space of a search's state, where it may be used instead of this run's.
+
+    Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space
+    around them, and a search that went on in the same space only would never go on. What was chosen by hand is kept to.
 
     Args:
         state: ``CreditTuning.state_dict()``.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_bytescheduler.checks import is_finite, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes", "is_slow"]
@@ -44,10 +45,8 @@ class LinkEstimate:
     beta: float
 
     def __post_init__(self) -> None:
-        if not (_is_finite(self.alpha) and self.alpha >= 0):
-            raise OptionError("alpha", self.alpha, "a finite number of seconds, 0 or more")
-        if not (_is_finite(self.beta) and self.beta > 0):
-            raise OptionError("beta", self.beta, "a finite number of seconds per byte, more than 0")
+        require_seconds("alpha", self.alpha)
+        require_positive("beta", self.beta, of="seconds per byte")
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> LinkEstimate:
@@ -61,7 +60,7 @@ class LinkEstimate:
         Raises:
             OptionError: If there are fewer than two different sizes, or a pair is negative or not finite.
         """
-        if not all(_is_finite(value) and value >= 0 for sample in samples for value in sample):
+        if not all(is_finite(value) and value >= 0 for sample in samples for value in sample):
             raise OptionError("samples", list(samples), "pairs of bytes and seconds, finite and not negative")
         small = min(samples, default=(0, 0.0))
         large = min(samples, key=lambda sample: (-sample[0], sample[1]), default=(0, 0.0))
@@ -129,9 +128,8 @@ def default_sizes(
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, or either not whole.
     """
-    for option, value, least in (("parameters", parameters, 0), ("bytes_per_parameter", bytes_per_parameter, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(option, value, f"a whole number, {least} or more")
+    require_whole("parameters", parameters, 0)
+    require_whole("bytes_per_parameter", bytes_per_parameter, 1)
     model_bytes = max(parameters * bytes_per_parameter, 1)
     hiding = _ALPHAS_PER_PARTITION * (2 if in_shards else 1) * link.alpha / link.beta
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
@@ -150,7 +148,3 @@ def default_sizes(
         credit=min(1 + max(behind, 1), _MOST_PARTITIONS_IN_CREDIT) * partition_size,
         bucket_bytes=int(bucket),
     )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

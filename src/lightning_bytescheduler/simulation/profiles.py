@@ -1,18 +1,17 @@
-"""Well-known networks as profiles, to plan with before there is a model to measure.
+"""What a model's step is made of: the sizes and times of its layers; of your own model, or of a well-known network.
 
-Layer sizes are the real ones (fp32). Times are not measured: a layer's share of the step is its share of the
-multiply-adds, and backward takes twice as long as forward. Scale them to your hardware by
-``ModelProfile.scaled_to``, with the time of a step on one worker.
-
-What a model's step is made of: the sizes and times of its layers.
-
-A profile is measured once, on one worker, and can be kept as JSON::
+A profile (:class:`ModelProfile`) is measured once, on one worker, and can be kept as JSON::
 
     {"name": "my model",
      "layers": [{"name": "embedding", "parameter_bytes": 4096000, "forward_seconds": 0.001, "backward_seconds": 0.002},
                 ...]}
 
 with the layers in the order of the forward pass.
+
+Well-known networks (:func:`network_profile`) are to plan with before there is a model to measure. Their layer sizes are
+the real ones (fp32). Times are not measured: a layer's share of the step is its share of the multiply-adds, and
+backward takes twice as long as forward. Scale them to your hardware by :meth:`ModelProfile.scaled_to`, with the time of
+a step on one worker.
 """
 
 from __future__ import annotations
@@ -23,10 +22,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from lightning_bytescheduler.checks import require_seconds, require_whole
+from lightning_bytescheduler.checks import (
+    require_one_of,
+    require_positive,
+    require_seconds,
+    require_text,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["NETWORKS", "LayerProfile", "ModelProfile", "network_profile"]
+
+_COMPUTE_SECONDS = 0.2  # of a network's step; any hardware, some batch
+_BYTES = 4
+_Layer = tuple[str, int, float]  # name, parameters, multiply-adds per sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +61,7 @@ class LayerProfile:
     backward_seconds: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise OptionError("name", self.name, "a text")
+        require_text("name", self.name)
         require_whole("parameter_bytes", self.parameter_bytes, 0)
         require_seconds("forward_seconds", self.forward_seconds)
         require_seconds("backward_seconds", self.backward_seconds)
@@ -75,8 +83,7 @@ class ModelProfile:
     layers: tuple[LayerProfile, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise OptionError("name", self.name, "a text")
+        require_text("name", self.name)
         layers = tuple(self.layers)
         if not layers or not all(isinstance(layer, LayerProfile) for layer in layers):
             raise OptionError("layers", self.layers, "one LayerProfile or more")
@@ -110,8 +117,7 @@ class ModelProfile:
         Raises:
             OptionError: If ``compute_seconds`` is not a finite number above 0.
         """
-        if require_seconds("compute_seconds", compute_seconds) == 0:
-            raise OptionError("compute_seconds", compute_seconds, "more than 0")
+        require_positive("compute_seconds", compute_seconds, of="seconds")
         factor = compute_seconds / self.compute_seconds
         layers = (
             replace(
@@ -161,11 +167,6 @@ def _layer(place: str, content: object) -> LayerProfile:
         raise OptionError(f"{place}.{error.option}", error.value, error.allowed) from None
 
 
-_COMPUTE_SECONDS = 0.2  # of a step; any hardware, some batch
-_BYTES = 4
-_Layer = tuple[str, int, float]  # name, parameters, multiply-adds per sample
-
-
 def network_profile(name: str) -> ModelProfile:
     """The profile of a well-known network, with a step of 200 ms.
 
@@ -175,9 +176,7 @@ def network_profile(name: str) -> ModelProfile:
     Raises:
         OptionError: If it is none of these.
     """
-    if name not in NETWORKS:
-        raise OptionError("network", name, f"one of {', '.join(NETWORKS)}")
-    layers = NETWORKS[name]()
+    layers = NETWORKS[require_one_of("network", name, NETWORKS)]()
     work = sum(multiply_adds for _, _, multiply_adds in layers)
     return ModelProfile(
         name=name,

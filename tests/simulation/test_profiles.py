@@ -127,5 +127,5 @@ def test_resnet_strides_in_the_middle_of_a_block() -> None:
 
 
 def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(OptionError, match=rf"^network='alexnet' .* one of {', '.join(NETWORKS)}"):
+    with pytest.raises(OptionError, match=rf"^network='alexnet' .* one of {', '.join(map(repr, NETWORKS))}"):
         network_profile("alexnet")

@@ -149,7 +149,7 @@ def test_evaluations_and_the_first_steps_after_a_change_are_not_measured() -> No
             fresh = max(fresh - 1, 0)
         slow = step < 5 or step % 10 == 7 or fresh
         took = seconds(point) * (1.2 if slow else 1.0)
-        change = tuner.note(step, took, counts=step % 10 != 7) or change
+        change = tuner.step_took(step, took, counts=step % 10 != 7) or change
         if tuner.is_settled:
             break
     assert tuner.is_settled
@@ -254,9 +254,9 @@ def test_a_resumed_training_starts_tuned_and_its_first_steps_do_not_count() -> N
     assert resumed.is_settled
     assert resumed.current == training.tuning.current != START
     for step in range(80):  # numbered anew
-        assert resumed.note(step, 9.0) is None
+        assert resumed.step_took(step, 9.0) is None
     for step in range(80, 200):
-        assert resumed.note(step, bowl(OPTIMUM)(resumed.current)) is None
+        assert resumed.step_took(step, bowl(OPTIMUM)(resumed.current)) is None
 
 
 @pytest.mark.parametrize(
@@ -332,16 +332,16 @@ def test_a_state_that_is_none_is_refused_as_a_whole(path: str, value: object) ->
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, "1", None, True], ids=repr)
 def test_a_step_takes_some_time(seconds) -> None:
     with pytest.raises(OptionError, match="seconds"):
-        tuning().note(0, seconds)
+        tuning().step_took(0, seconds)
 
 
 def test_steps_go_on_and_on() -> None:
     tuner = tuning()
-    tuner.note(5, 0.3)
+    tuner.step_took(5, 0.3)
     for step in (5, 4, True, 6.0, None):
         with pytest.raises(OptionError, match="step"):
-            tuner.note(step, 0.3)
-    tuner.note(9, 0.3)
+            tuner.step_took(step, 0.3)
+    tuner.step_took(9, 0.3)
 
 
 def test_starts_and_guesses_that_cannot_be() -> None:

@@ -1,11 +1,11 @@
 """Tunes credit and partition size while a training runs: what to change, and before which step.
 
-One rank tunes, by its own clock, and says `Decision(step, point)`: from that step on, the point is in force. Every
-rank must put it in force before the *same* step. The partition size and plain DDP say which messages a step consists
-of; if one rank cut a bucket of step 100 into four pieces and another into two, the first piece of one would be added to
-twice as much of the other, or both would wait for messages that never come. The credit only says how many messages
-may be in flight; where one rank decides the order of launches for all, its own credit is the one that matters. So a
-decision has to reach all ranks before the step it names: ``lead`` steps after the one in which it is made. How it
+One rank tunes, by its own clock, and says `TuningDecision(step, point)`: from that step on, the point is in force.
+Every rank must put it in force before the *same* step. The partition size and plain DDP say which messages a step
+consists of; if one rank cut a bucket of step 100 into four pieces and another into two, the first piece of one would be
+added to twice as much of the other, or both would wait for messages that never come. The credit only says how many
+messages may be in flight; where one rank decides the order of launches for all, its own credit is the one that matters.
+So a decision has to reach all ranks before the step it names: ``lead`` steps after the one in which it is made. How it
 travels is not decided here. It may come with what ranks exchange before the first gradient of step ``k + 1`` is ready;
 if it cannot, ``lead`` is made larger, and the steps in between are still steps at the old point.
 
@@ -22,8 +22,6 @@ A search is four things, one after the other.
 
 Pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the same decisions,
 also through `state_dict` and `load_state_dict` at any step.
-
-Steps at one point, one after the other.
 """
 
 from __future__ import annotations
@@ -31,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lightning_bytescheduler.checks import require_not_negative, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
@@ -42,15 +42,22 @@ from lightning_bytescheduler.tuning.exploration import (
     Submit,
     TimeBudget,
 )
-from lightning_bytescheduler.tuning.record import KINDS, StepTime, TrialEntry, TuningIdentity, is_clearly_slower
+from lightning_bytescheduler.tuning.record import KINDS, StepTimeEstimate, TrialEntry, TuningIdentity, is_clearly_slower
 from lightning_bytescheduler.tuning.search import TuningOptions
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["CreditTuning", "Decision", "Turn"]
+__all__ = ["CreditTuning", "TuningDecision"]
+
+_VERSION = 1
+_PLAIN = ("_steps", "_search", "_before", "_phase", "_kind")
+_PHASES = ("trial", "waiting", "confirming", "settled")
+_LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
+_WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
+_FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
 
 
 class Turn:
-    """Gathers the steps that count, and says what they lose.
+    """Steps at one point, one after the other: gathers those that count, and says what they lose.
 
     Args:
         settle: First steps that are not part of the measurement. Their loss is a loss all the same.
@@ -61,7 +68,7 @@ class Turn:
         self._settling: list[float] = []
         self.samples: list[float] = []
 
-    def note(self, seconds: float, *, counts: bool) -> bool:
+    def step_took(self, seconds: float, *, counts: bool) -> bool:
         """Take down a step, and return whether it is measured. One that does not count still lets the change settle."""
         if self._settle:
             self._settle -= 1
@@ -72,9 +79,9 @@ class Turn:
             self.samples.append(seconds)
         return counts
 
-    def time(self, *, usual_noise: float = 0.0) -> StepTime | None:
+    def time(self, *, usual_noise: float = 0.0) -> StepTimeEstimate | None:
         """The step time as far as it is known."""
-        return StepTime.of(self.samples, usual_noise=usual_noise) if self.samples else None
+        return StepTimeEstimate.of(self.samples, usual_noise=usual_noise) if self.samples else None
 
     def lost(self, best_seconds: float, *, before_seconds: float | None = None) -> float:
         """Seconds lost against steps of ``best_seconds``; disturbed steps are taken to be like the others.
@@ -101,7 +108,7 @@ class Turn:
     def _likely_seconds(self) -> float | None:
         """Of a step here. While little is measured, the first steps are better than nothing."""
         few = self.samples if len(self.samples) > 2 else [*self._settling, *self.samples]
-        return StepTime.of(few).seconds if few else None
+        return StepTimeEstimate.of(few).seconds if few else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""
@@ -116,16 +123,8 @@ class Turn:
         return made
 
 
-_VERSION = 1
-_PLAIN = ("_steps", "_search", "_before", "_phase", "_kind")
-_PHASES = ("trial", "waiting", "confirming", "settled")
-_LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
-_WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
-_FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
-
-
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TuningDecision:
     """A change.
 
     Attributes:
@@ -147,7 +146,7 @@ class CreditTuning:
         guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes.
         options: Limits.
         submit: Computes proposals elsewhere, such as an executor's ``submit``; whoever owns the executor ends it. By
-            default they are computed in ``note``, in about ten milliseconds.
+            default they are computed in ``step_took``, in about ten milliseconds.
 
     Raises:
         OptionError: If ``start`` is plain DDP, a guess is outside the space, or partitions are not tuned and
@@ -202,7 +201,7 @@ class CreditTuning:
         """What this search has cost so far, against the best that was known."""
         return self._budget.lost
 
-    def note(self, step: int, seconds: float, *, counts: bool = True) -> Decision | None:
+    def step_took(self, step: int, seconds: float, *, counts: bool = True) -> TuningDecision | None:
         """Take down how long a step took.
 
         Args:
@@ -227,7 +226,7 @@ class CreditTuning:
             if counts:
                 self._lose(seconds)  # still at the point that the last decision left
             return None
-        measured = self._turn.note(seconds, counts=counts)
+        measured = self._turn.step_took(seconds, counts=counts)
         if self._phase == "trial":
             return self._end_trial() if self._trial_is_over() else None
         if self._phase == "confirming":
@@ -257,7 +256,7 @@ class CreditTuning:
         self._turn = Turn(settle=0)
         self._exploration.plan(0)
 
-    def _next_trial(self) -> Decision | None:
+    def _next_trial(self) -> TuningDecision | None:
         plan = self._exploration.plan(self._steps)
         best = self._exploration.best
         if plan.note and best is not None:
@@ -291,7 +290,7 @@ class CreditTuning:
         left = self._exploration.left_seconds(self._steps)
         return another > 0 and self._turn.lost(best_seconds, before_seconds=self._before) + another > left
 
-    def _end_trial(self) -> Decision | None:
+    def _end_trial(self) -> TuningDecision | None:
         turn, best = self._turn, self._exploration.best
         time = turn.time(usual_noise=self._exploration.usual_noise)
         if time is None:
@@ -305,12 +304,12 @@ class CreditTuning:
 
     # Confirmation.
 
-    def _confirm(self) -> Decision | None:
+    def _confirm(self) -> TuningDecision | None:
         self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
         self._phase = "confirming"
         return self._choose() if self._confirmation.is_done else self._go_to(self._confirmation.point)
 
-    def _end_turn(self) -> Decision | None:
+    def _end_turn(self) -> TuningDecision | None:
         confirmation, best = self._confirmation, self._exploration.best
         if confirmation is None or best is None:
             return None
@@ -321,7 +320,7 @@ class CreditTuning:
             return self._choose()
         return self._go_to(confirmation.point)
 
-    def _choose(self) -> Decision | None:
+    def _choose(self) -> TuningDecision | None:
         confirmation = self._confirmation
         if confirmation is None:
             return None
@@ -340,17 +339,17 @@ class CreditTuning:
 
     # Settled, or waiting.
 
-    def _watch(self, seconds: float, *, measured: bool) -> Decision | None:
+    def _watch(self, seconds: float, *, measured: bool) -> TuningDecision | None:
         """At the best point known: look for a drift, and for something to try."""
         del self._turn.samples[:-_WATCHED]
         if measured and self._drift is not None:
-            drifted = self._drift.note(seconds)
+            drifted = self._drift.step_took(seconds)
             # Not before: what two searches lose must stay within what may be lost in their steps.
             if drifted and self._steps >= self._options.cost_steps:
                 return self._search_again()
         return self._next_trial() if self._phase == "waiting" else None
 
-    def _search_again(self) -> Decision | None:
+    def _search_again(self) -> TuningDecision | None:
         here = self._turn.time()
         if here is not None:
             self._enter("drift", self._current, here)
@@ -360,7 +359,7 @@ class CreditTuning:
 
     # Changes.
 
-    def _go_to(self, point: TuningPoint) -> Decision | None:
+    def _go_to(self, point: TuningPoint) -> TuningDecision | None:
         self._close_turn()
         if point == self._current:
             self._turn = Turn(settle=0)
@@ -368,7 +367,7 @@ class CreditTuning:
         self._current = point
         self._in_force_from = self._last_step + self._options.lead
         self._turn = Turn(settle=self._options.settle)
-        return Decision(self._in_force_from, point)
+        return TuningDecision(self._in_force_from, point)
 
     def _close_turn(self) -> float:
         """Account for what the steps at this point have lost; once."""
@@ -390,7 +389,7 @@ class CreditTuning:
         self,
         kind: str,
         point: TuningPoint,
-        time: StepTime,
+        time: StepTimeEstimate,
         *,
         outcome: str = "measured",
         lost_seconds: float = 0.0,
@@ -461,7 +460,7 @@ class CreditTuning:
             drift = state["drift"] and DriftDetector.from_state_dict(state["drift"])
             lost_seconds = require_not_negative("lost_seconds", state["lost_seconds"])
             self._exploration.load_state_dict(state["exploration"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError) as error:
             raise OptionError("state", state, f"made by state_dict() ({type(error).__name__}: {error})") from error
         for name, value in plain.items():
             setattr(self, name, value)

@@ -1,0 +1,306 @@
+"""When ranks wait for each other for good, when that is believed, and how a thread that waits is seen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from lightning_bytescheduler.failures import standstill
+from lightning_bytescheduler.failures.standstill import (
+    Blocked,
+    Standing,
+    StandstillWatch,
+    blocked_in,
+    explain_death,
+    find_standstill,
+)
+from tests.support.rank_pool import RankPool
+
+TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4, epoch_batches=4, launched_at_batch=20)
+GRADIENTS = replace(TRAINS, steps=4, awaited_step=4)  # waits for those of the step it has handed over
+BEHIND = replace(TRAINS, batches=3, epoch_batches=3, launched_at_batch=18, launched=19)
+COLLECTIVE = replace(BEHIND, collective="all_reduce", launched=21)
+NEXT_BATCH = replace(BEHIND, collective="broadcast", begins_batch=True, launched=21)
+ENDED = replace(BEHIND, ended=True)
+
+
+def test_it_travels_as_text() -> None:
+    assert Standing.decode(COLLECTIVE.encode().encode()) == COLLECTIVE
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "certain"),
+    [
+        (GRADIENTS, COLLECTIVE, True),  # each can go on only after the other
+        (GRADIENTS, replace(COLLECTIVE, launched=20), True),  # what this one passed was what begins a batch
+        (GRADIENTS, replace(COLLECTIVE, launched=19), False),  # this one has passed what nobody leaves alone
+        (GRADIENTS, NEXT_BATCH, True),
+        (COLLECTIVE, replace(COLLECTIVE, collective="barrier"), True),
+        (COLLECTIVE, NEXT_BATCH, True),
+        (replace(COLLECTIVE, launched=22), COLLECTIVE, False),
+        (GRADIENTS, ENDED, True),
+        (NEXT_BATCH, ENDED, True),
+    ],
+)
+def test_ranks_that_wait_for_each_other(one: Standing, other: Standing, certain: bool) -> None:
+    for standings in ({0: one, 1: other}, {0: other, 1: one}):
+        found = find_standstill(standings)
+        assert found is not None
+        assert found.certain == certain
+        assert "rank 0 " in found.text
+        assert "rank 1 " in found.text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (GRADIENTS, TRAINS),  # slow, or at a breakpoint
+        (GRADIENTS, replace(TRAINS, place="in validation")),  # a long validation on one rank
+        (GRADIENTS, GRADIENTS),  # a slow network
+        (GRADIENTS, replace(COLLECTIVE, steps=4)),  # the gradients are on their way, and this one comes next
+        (replace(GRADIENTS, awaited_step=3), replace(GRADIENTS, steps=3, awaited_step=3)),
+        (COLLECTIVE, COLLECTIVE),
+        (COLLECTIVE, TRAINS),
+        (COLLECTIVE, ENDED),  # it may be called after the fit there
+        (GRADIENTS, replace(ENDED, steps=4)),  # its gradients are on their way
+        (NEXT_BATCH, replace(ENDED, batches=4)),
+        (GRADIENTS, replace(COLLECTIVE, collective="broadcast", launched=19)),  # its root may run ahead
+        (ENDED, ENDED),
+    ],
+)
+def test_ranks_that_may_go_on(one: Standing, other: Standing) -> None:
+    assert find_standstill({0: one, 1: other}) is None
+    assert find_standstill({0: other, 1: one}) is None
+
+
+def test_whoever_computes_may_still_come() -> None:
+    assert find_standstill({0: GRADIENTS, 1: COLLECTIVE, 2: TRAINS}) is None
+    assert find_standstill({0: GRADIENTS, 1: COLLECTIVE, 2: GRADIENTS}) is not None
+    assert find_standstill({0: GRADIENTS, 1: ENDED, 2: TRAINS}) is not None  # but nothing brings that one back
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "uneven"),
+    [
+        (NEXT_BATCH, ENDED, True),
+        (GRADIENTS, replace(COLLECTIVE, is_last=True, through=True), True),
+        (NEXT_BATCH, replace(COLLECTIVE, is_last=True), True),
+        (GRADIENTS, replace(COLLECTIVE, last_epoch=3), False),
+        (replace(GRADIENTS, last_epoch=4), replace(COLLECTIVE, last_epoch=3), True),
+        (replace(GRADIENTS, expected=8), replace(COLLECTIVE, expected=7), True),
+        (replace(GRADIENTS, expected=8), COLLECTIVE, False),
+        (GRADIENTS, COLLECTIVE, False),
+        # The next epoch is not uneven data.
+        (replace(NEXT_BATCH, epoch=1, epoch_batches=0), replace(COLLECTIVE, is_last=True, through=True), False),
+    ],
+)
+def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Standing, uneven: bool) -> None:
+    found = find_standstill({0: one, 1: other})
+    assert found is not None
+    assert ("different numbers of batches" in found.text) == uneven
+    assert ("use_distributed_sampler" in found.text) == uneven
+    assert ("sync_dist" in found.text) != uneven
+
+
+def test_each_rank_is_described() -> None:
+    waits = replace(GRADIENTS, place="in epoch 1, batch 4 (backward)", epoch=1, expected=9)
+    validates = replace(
+        COLLECTIVE, place="in batch 2 of the validation (on_validation_epoch_end)", is_last=True, through=True
+    )
+    assert waits.describe() == (
+        "is in epoch 1, batch 4 (backward), waits for the gradients of step 4 "
+        "(has begun 4 of 9 batches of epoch 1, 4 in all, and handed over 4 gradients)"
+    )
+    assert validates.describe() == (
+        "is in batch 2 of the validation (on_validation_epoch_end), waits in all_reduce, collective 21 of the default "
+        "group (has ended epoch 0 after 3 batches, 3 in all, and handed over 3 gradients)"
+    )
+    assert NEXT_BATCH.describe().startswith(
+        "is in epoch 0, batch 4, waits for the others to begin its batch 4 of epoch 0 ("
+    )
+    assert ENDED.describe() == "has ended the fit after 3 batches, 3 of epoch 0"
+
+
+def test_a_death_is_explained_by_what_was_told_last() -> None:
+    assert explain_death({}) == ""
+    even, uneven = {0: GRADIENTS, 1: TRAINS}, {0: replace(TRAINS, expected=4), 1: replace(TRAINS, expected=5)}
+    assert explain_death(even).startswith("Last, rank 0 is in epoch 0")
+    assert "limit_train_batches" not in explain_death(even)
+    assert explain_death(uneven).endswith("bound all with Trainer(limit_train_batches=N).")
+
+
+# A standstill is believed once it has been seen for a while, on ranks that are seen to live.
+
+WAITING = Standing(steps=4, awaited_step=4, launched=20, batches=4)
+IN_BARRIER = Standing(steps=3, launched=21, collective="barrier", batches=3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Other:
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+
+    def beat(self) -> None:
+        self.store.add("alive/1", 1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(standstill, "time", clock)
+    return clock
+
+
+def watches() -> tuple[StandstillWatch, StandstillWatch, Other]:
+    store = dist.HashStore()
+    return StandstillWatch(store, 0, [1], 0.25), StandstillWatch(store, 1, [0], 0.25), Other(store)
+
+
+def seen_after(
+    clock: Clock, own: StandstillWatch, other: Other, *, limit: float = 30.0, beats: bool = True, **changes: Any
+) -> float | None:
+    """Seconds until it is believed."""
+    start = clock.now
+    while clock.now < start + limit:
+        if beats:
+            other.beat()
+        own.tell(replace(WAITING, **changes))
+        if own.look() is not None:
+            return clock.now - start
+        clock.now += 0.25
+    return None
+
+
+def test_what_the_numbers_prove_is_believed_after_seconds(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(IN_BARRIER)
+    after = seen_after(clock, own, other)
+    assert after is not None
+    assert 3.0 <= after <= 5.5
+
+
+def test_what_a_dead_network_could_look_like_is_watched_for_longer(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(replace(IN_BARRIER, launched=19))
+    after = seen_after(clock, own, other)
+    assert after is not None
+    assert 15.0 <= after <= 17.5
+
+
+def test_every_change_begins_it_anew(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(IN_BARRIER)
+    assert seen_after(clock, own, other, limit=3.0) is None
+    others.tell(replace(IN_BARRIER, launched=22))
+    after = seen_after(clock, own, other)
+    assert after is not None
+    assert after >= 2.9
+    assert seen_after(clock, own, other, limit=2.9, launched=19) is None
+
+
+def test_a_rank_without_a_beat_is_not_believed(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(IN_BARRIER)
+    other.beat()
+    assert seen_after(clock, own, other, limit=1.0) is None
+    assert seen_after(clock, own, other, beats=False) is None
+
+
+def test_one_that_has_ended_needs_no_beat(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(replace(IN_BARRIER, collective="", ended=True))
+    assert seen_after(clock, own, other, beats=False) is not None
+
+
+def test_nobody_is_looked_at_without_need(clock: Clock) -> None:
+    own, others, other = watches()
+    others.tell(IN_BARRIER)
+    assert seen_after(clock, own, other, awaited_step=0) is None
+    assert own._stands == {}
+
+
+def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
+    own, _, other = watches()
+    assert seen_after(clock, own, other) is None
+
+
+def test_a_survey_has_what_all_told_last(clock: Clock) -> None:
+    own, others, _ = watches()
+    own.tell(WAITING)
+    own.survey()
+    assert own.told == {}
+    others.tell(IN_BARRIER)
+    own.survey()
+    assert own.told == {0: WAITING, 1: IN_BARRIER}
+
+
+# What a thread waits in is read off its stack.
+
+
+def _broadcast_sigterm_tensor() -> None:  # named as in Lightning's epoch loop
+    dist.broadcast(torch.zeros(1), src=1)
+
+
+def _places(rank: int) -> list[Blocked | None]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    alone = dist.new_group([0, 1])
+    main, seen = threading.get_ident(), []
+    calls: list[Callable[[], object]] = [
+        dist.barrier,
+        lambda: dist.all_reduce(torch.zeros(1)),
+        lambda: dist.all_reduce(torch.zeros(1), group=dist.group.WORLD),
+        lambda: dist.all_reduce(torch.zeros(1), group=alone),
+        lambda: dist.broadcast_object_list([None], src=1),
+        _broadcast_sigterm_tensor,
+    ]
+    for call in calls:
+        dist.barrier()
+        if rank == 0:
+            look = threading.Timer(0.2, lambda: seen.append(blocked_in(main)))
+            look.start()
+            call()
+            look.join()
+        else:
+            time.sleep(0.5)
+            call()
+    look = threading.Timer(0.1, lambda: seen.append(blocked_in(main)))
+    look.start()
+    time.sleep(0.3)  # not in a collective
+    look.join()
+    dist.destroy_process_group(alone)
+    return seen
+
+
+def test_only_collectives_of_the_default_group_count(two_plain_ranks: RankPool) -> None:
+    seen, _ = two_plain_ranks.run(_leaving)
+    reduces = Blocked("all_reduce", False)
+    sends = Blocked("broadcast", False)
+    assert seen == [Blocked("barrier", False), reduces, reduces, None, sends, Blocked("broadcast", True), None]
+
+
+def _leaving(rank: int) -> list[Blocked | None]:
+    try:
+        return _places(rank)
+    finally:
+        time.sleep(0.1)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("thread", [0, -1])
+def test_a_thread_that_is_gone_waits_for_nothing(thread: int) -> None:
+    assert blocked_in(thread) is None
