@@ -27,14 +27,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -130,16 +128,6 @@ class GatedParameter(nn.Parameter):
 # Who prints a parameter's class, or keys something by its name, sees what there would be without a gate.
 GatedParameter.__name__, GatedParameter.__qualname__ = nn.Parameter.__name__, nn.Parameter.__qualname__
 GatedParameter.__module__ = nn.Parameter.__module__
-
-
-def _reduce_for_processes(parameter: nn.Parameter) -> Any:
-    _open(parameter, False)
-    with _plain([parameter]):
-        return reduce_tensor(parameter)
-
-
-# Queues between processes look the class up, and share the memory of what they know.
-ForkingPickler.register(GatedParameter, _reduce_for_processes)
 
 
 @contextmanager
