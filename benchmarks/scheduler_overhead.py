@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable
 
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = ["NullTransport", "bytes_kept_per_step", "processor_seconds", "train_steps"]
 
@@ -49,7 +49,7 @@ def train_steps(core: ByteCore, launch: Callable[[SubCommTask], None], steps: in
     """Send ``tasks`` tasks of ``parts`` parts in each of ``steps`` steps, the last layer's first."""
     for step in range(steps):
         size = parts * core.partition_size
-        sent = [CommTask(f"{n}", size, launch=launch, priority=-n, key=(step, n)) for n in range(tasks)]
+        sent = [CommTask(f"{n}", size, launch=launch, priority=-n, key=TaskKey(step, bucket=n)) for n in range(tasks)]
         for task in sent:
             core.enqueue(task)
             task.notify_ready()

@@ -4,46 +4,40 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import nn
 
 from lightning_bytescheduler.checking.recorder import GateWatch
-from lightning_bytescheduler.ddp.partial_step import UpdateState
 
 
 class Engine:
-    """As the engine without ``on_open``: a touch is a call of ``touched``."""
+    """All updates are due, until each is touched; as the engine, it says what opened a gate."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._updates = [SimpleNamespace(parameters=[p], state=UpdateState.DUE) for p in module.parameters()]
+        self.parameters = list(module.parameters())
+        self.due = list(self.parameters)
         self.opened: list[Any] = []
-
-    def touched(self, update: Any, gradient_only: bool) -> None:
-        self.opened.append(update)
-        update.state = UpdateState.DONE
-
-
-class TellingEngine(Engine):
-    """As the engine that says what opened a gate."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
         self.on_open: Callable[[Any], None] | None = None
 
-    def touched(self, update: Any, gradient_only: bool) -> None:
-        super().touched(update, gradient_only)
+    def tell_openings(self, on_open: Callable[[Any], None]) -> None:
+        self.on_open = on_open
+
+    def due_parameters(self) -> list[nn.Parameter]:
+        return self.due
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        self.opened.append(parameter)
+        self.due = [p for p in self.due if p is not parameter]
         if self.on_open is not None:
-            self.on_open(SimpleNamespace(parameters=tuple(update.parameters), kind="touch", how="reader"))
+            self.on_open(SimpleNamespace(parameters=(parameter,), kind="touch", how="reader"))
 
 
 def reader(engine: Engine, index: int) -> None:
-    engine.touched(engine._updates[index], False)
+    engine.touch(engine.parameters[index])
 
 
-@pytest.mark.parametrize("kind", [Engine, TellingEngine])
-def test_who_touched_and_who_did_not(kind: type[Engine]) -> None:
+def test_who_touched_and_who_did_not() -> None:
     module = nn.Linear(2, 2)
-    engine = kind(module)
+    engine = Engine(module)
     watch = GateWatch(engine, module)
     watch.begin(7)
     reader(engine, 0)
@@ -56,10 +50,9 @@ def test_who_touched_and_who_did_not(kind: type[Engine]) -> None:
     assert len(engine.opened) == 2  # it listens, and the engine does what it did
 
 
-@pytest.mark.parametrize("kind", [Engine, TellingEngine])
-def test_a_read_between_steps_belongs_to_the_next_one(kind: type[Engine]) -> None:
+def test_a_read_between_steps_belongs_to_the_next_one() -> None:
     module = nn.Linear(2, 2)
-    engine = kind(module)
+    engine = Engine(module)
     watch = GateWatch(engine, module)
     watch.begin(7)
     watch.end()
@@ -67,8 +60,11 @@ def test_a_read_between_steps_belongs_to_the_next_one(kind: type[Engine]) -> Non
     assert list(watch.openings) == [8]
 
 
-def test_an_engine_that_tells_nothing_is_no_error() -> None:
-    watch = GateWatch(SimpleNamespace(), nn.Linear(2, 2))
+def test_where_nothing_is_due_nothing_is_untouched() -> None:
+    module = nn.Linear(2, 2)
+    engine = Engine(module)
+    engine.due = []
+    watch = GateWatch(engine, module)
     watch.begin(1)
     watch.end()
     assert watch.untouched == {1: ()}

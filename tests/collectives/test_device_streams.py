@@ -16,10 +16,10 @@ import torch
 from lightning_bytescheduler.collectives import device_streams
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
-from lightning_bytescheduler.ddp.pending_updates import TrainingStream
+from lightning_bytescheduler.ddp.steps import TrainingStream
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream
 
 CUDA = torch.device("cuda", 0)
@@ -72,7 +72,7 @@ class Training:
             10,
             launch=lambda sub: self.streams.send(bucket, sub, operation, 1, mark),
             priority=layer,
-            key=(self.step, layer),
+            key=TaskKey(self.step, bucket=layer),
             on_end=self.streams.forget,
         )
         self.streams.expect(task, **more)
@@ -381,7 +381,7 @@ def test_a_step_belongs_to_the_trainings_stream_and_its_reader_waits() -> None:
         with Training("nccl", seed) as training:
             cuda = training.cuda
             training_stream = TrainingStream(CUDA, cuda=cuda)
-            training_stream.note()
+            training_stream.is_here()
             task = training.backward()[2]
             read: list[float] = []
             side = cuda.Stream()
@@ -398,6 +398,6 @@ def test_a_step_belongs_to_the_trainings_stream_and_its_reader_waits() -> None:
 
 def test_on_a_cpu_there_are_no_streams() -> None:
     training_stream = TrainingStream(torch.device("cpu"), cuda=None)
-    training_stream.note()
+    training_stream.is_here()
     with training_stream.entered():
         assert training_stream.entered() is training_stream.entered()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 
 def make_groups(world_size: int, timeout: float = 30.0) -> list[dist.ProcessGroup]:
@@ -50,7 +50,9 @@ class Rank:
         return error
 
     def task(self, index: int, size: int, *, priority: int = 0, step: int = 1) -> CommTask:
-        task = CommTask(f"{step}.{index}", size, launch=self._launch, priority=priority, key=(step, index))
+        task = CommTask(
+            f"{step}.{index}", size, launch=self._launch, priority=priority, key=TaskKey(step, bucket=index)
+        )
         self.core.enqueue(task)
         return task
 

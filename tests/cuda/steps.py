@@ -20,7 +20,8 @@ from torch.optim import SGD, Optimizer
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.engine import GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.ddp_mode import StepMode
+from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import let_go
@@ -104,12 +105,16 @@ class Scheduled:
             transport=self.transport,
             parameters=parameters,
             device=device,
-            cross_barrier=case.mode != "synchronised",
             timeout=_TIMEOUT_S,
             statistics=self.statistics,
         )
-        self.engine.mode = case.mode == "ddp"
-        self.engine.sharded = case.max_norm is not None
+        self.engine.begin_fit(
+            EngineOptions(
+                overlapped=case.mode != "synchronised",
+                mode=StepMode(case.mode == "ddp"),
+                sharded=case.max_norm is not None,
+            )
+        )
 
     def _note(self, error: BaseException) -> BaseException:
         self.errors.append(error)
@@ -197,7 +202,7 @@ def _train_scheduled(
             engine.after_backward()
             if case.max_norm is not None and not engine.clip_norm(optimizer, case.max_norm):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-            if engine.cross_barrier:
+            if engine.options.overlapped:
                 engine.step(optimizer, optimizer.step)
             else:
                 optimizer.step()

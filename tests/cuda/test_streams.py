@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
 from lightning_bytescheduler.ddp import reduction as reduction_module
-from lightning_bytescheduler.ddp.pending_updates import TrainingStream
+from lightning_bytescheduler.ddp.steps import TrainingStream
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.cuda.steps import Case, Scheduled, train_both
 from tests.support.rank_pool import RankPool
@@ -171,7 +171,7 @@ def read_beside(rank: int, waits: bool) -> bool:
     device = torch.device("cuda", 0)
     weights = torch.zeros(1000, device=device)
     stream = TrainingStream(device)
-    stream.note()
+    stream.is_here()
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side), patch.object(torch.cuda.Stream, "wait_stream", _no_wait if not waits else _wait):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.ddp.ddp_mode import SHOWN, ModeChoice, ModeFound, ModeTrial
@@ -18,16 +18,16 @@ class Fit:
 
     Args:
         trials: Of each rank.
-        as_ddp: Seconds of a step.
+        ddp_mode: Seconds of a step.
         overlapped: The same.
         exposed: Of a step as DDP's, for each rank.
     """
 
     def __init__(
-        self, *trials: ModeTrial, as_ddp: float, overlapped: float, exposed: Callable[[int], float] = lambda _: 0.0
+        self, *trials: ModeTrial, ddp_mode: float, overlapped: float, exposed: Callable[[int], float] = lambda _: 0.0
     ) -> None:
         self.trials = trials or (ModeTrial(),)
-        self.as_ddp, self.overlapped, self.exposed = as_ddp, overlapped, exposed
+        self.ddp_mode, self.overlapped, self.exposed = ddp_mode, overlapped, exposed
         self.modes: list[bool] = []
         self.found: list[tuple[int, ModeFound]] = []
         self.noise: Callable[[], float] = lambda: 1.0
@@ -36,17 +36,17 @@ class Fit:
     def run(self, steps: int) -> Fit:
         for step in range(len(self.modes) + 1, len(self.modes) + steps + 1):
             self._look(step)
-            modes = {trial.as_ddp(step) for trial in self.trials}
+            modes = {trial.ddp_mode(step) for trial in self.trials}
             assert len(modes) == 1, "the same on all ranks"
             (mode,) = modes
             for rank, trial in enumerate(self.trials):
                 if self._last is not None:
-                    trial.note(step - 1, self._last * (1 + rank))  # others have clocks of their own
+                    trial.add_step(step - 1, self._last * (1 + rank))  # others have clocks of their own
                 if mode and step > 1:
-                    trial.note_exposed(self.exposed(rank))
+                    trial.add_exposed(self.exposed(rank))
             changed = bool(self.modes) and self.modes[-1] != mode
             self.modes.append(mode)
-            self._last = 10.0 if step == 1 or changed else (self.as_ddp if mode else self.overlapped) * self.noise()
+            self._last = 10.0 if step == 1 or changed else (self.ddp_mode if mode else self.overlapped) * self.noise()
         return self
 
     def _look(self, step: int) -> None:
@@ -56,45 +56,45 @@ class Fit:
             return
         by_all = [min(numbers) for numbers in zip(*(trial.exposed for trial in self.trials), strict=True)]
         choice = self.trials[0].choose(step, by_all)
-        found = [trial.settle(step, choice, by_all) for trial in self.trials]
+        found = [trial.follow(step, choice, by_all) for trial in self.trials]
         if found[0] is not None:
             self.found.append((step, found[0]))
 
     @property
     def seconds(self) -> float:
         """Without the first step, and what a change costs."""
-        return sum(self.as_ddp if mode else self.overlapped for mode in self.modes[1:])
+        return sum(self.ddp_mode if mode else self.overlapped for mode in self.modes[1:])
 
 
 def test_nothing_is_tried_where_nothing_is_exposed() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=1.2, exposed=lambda _: 0.04).run(5000)
+    fit = Fit(ddp_mode=1.0, overlapped=1.2, exposed=lambda _: 0.04).run(5000)
     assert all(fit.modes)
     ((step, found),) = fit.found
     assert step == 8
-    assert found.as_ddp
-    assert (found.exposed_s, found.as_ddp_s) == (0.04, 1.0)
+    assert found.ddp_mode
+    assert (found.exposed_s, found.ddp_mode_s) == (0.04, 1.0)
 
 
 def test_what_one_rank_alone_waits_for_is_nothing_to_hide() -> None:
     ranks = ModeTrial(), ModeTrial()
-    assert all(Fit(*ranks, as_ddp=1.0, overlapped=0.5, exposed=lambda rank: 0.5 * rank).run(1000).modes)
+    assert all(Fit(*ranks, ddp_mode=1.0, overlapped=0.5, exposed=lambda rank: 0.5 * rank).run(1000).modes)
 
 
 def test_what_takes_a_moment_is_not_hidden() -> None:
-    assert all(Fit(as_ddp=0.004, overlapped=0.003, exposed=lambda _: 0.0025).run(500).modes)
+    assert all(Fit(ddp_mode=0.004, overlapped=0.003, exposed=lambda _: 0.0025).run(500).modes)
 
 
 def test_much_that_is_exposed_is_hidden_soon() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=0.7, exposed=lambda _: 0.3).run(60)
+    fit = Fit(ddp_mode=1.0, overlapped=0.7, exposed=lambda _: 0.3).run(60)
     assert fit.modes == [True] * 3 + [False] * 57
     ((step, found),) = fit.found
     assert step == 9
-    assert not found.as_ddp
-    assert (found.as_ddp_s, found.overlapped_s) == (1.0, 0.7)
+    assert not found.ddp_mode
+    assert (found.ddp_mode_s, found.overlapped_s) == (1.0, 0.7)
 
 
 def test_a_trial_that_does_not_pay_is_short_and_not_soon_repeated() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=1.3, exposed=lambda _: 0.3).run(400)
+    fit = Fit(ddp_mode=1.0, overlapped=1.3, exposed=lambda _: 0.3).run(400)
     assert fit.modes == [True] * 3 + [False] * 5 + [True] * 392
     fit.run(600)
     assert fit.modes.count(False) == 10
@@ -103,38 +103,39 @@ def test_a_trial_that_does_not_pay_is_short_and_not_soon_repeated() -> None:
 
 
 def test_some_that_is_exposed_can_wait() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=0.95, exposed=lambda _: 0.1).run(300)
+    fit = Fit(ddp_mode=1.0, overlapped=0.95, exposed=lambda _: 0.1).run(300)
     first = fit.modes.index(False)
     assert 99 <= first <= 130
     assert not any(fit.modes[first : first + 100])
 
 
 def test_a_tie_is_ddps() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=0.99, exposed=lambda _: 0.3).run(400)
+    fit = Fit(ddp_mode=1.0, overlapped=0.99, exposed=lambda _: 0.3).run(400)
     assert fit.modes.count(False) == 13, "as it was close, the trial was longer"
     assert fit.modes[-1]
 
 
 def test_what_is_not_known_is_tried() -> None:
-    assert not Fit(as_ddp=1.0, overlapped=0.8, exposed=lambda _: math.inf).run(20).modes[-1]
-    assert Fit(as_ddp=1.0, overlapped=1.2, exposed=lambda _: math.inf).run(20).modes[-1]
+    assert not Fit(ddp_mode=1.0, overlapped=0.8, exposed=lambda _: math.inf).run(20).modes[-1]
+    assert Fit(ddp_mode=1.0, overlapped=1.2, exposed=lambda _: math.inf).run(20).modes[-1]
 
 
 def test_on_a_slow_link_it_is_ddps_way_that_is_tried() -> None:
-    fit = Fit(ModeTrial(overlapped=True), as_ddp=1.4, overlapped=1.0).run(1000)
+    fit = Fit(ModeTrial(overlapped=True), ddp_mode=1.4, overlapped=1.0).run(1000)
     assert fit.modes[:20] == [False] * 20
     assert fit.modes[20:25] == [True] * 5
     assert fit.modes.count(True) == 15, "and less and less often"
-    fit = Fit(ModeTrial(overlapped=True), as_ddp=0.9, overlapped=1.0).run(200)
+    fit = Fit(ModeTrial(overlapped=True), ddp_mode=0.9, overlapped=1.0).run(200)
     assert all(fit.modes[20:])
 
 
 def test_a_link_that_becomes_slow() -> None:
-    fit = Fit(as_ddp=1.0, overlapped=1.2, exposed=lambda _: 0.0).run(1000)
-    fit.as_ddp, fit.overlapped, fit.exposed = 2.0, 1.2, lambda _: 1.0
+    fit = Fit(ddp_mode=1.0, overlapped=1.2, exposed=lambda _: 0.0).run(1000)
+    fit.ddp_mode, fit.overlapped, fit.exposed = 2.0, 1.2, lambda _: 1.0
     assert fit.run(200).modes[1100:].count(True) == 5, "it was looked whether it still is"
 
 
+@settings(deadline=None)
 @given(
     ranks=st.integers(1, 3),
     overlapped=st.floats(0.4, 1.3),
@@ -149,7 +150,7 @@ def test_never_much_slower_than_the_better_way(
     draw = random.Random(seed)
     fit = Fit(
         *(ModeTrial(overlapped=slow) for _ in range(ranks)),
-        as_ddp=1.0,
+        ddp_mode=1.0,
         overlapped=overlapped,
         exposed=lambda _: exposed * draw.uniform(0.8, 1.2),
     )
@@ -163,31 +164,32 @@ def test_never_much_slower_than_the_better_way(
         assert fit.seconds <= 1.1 * overlapped * len(fit.modes), "and what is to be gained is gained"
 
 
+@settings(deadline=None)
 @given(choices=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), slow=st.booleans())
 def test_followers_keep_step_whatever_rank_zero_chooses(choices: list[tuple[bool, bool]], slow: bool) -> None:
     one, other = (ModeTrial(overlapped=slow) for _ in range(2))
     step = 1
-    for number, (as_ddp, trying) in enumerate(choices):
+    for number, (ddp_mode, trying) in enumerate(choices):
         step = one.next_look
-        other.note(step - 1, 0.5 + number)
+        other.add_step(step - 1, 0.5 + number)
         shown = [math.inf] * SHOWN
-        choice = ModeChoice(as_ddp=as_ddp, trying=trying)
-        one.settle(step, choice, shown)
-        other.settle(step, choice, shown)
+        choice = ModeChoice(ddp_mode=ddp_mode, trying=trying)
+        one.follow(step, choice, shown)
+        other.follow(step, choice, shown)
         assert one.next_look == other.next_look > step
-        assert one.as_ddp(step) == other.as_ddp(step) == as_ddp
+        assert one.ddp_mode(step) == other.ddp_mode(step) == ddp_mode
 
 
 def test_without_figures_nothing_changes() -> None:
     trial = ModeTrial()
     assert trial.exposed == [math.inf] * SHOWN
-    assert trial.choose(4, trial.exposed) == ModeChoice(as_ddp=True, trying=False)
+    assert trial.choose(4, trial.exposed) == ModeChoice(ddp_mode=True, trying=False)
 
 
 @pytest.mark.parametrize("count", [0, 3, SHOWN + 3])
 def test_as_many_numbers_on_all_ranks(count: int) -> None:
     trial = ModeTrial()
     for number in range(count):
-        trial.note_exposed(float(number))
+        trial.add_exposed(float(number))
     assert len(trial.exposed) == SHOWN
     assert trial.exposed[SHOWN - min(count, SHOWN) :] == [float(n) for n in range(count)][-SHOWN:]

@@ -53,7 +53,7 @@ class Notes:
         self.reads = reads
 
     def note(self) -> None:
-        self.reads.note()
+        self.reads.waited_early()
 
 
 class Habit(Callback):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale, total_norm
+from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.ddp.reduction import total_norm
 from tests.support.compare import bit_differences
 
 NAN, INF = math.nan, math.inf

@@ -28,11 +28,11 @@ class Engine:
     def scale_later(self, pending: Any) -> None:
         self.pending = pending
 
-    def settle_scale(self) -> None:
+    def update_scale(self) -> None:
         if self.pending is not None:
             self.settled += 1
             pending, self.pending = self.pending, None
-            pending.settle()
+            pending.update()
 
 
 def one_step(engine: Any, scaler: torch.amp.GradScaler) -> nn.Parameter:

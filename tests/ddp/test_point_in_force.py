@@ -49,7 +49,6 @@ class SimulatedFit:
         **given: Any,
     ) -> None:
         self.core = SimpleNamespace(credit=0, partition_size=0)
-        self.engine = SimpleNamespace(mode=False)
         self.tuner, self.seconds, self.now, self.step = tuner, seconds, 0.0, 0
         self.points: list[TuningPoint] = []
         self.changes: list[TuningPoint] = []
@@ -70,7 +69,6 @@ class SimulatedFit:
         )
         self.in_force = PointInForce(
             core=self.core,  # type: ignore[arg-type]
-            engine=self.engine,  # type: ignore[arg-type]
             values=self.values,  # type: ignore[arg-type]
             point=first,
             tuner=tuner,
@@ -80,7 +78,7 @@ class SimulatedFit:
 
     @property
     def point(self) -> TuningPoint:
-        if self.engine.mode:
+        if self.in_force.ddp_mode:
             return PLAIN_DDP
         return TuningPoint(credit=self.core.credit, partition_size=self.core.partition_size)
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.ddp.gradient_transforms import total_norm
-from lightning_bytescheduler.ddp.reduction import _shard_norms
+from lightning_bytescheduler.ddp.reduction import _shard_norms, total_norm
 from lightning_bytescheduler.scheduler.task import CommTask
 
 

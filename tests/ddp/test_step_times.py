@@ -53,7 +53,7 @@ def test_on_a_cpu() -> None:
     for step in range(1, 4):
         now[0] += step
         times.begin(step, lambda *note: notes.append(note))
-    times.settle(lambda *note: notes.append(note))
+    times.read_all(lambda *note: notes.append(note))
     assert notes == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
@@ -69,7 +69,7 @@ def test_on_a_gpu_that_lags_behind() -> None:
         cuda.passed = max(0, step - 2)
     assert notes == [(1, 1.0)]
     assert cuda.waited_for == []
-    times.settle(note)
+    times.read_all(note)
     assert notes == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     assert cuda.waited_for == [2, 3, 4]
 

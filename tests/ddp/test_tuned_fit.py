@@ -52,7 +52,7 @@ def overlapping_from(rank: int, step: int) -> Seen:
     """A fit on a fast link in which rank 0 finds before ``step`` that overlapped steps pay."""
 
     def choose(trial: ModeTrial, at: int, exposed: Any) -> ModeChoice:
-        return ModeChoice(as_ddp=at < step or rank > 0, trying=False)
+        return ModeChoice(ddp_mode=at < step or rank > 0, trying=False)
 
     with patch.object(ModeTrial, "choose", choose):
         return tuned_fit(rank, steps=160)

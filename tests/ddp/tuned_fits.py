@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 from lightning_bytescheduler.ddp import scheduled_gradients
+from lightning_bytescheduler.ddp.tuned_fit import PointInForce
 from tests.ddp.fits import trainer_with
 from tests.support.models import Tower
 
@@ -49,8 +50,8 @@ class _Looks(Callback):
         assert isinstance(strategy, ByteSchedulerStrategy)
         assert strategy.runtime is not None
         engine, core = strategy.runtime.engine, strategy.runtime.core
-        self._seen.is_tuned.append(engine.on_forward is not None)
-        self._seen.points.append((0, 0) if engine.mode is True else (core.credit, core.partition_size))
+        self._seen.is_tuned.append(isinstance(engine.mode, PointInForce))
+        self._seen.points.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
         tuners = [callback for callback in trainer.callbacks if isinstance(callback, CreditTuner)]  # type: ignore[attr-defined]
         self._seen.tuners = len(tuners)
         if tuners:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp import engine
+from lightning_bytescheduler.ddp import overlapped_step
 from lightning_bytescheduler.ddp.gates import GatedParameter
 
 __all__: list[str] = []
@@ -173,7 +173,7 @@ def kill_in_mid_communication(boom: Boom) -> None:
     def counted(transport: Any, part: Any, sub_task: Any, *how: Any) -> None:
         nonlocal sent
         send(transport, part, sub_task, *how)
-        sent += sub_task.parent.key[0] >= boom.step
+        sent += sub_task.parent.key.step >= boom.step
         if sent > 2:
             boom("sending")
 
@@ -182,13 +182,13 @@ def kill_in_mid_communication(boom: Boom) -> None:
 
 def fail_in_mid_step(boom: Boom) -> None:
     """Let ``boom`` happen in an optimizer step of one bucket, when it has changed some of the weights."""
-    step = engine.step_partially
+    step = overlapped_step.step_partially
 
     def broken_off(*arguments: Any) -> None:
         step(*arguments)
         boom("stepping")
 
-    engine.step_partially = broken_off  # type: ignore[assignment]
+    overlapped_step.step_partially = broken_off  # type: ignore[assignment]
 
 
 def slow_down_checkpoints(seconds: float) -> None:

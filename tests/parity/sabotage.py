@@ -13,17 +13,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp import engine as engine_module
 from lightning_bytescheduler.ddp import loss_scaler as loss_scaler_module
+from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
 from lightning_bytescheduler.ddp import plan as planning_module
 from lightning_bytescheduler.ddp import runtime as runtime_module
 from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
+from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
-from lightning_bytescheduler.ddp.partial_step import BucketUpdate, UpdateState
+from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -76,22 +78,22 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
 @contextmanager
 def blind_between_steps(module: LightningModule) -> Iterator[None]:
     """See touches in training steps only: all that is read elsewhere is what was there before the update."""
-    touched, begin_forward = GradientEngine.touched, GradientEngine.begin_forward
+    touched, begin_forward = BucketUpdate.touched, GradientEngine.begin_forward
 
-    def touched_in_forward(engine: GradientEngine, update: BucketUpdate, gradient_only: bool) -> None:
-        if engine._in_forward or update.state is not UpdateState.DUE:
-            touched(engine, update, gradient_only)
+    def touched_in_forward(update: BucketUpdate, parameter: nn.Parameter, gradient_only: bool) -> None:
+        if update.step.context.forward.under_way or update.state is not UpdateState.DUE:
+            touched(update, parameter, gradient_only)
         else:
             update.open_gate()
 
     def rearming_begin_forward(engine: GradientEngine) -> None:
         begin_forward(engine)
-        for update in engine._updates:
+        for update in engine._step.updates if isinstance(engine._step, OverlappedStep) else ():
             if update.state is UpdateState.DUE:
                 update.close_gate()
 
     with (
-        patch.object(GradientEngine, "touched", touched_in_forward),
+        patch.object(BucketUpdate, "touched", touched_in_forward),
         patch.object(GradientEngine, "begin_forward", rearming_begin_forward),
     ):
         yield
@@ -100,7 +102,7 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
     """Let the optimizer's state be read and replaced while updates are due."""
-    with patch.object(engine_module, "close_state", lambda *_: None):
+    with patch.object(overlapped_module, "close_state", lambda *_: None):
         yield
 
 
@@ -114,13 +116,13 @@ def blind_to_weights_and_state(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def blind_to_gradients(module: LightningModule) -> Iterator[None]:
     """Let gradients be read and written while they are on their way."""
-    touched = GradientEngine.touched
+    touched = BucketUpdate.touched
 
-    def touched_weights(engine: GradientEngine, update: BucketUpdate, gradient_only: bool) -> None:
+    def touched_weights(update: BucketUpdate, parameter: nn.Parameter, gradient_only: bool) -> None:
         if not gradient_only:
-            touched(engine, update, gradient_only)
+            touched(update, parameter, gradient_only)
 
-    with patch.object(GradientEngine, "touched", touched_weights):
+    with patch.object(BucketUpdate, "touched", touched_weights):
         yield
 
 
@@ -128,8 +130,8 @@ def blind_to_gradients(module: LightningModule) -> Iterator[None]:
 def every_read_is_seen(module: LightningModule) -> Iterator[None]:
     """Believe that every read of a parameter is seen."""
     with (
-        patch.object(GradientEngine, "_unseen", lambda *_: False),
-        patch.object(BucketUpdate, "gateable", lambda _: True),
+        patch.object(BucketUpdate, "is_unseen", lambda _: False),
+        patch.object(BucketUpdate, "is_gateable", lambda _: True),
         blind_to_aliases(module),
     ):
         yield
@@ -165,7 +167,7 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
         engine.close()
         return 0, 0
 
-    with patch.object(GradientEngine, "settle", drop):
+    with patch.object(GradientEngine, "land_what_arrived", drop):
         yield
 
 
@@ -174,7 +176,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
     with (
         patch.object(planning_module, "optimizer_reasons", lambda _: []),
-        patch.object(engine_module, "wants_whole_steps", lambda *_: None),
+        patch.object(overlapped_module, "wants_whole_steps", lambda *_: None),
         patch.object(scheduled_module, "wants_whole_steps", lambda *_: None),
     ):
         yield
@@ -184,7 +186,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
 def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
     """Let each rank step with the sparse gradients that it has itself."""
 
-    with patch.object(engine_module, "reduce_sparse", _done):
+    with patch.object(steps_module, "reduce_sparse", _done):
         yield
 
 
@@ -226,12 +228,12 @@ def nobody_sits_out(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def only_buckets_step(module: LightningModule) -> Iterator[None]:
     """Forget the optimizer's parameters that are in no bucket."""
-    step, step_partially = GradientEngine.step, engine_module.step_partially
+    step, step_partially = GradientEngine.step, overlapped_module.step_partially
 
     def step_buckets(engine: GradientEngine, *args: Any) -> Any:
-        with patch.object(engine_module, "step_partially", lambda *_: None):
+        with patch.object(overlapped_module, "step_partially", lambda *_: None):
             result = step(engine, *args)
-        assert engine_module.step_partially is step_partially
+        assert overlapped_module.step_partially is step_partially
         return result
 
     with patch.object(GradientEngine, "step", step_buckets):
@@ -272,5 +274,5 @@ def blind_to_aliases(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def blind_to_kept_state(module: LightningModule) -> Iterator[None]:
     """Believe that nobody keeps the optimizer's state."""
-    with patch.object(engine_module, "state_is_kept", lambda _: False):
+    with patch.object(overlapped_module, "state_is_kept", lambda _: False):
         yield

@@ -34,16 +34,16 @@ class Restless(ModeTrial):
         self.modes: list[bool] = []
 
     def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
-        as_ddp, trying = next(self._wanted)
-        return ModeChoice(as_ddp=as_ddp != (self._rank > 0), trying=trying)
+        ddp_mode, trying = next(self._wanted)
+        return ModeChoice(ddp_mode=ddp_mode != (self._rank > 0), trying=trying)
 
-    def settle(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
-        found = super().settle(step, choice, exposed)
+    def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
+        found = super().follow(step, choice, exposed)
         self.next_look = step + 1 + step % 3
         return found
 
-    def as_ddp(self, step: int) -> bool:
-        self.modes.append(super().as_ddp(step))
+    def ddp_mode(self, step: int) -> bool:
+        self.modes.append(super().ddp_mode(step))
         return self.modes[-1]
 
 

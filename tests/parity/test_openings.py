@@ -22,7 +22,7 @@ class Asks(Callback):
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self.names = {id(p): name for name, p in module.named_parameters()}
         strategy: Any = trainer.strategy
-        strategy.runtime.engine.on_open = lambda opening: self.note(module, opening)
+        strategy.runtime.engine.tell_openings(lambda opening: self.note(module, opening))
 
     def note(self, module: Any, opening: Opening) -> None:
         touched = None if opening.touched is None else self.names[id(opening.touched)]

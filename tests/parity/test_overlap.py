@@ -55,7 +55,7 @@ def withheld_until_the_middle(
         nonlocal released_step
         with lock:
             released_step = max(released_step, step)
-            arrived = [sub for sub in withheld if sub.parent.key[0] <= step]
+            arrived = [sub for sub in withheld if sub.parent.key.step <= step]
             for sub in arrived:
                 withheld.remove(sub)
         for sub in arrived:
@@ -74,7 +74,7 @@ def withheld_until_the_middle(
             release(step)
 
     def notify_or_withhold(sub: SubCommTask) -> None:
-        step = sub.parent.key[0]
+        step = sub.parent.key.step
         with lock:
             hold = sub.priority >= second_half and step > released_step and step < steps
             if hold:

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.ddp.partial_step import BucketUpdate, UpdateState
+from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.support.fit import Recipe, Run
@@ -64,14 +64,14 @@ class ReadsInThreads(Tower):
 @contextmanager
 def opens_before_its_step(module: LightningModule) -> Any:
     """Open gates first, then step, and let other threads in between."""
-    step_bucket = GradientEngine._step_bucket
+    step_bucket = BucketUpdate.update
 
-    def open_first(engine: GradientEngine, update: BucketUpdate) -> None:
+    def open_first(update: BucketUpdate) -> None:
         update.open_gate()
         threading.Event().wait(0.1)
-        step_bucket(engine, update)
+        step_bucket(update)
 
-    with patch.object(GradientEngine, "_step_bucket", open_first):
+    with patch.object(BucketUpdate, "update", open_first):
         yield
 
 
@@ -109,14 +109,14 @@ def test_a_monitor_thread(two_ranks: RankPool) -> None:
 
 @contextmanager
 def loses_steps_taken_while_waiting(module: LightningModule) -> Any:
-    def forget(engine: GradientEngine, task: CommTask) -> None:
+    def forget(step: OverlappedStep, task: CommTask) -> None:
         if not task.done():
-            with engine._lock:
-                for update in engine._updates:
+            with step.context.lock:
+                for update in step.updates:
                     if update.state is UpdateState.DUE and update.has_arrived:
                         update.state = UpdateState.STEPPED
 
-    with patch.object(GradientEngine, "_step_while_waiting", forget):
+    with patch.object(OverlappedStep, "step_while_waiting", forget):
         yield
 
 

@@ -62,8 +62,8 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
 
     def watched(engine: GradientEngine) -> None:
         begin_forward(engine)
-        core = engine._core
-        seen.append((0, 0) if engine.mode is True else (core.credit, core.partition_size))
+        core = engine._context.core
+        seen.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
 
     with (
         patch.object(credit_tuner, "CreditTuning", Restless),

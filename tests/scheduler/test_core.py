@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
-from lightning_bytescheduler.scheduler import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey
 from tests.scheduler.harness import (
     LOST,
     WAIT,
@@ -378,7 +378,7 @@ def test_launches_never_overlap() -> None:
 
     with running_core(partition_size=1, credit=4) as core:
         finishers = [in_thread(finish) for _ in range(3)]
-        tasks = [CommTask(f"t{n}", 20, launch=launch, key=(0, n)) for n in range(20)]
+        tasks = [CommTask(f"t{n}", 20, launch=launch, key=TaskKey(0, bucket=n)) for n in range(20)]
         for task in tasks:
             core.enqueue(task)
             task.notify_ready()

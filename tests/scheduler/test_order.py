@@ -18,9 +18,12 @@ from lightning_bytescheduler.scheduler import (
     LaunchOrder,
     PriorityOrder,
     SubCommTask,
+    TaskKey,
     TaskState,
 )
 from tests.scheduler.harness import WAIT, ManualTransport, enqueue, running_core, settle
+
+FIRST, SECOND = TaskKey(0, bucket=0), TaskKey(0, bucket=1)
 
 
 class Holder:
@@ -39,9 +42,7 @@ class Holder:
 
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None: ...
 
-    def admit(
-        self, name: str, size: int, *, part: int = 10, priority: int = 0, key: tuple[int, int] = (0, 0)
-    ) -> CommTask:
+    def admit(self, name: str, size: int, *, part: int = 10, priority: int = 0, key: TaskKey = FIRST) -> CommTask:
         task = CommTask(name, size, launch=lambda sub: None, priority=priority, key=key)
         self.order.admit(task, part)
         task._attach(self)
@@ -69,7 +70,7 @@ def test_what_is_ready_is_popped_by_priority_then_arrival_then_offset(
     holder = Holder(PriorityOrder())
     admitted = [
         # Keys run against arrival: they must not matter.
-        holder.admit(f"t{n}", size, priority=priority, key=(0, -n))
+        holder.admit(f"t{n}", size, priority=priority, key=TaskKey(0, bucket=-n))
         for n, (priority, size) in enumerate(tasks)
     ]
     waiting = [(task.priority, n, sub.index, sub) for n, task in enumerate(admitted) for sub in task.sub_tasks]
@@ -119,68 +120,72 @@ def announced(*decisions: Decision) -> tuple[Holder, AnnouncedOrder]:
 def test_a_follower_waits_for_the_decision_the_task_and_its_data() -> None:
     holder, order = announced()
     assert order.pop() is None  # no decision
-    order.announce([Decision((0, 1), 10, 1), Decision((0, 0), 20, 0)])
-    other = holder.admit("other", 20, key=(0, 0))
+    order.announce([Decision(SECOND, 10, 1), Decision(FIRST, 20, 0)])
+    other = holder.admit("other", 20, key=FIRST)
     other.notify_ready()
     assert order.pop() is None  # the task that is named first is not here yet, and nothing may overtake it
-    task = holder.admit("task", 20, key=(0, 1), part=3)
+    task = holder.admit("task", 20, key=SECOND, part=3)
     assert order.pop() is None  # its data is not here yet
     assert task.describe_outstanding() == "task (not partitioned, not ready)"
     task.notify_ready()
     assert popped(order) == ["task[1]", "other[0]"]
     assert [sub.size for sub in task.sub_tasks] == [10, 10]  # cut as announced, not as asked for here
-    order.announce([Decision((0, 1), 10, 0)])
+    order.announce([Decision(SECOND, 10, 0)])
     assert popped(order) == ["task[0]"]
     # Everything about both is forgotten, so their keys are free again.
-    holder.admit("task", 20, key=(0, 1))
-    holder.admit("other", 20, key=(0, 0))
+    holder.admit("task", 20, key=SECOND)
+    holder.admit("other", 20, key=FIRST)
 
 
 def test_two_tasks_of_one_key_are_refused() -> None:
     holder, _ = announced()
-    holder.admit("first", 20, key=(3, 1))
-    with pytest.raises(LaunchOrderError, match=r"Task key \(3, 1\) is held already by 'first'."):
-        holder.admit("second", 20, key=(3, 1))
+    holder.admit("first", 20, key=TaskKey(3, bucket=1))
+    with pytest.raises(LaunchOrderError, match=r"A task of step 3, phase 0, bucket 1 is held already: 'first'."):
+        holder.admit("second", 20, key=TaskKey(3, bucket=1))
 
 
 @pytest.mark.parametrize(
     "decisions",
     [
-        [Decision((0, 0), 10, 2)],  # a part that is not here
-        [Decision((0, 0), 10, -1)],
-        [Decision((0, 0), 10, 0), Decision((0, 0), 6, 1)],  # cut again, otherwise
-        [Decision((0, 0), 10, 1), Decision((0, 0), 10, 1)],  # twice
-        [Decision((0, 0), 0, 0)],
-        [Decision((0, 0), -5, 0)],
-        [Decision((0, 0), 10, 0, task_size=21)],  # larger there
-        [Decision((0, 0), 20, 0, task_size=15)],  # smaller there, cut alike
-        [Decision((0, 0), 50, 0, task_size=50)],  # in one piece on both sides
+        [Decision(FIRST, 10, 2)],  # a part that is not here
+        [Decision(FIRST, 10, -1)],
+        [Decision(FIRST, 10, 0), Decision(FIRST, 6, 1)],  # cut again, otherwise
+        [Decision(FIRST, 10, 1), Decision(FIRST, 10, 1)],  # twice
+        [Decision(FIRST, 0, 0)],
+        [Decision(FIRST, -5, 0)],
+        [Decision(FIRST, 10, 0, task_size=21)],  # larger there
+        [Decision(FIRST, 20, 0, task_size=15)],  # smaller there, cut alike
+        [Decision(FIRST, 50, 0, task_size=50)],  # in one piece on both sides
     ],
 )
 def test_decisions_that_do_not_fit_the_model_here_are_refused(decisions: list[Decision]) -> None:
     holder, order = announced(*decisions)
-    task = holder.admit("bucket 0", 20, key=(0, 0))
+    task = holder.admit("bucket 0", 20, key=FIRST)
     task.notify_ready()
     for _ in decisions[:-1]:
         order.pop()
     for _ in range(2):  # it does not go away
         with pytest.raises(
             LaunchOrderError,
-            match=r"Rank 0 launches part -?\d of task \(0, 0\) cut at .* 'bucket 0' with 20 parameters",
+            match=r"part -?\d of the task of step 0, phase 0, bucket 0, cut at .* 'bucket 0' with 20 parameters",
         ):
             order.pop()
 
 
 def test_a_decision_that_says_the_right_size_fits() -> None:
-    holder, order = announced(Decision((0, 0), 10, 1, task_size=20), Decision((0, 0), 10, 0, task_size=20))
-    holder.admit("t", 20, key=(0, 0)).notify_ready()
+    holder, order = announced(Decision(FIRST, 10, 1, task_size=20), Decision(FIRST, 10, 0, task_size=20))
+    holder.admit("t", 20, key=FIRST).notify_ready()
     assert popped(order) == ["t[1]", "t[0]"]
 
 
 @pytest.mark.parametrize("when", ["held", "ready", "half sent"])
 def test_a_task_that_failed_here_stops_the_follower(when: str) -> None:
-    holder, order = announced(Decision((0, 0), 10, 0), Decision((0, 0), 10, 1), Decision((0, 1), 10, 0))
-    task, other = holder.admit("t", 20, key=(0, 0)), holder.admit("other", 10, key=(0, 1))
+    holder, order = announced(
+        Decision(FIRST, 10, 0),
+        Decision(FIRST, 10, 1),
+        Decision(SECOND, 10, 0),
+    )
+    task, other = holder.admit("t", 20, key=FIRST), holder.admit("other", 10, key=SECOND)
     other.notify_ready()
     if when != "held":
         task.notify_ready()
@@ -194,13 +199,13 @@ def test_a_task_that_failed_here_stops_the_follower(when: str) -> None:
 
 
 def test_clear_forgets_tasks_and_decisions() -> None:
-    holder, order = announced(Decision((0, 0), 10, 0))
-    holder.admit("t", 20, key=(0, 0)).notify_ready()
+    holder, order = announced(Decision(FIRST, 10, 0))
+    holder.admit("t", 20, key=FIRST).notify_ready()
     order.pop()
     order.clear()
     assert order.pop() is None
-    holder.admit("t", 20, key=(0, 0)).notify_ready()
-    order.announce([Decision((0, 0), 20, 0)])
+    holder.admit("t", 20, key=FIRST).notify_ready()
+    order.announce([Decision(FIRST, 20, 0)])
     assert popped(order) == ["t[0]"]
     order.ready([])
     order.decided([])
@@ -209,10 +214,10 @@ def test_clear_forgets_tasks_and_decisions() -> None:
 def test_a_core_stops_on_a_decision_that_does_not_fit() -> None:
     order, transport = AnnouncedOrder(), ManualTransport()
     with running_core(order=order, credit=100) as core:
-        fits = enqueue(core, transport, "fits", 10, key=(0, 0))
-        task = enqueue(core, transport, "t", 20, key=(0, 1))
+        fits = enqueue(core, transport, "fits", 10, key=FIRST)
+        task = enqueue(core, transport, "t", 20, key=SECOND)
         # The first is chosen in the same breath in which the second is refused.
-        core.update_order(lambda: order.announce([Decision((0, 0), 10, 0), Decision((0, 1), 10, 7)]))
+        core.update_order(lambda: order.announce([Decision(FIRST, 10, 0), Decision(SECOND, 10, 7)]))
         for waiting in (fits, task):
             with pytest.raises(LaunchOrderError, match="part 7"):
                 waiting.wait(WAIT)
@@ -225,13 +230,13 @@ def test_a_core_stops_on_a_decision_that_does_not_fit() -> None:
 def test_a_key_that_is_taken_leaves_the_core_as_it_was() -> None:
     order, transport = AnnouncedOrder(), ManualTransport()
     with running_core(order=order) as core:
-        held = enqueue(core, transport, "held", key=(0, 0))
-        late = CommTask("late", 10, launch=transport, key=(0, 0))
+        held = enqueue(core, transport, "held", key=FIRST)
+        late = CommTask("late", 10, launch=transport, key=FIRST)
         with pytest.raises(LaunchOrderError):
             core.enqueue(late)
         with pytest.raises(TaskStateError, match="enqueue it first"):
             late.notify_ready()
-        core.update_order(partial(order.announce, [Decision((0, 0), 10, 0)]))
+        core.update_order(partial(order.announce, [Decision(FIRST, 10, 0)]))
         transport.wait_for(1)
         settle(core, transport)
         held.wait(WAIT)
@@ -277,7 +282,7 @@ class Collectives:
         other.notify_finish()
 
 
-def _identity(sub: SubCommTask) -> tuple[tuple[int, int], int, int, int]:
+def _identity(sub: SubCommTask) -> tuple[TaskKey, int, int, int]:
     return (sub.parent.key, sub.index, sub.offset, sub.size)
 
 
@@ -314,7 +319,7 @@ def test_a_follower_launches_exactly_the_leaders_sequence(
                         launch=partial(collectives.launch, rank),
                         # Only the leader's priorities may count.
                         priority=priorities[n] if rank == 0 else -priorities[n],
-                        key=(1, n),
+                        key=TaskKey(1, bucket=n),
                     )
                     core.enqueue(task)
                     tasks[rank].append(task)
@@ -335,7 +340,9 @@ def test_a_follower_launches_exactly_the_leaders_sequence(
         sequences = [[_identity(sub) for sub in launched] for launched in collectives.launched]
         assert sequences[0] == sequences[1]
         sent = sorted(
-            (key[1], parameter) for key, _, offset, size in sequences[0] for parameter in range(offset, offset + size)
+            (key.bucket, parameter)
+            for key, _, offset, size in sequences[0]
+            for parameter in range(offset, offset + size)
         )
         assert sent == [(n, parameter) for n, size in enumerate(sizes) for parameter in range(size)]
         assert leader.in_flight == follower.in_flight == 0
@@ -351,8 +358,8 @@ def test_ranks_with_different_models_find_out(here: int, there: int) -> None:
         running_core(order=leading, credit=100, partition_size=10) as leader,
     ):
         leading.follower = (follower, order)
-        enqueue(leader, transport, "there", there, key=(0, 0))
-        task = enqueue(follower, transport, "here", here, key=(0, 0))
+        enqueue(leader, transport, "there", there, key=FIRST)
+        task = enqueue(follower, transport, "here", here, key=FIRST)
         with pytest.raises(LaunchOrderError, match="Every rank must build the same model"):
             task.wait(WAIT)
         assert all(sub.parent.name == "there" for sub in transport.launched)

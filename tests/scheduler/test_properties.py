@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SchedulerClosedError, TaskStateError
-from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskState
+from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskKey, TaskState
 from lightning_bytescheduler.scheduler.task import part_size
 from tests.scheduler.harness import WAIT, LinkTransport, ManualTransport, restless_threads, running_core, settle
 
@@ -322,7 +322,11 @@ def _train(layers: int, parts: int, sent_per_layer: int, credit_parts: int, *, b
         queued = arrived = 0
         for layer in reversed(range(layers)):
             task = CommTask(
-                f"layer {layer}", 10 * parts, launch=transport, priority=layer if by_priority else 0, key=(0, layer)
+                f"layer {layer}",
+                10 * parts,
+                launch=transport,
+                priority=layer if by_priority else 0,
+                key=TaskKey(0, bucket=layer),
             )
             core.enqueue(task)
             task.notify_ready()

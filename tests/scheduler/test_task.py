@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
-from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskState
+from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey, TaskState
 from tests.scheduler.harness import WAIT, restless_threads
 
 NOT_SIZES = [0, -1, True, False, 1.0, 2.5, float("nan"), float("inf"), "7", None, [3]]
@@ -491,3 +491,13 @@ def test_concurrent_ends_call_back_once(enders: list[tuple[str, int]]) -> None:
         assert ends[0] is task.error
         assert sorted(listener.ended) == ["t[0]", "t[1]"]
         assert task.done()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)), max_size=20))
+def test_keys_are_in_the_order_of_steps_then_phases_then_buckets(keys: list[tuple[int, int, int]]) -> None:
+    made = sorted(TaskKey(*key) for key in keys)
+    assert [(key.step, key.phase, key.bucket) for key in made] == sorted(keys)
+
+
+def test_a_key_says_what_it_names() -> None:
+    assert str(TaskKey(3, bucket=1)) == "step 3, phase 0, bucket 1"

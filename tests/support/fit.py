@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.ddp.gates import GatedParameter
+from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.partial_step import is_closed
-from lightning_bytescheduler.ddp.pending_updates import PendingUpdates
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.compare import bit_differences
@@ -114,7 +114,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
             stack.enter_context(network)
         if run.sabotage is not None:
             # Steps in idle time take some of what nobody waits for, and would hide that.
-            stack.enter_context(patch.object(PendingUpdates, "_step_while_waiting", lambda *_: None))
+            stack.enter_context(patch.object(OverlappedStep, "step_while_waiting", lambda *_: None))
             stack.enter_context(run.sabotage(model))
         trainer = Trainer(
             strategy=_strategy(recipe, run),

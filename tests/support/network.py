@@ -50,7 +50,7 @@ class LateNetwork:
 
         def late_send(transport: GradientTransport, part: Any, sub_task: SubCommTask, *how: Any) -> None:
             if self._held:
-                self._await_release(sub_task.parent.key[0])
+                self._await_release(sub_task.parent.key.step)
             self._delay()
             send(transport, part, sub_task, *how)
 
@@ -99,7 +99,7 @@ class LateNetwork:
 
     def _release(self, strategy: ByteSchedulerStrategy) -> None:
         if strategy.runtime is not None:
-            self._release_up_to(strategy.runtime.engine._step_number)
+            self._release_up_to(strategy.runtime.engine.step_number)
 
     def _release_up_to(self, step: int) -> None:
         with self._released:

@@ -5,14 +5,11 @@ Of a traced run also what opened each parameter's gate: the line that touched it
 
 from __future__ import annotations
 
-import os
-import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import xxhash
@@ -20,18 +17,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-import lightning_bytescheduler
 from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
-from lightning_bytescheduler.ddp.partial_step import UpdateState
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 
 __all__ = ["PROGRESS", "GateWatch", "Recorder", "digest"]
-
-_PLUMBING = tuple(
-    os.path.dirname(os.path.abspath(package.__file__ or "")) + os.sep
-    for package in (torch, lightning, lightning_bytescheduler)
-)
 
 
 class GateWatch:
@@ -54,24 +44,13 @@ class GateWatch:
         self._step = 0
         self._due: list[str] = []
         self._in_forward = False
-        touched = getattr(engine, "touched", None)
-        if hasattr(engine, "on_open"):
-            engine.on_open = self._opened
-        elif touched is not None:
-
-            def noting(update: Any, *arguments: Any, **options: Any) -> Any:
-                if update.state is UpdateState.DUE:
-                    self._note(update)
-                return touched(update, *arguments, **options)
-
-            engine.touched = noting
+        engine.tell_openings(self._opened)
 
     def begin(self, step: int) -> None:
         """Before the forward pass of ``step``: note which updates are due."""
         self._step = step
         self._in_forward = True
-        due = [update for update in getattr(self._engine, "_updates", ()) if update.state is UpdateState.DUE]
-        self._due = [name for update in due for name in self._named(update)]
+        self._due = self._named(self._engine.due_parameters())
 
     def end(self) -> None:
         """After that pass."""
@@ -83,10 +62,7 @@ class GateWatch:
     def _opened(self, opening: Any) -> None:
         if opening.kind != "forward end":
             how = opening.how if opening.kind == "touch" else f"{opening.kind}: {opening.how}"
-            self._put_down(self._named(opening), how)
-
-    def _note(self, update: Any) -> None:
-        self._put_down(self._named(update), _reader(sys._getframe(2)))
+            self._put_down(self._named(opening.parameters), how)
 
     def _put_down(self, names: list[str], how: str) -> None:
         # Reads between two steps belong to the pass that follows them.
@@ -94,22 +70,8 @@ class GateWatch:
         for name in names:
             self.openings.setdefault(step, {}).setdefault(name, how)
 
-    def _named(self, gated: Any) -> list[str]:
-        return [name for name in (self._names.get(id(p)) for p in gated.parameters) if name is not None]
-
-
-def _reader(frame: FrameType | None) -> str:
-    """The innermost line on the stack that is neither torch's, Lightning's nor this package's."""
-    module = ""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if not module and isinstance(owner, nn.Module):
-            module = f" in {type(owner).__name__}.{frame.f_code.co_name}"
-        path = frame.f_code.co_filename
-        if not os.path.abspath(path).startswith(_PLUMBING) and not path.startswith("<"):
-            return f"{frame.f_code.co_name} ({os.path.basename(path)}:{frame.f_lineno}){module}"
-        frame = frame.f_back
-    return f"Lightning or torch{module}"
+    def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return [name for name in (self._names.get(id(p)) for p in parameters) if name is not None]
 
 
 PROGRESS = "progress.txt"
@@ -242,9 +204,7 @@ class Recorder(pl.Callback):
         runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
         if runtime is not None and self._spec.early:
             early = set(self._spec.early)
-            runtime.engine.gated_at_forward_start |= {
-                id(p) for name, p in pl_module.named_parameters() if name in early
-            }
+            runtime.engine.update_in_step(id(p) for name, p in pl_module.named_parameters() if name in early)
         if runtime is not None and self._spec.traced:
             self._gates = GateWatch(runtime.engine, pl_module)
         self._step_ended = time.perf_counter()

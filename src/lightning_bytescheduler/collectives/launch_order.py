@@ -33,13 +33,14 @@ from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
-from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
-_CAPACITY = 31  # decisions per message: 32 records of 5 int64 fit one Ethernet frame
-_FIELDS = 5
+_CAPACITY = 28  # decisions per message: 29 records of 6 int64 fit one Ethernet frame
+_FIELDS = 6  # of the key, then partition size, index and task size
 _CLOSE = -1
+_REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
 
@@ -63,13 +64,13 @@ class DecidingOrder(PriorityOrder):
         """Broadcast the batch's decisions; returns without waiting for anyone."""
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
-            records = [[len(part), 0, 0, 0, 0]]
+            records = [[len(part), *_REST]]
             records += [[*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size] for sub in part]
             self._send(records)
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        self._send([[_CLOSE, 0, 0, 0, 0]])
+        self._send([[_CLOSE, *_REST]])
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
@@ -155,8 +156,8 @@ class FollowingOrder(AnnouncedOrder):
                     self._closed = True
                     return
                 decisions = [
-                    Decision(key=(step, task), partition_size=size, index=index, task_size=task_size)
-                    for step, task, size, index, task_size in records[1 : 1 + count]
+                    Decision(key=TaskKey(step, phase, bucket), partition_size=size, index=index, task_size=task_size)
+                    for step, phase, bucket, size, index, task_size in records[1 : 1 + count]
                 ]
                 update_order(partial(self.announce, decisions))
         except BaseException as error:

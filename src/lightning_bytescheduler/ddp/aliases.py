@@ -1,27 +1,21 @@
-"""Finding out that somebody keeps an optimizer's state, and may read it without asking the optimizer again.
-
-``optimizer.state_dict()`` returns the very dictionaries and tensors the optimizer works with. Whoever keeps one of
-them, ``optimizer.state`` itself, or anything over the memory of such a tensor, sees each step's moments under DDP as
-soon as the step is taken; a deferred step would show late. Python and PyTorch count references, which tells.
-
-Not seen: a tensor of the state of which only the address is known.
-
-Finding parameters whose memory somebody else holds too.
+"""Finding out that somebody else holds the memory of a parameter, or an optimizer's state, and may read it unseen.
 
 A touch gate is on the Python object. Whoever made an alias of the memory earlier, with ``.data``, ``state_dict()`` or
 ``.numpy()``, reads it without a touch and would see weights before their deferred update. Every tensor over a memory
 holds a reference to it, and PyTorch counts those: more than the parameter needs means that there is an alias, whoever
 made it and whenever. Memory that PyTorch has not allocated for itself (NumPy's, a file's, what other processes share)
-may be read by whoever it belongs to, so it counts as held.
+may be read by whoever it belongs to, so it counts as held. The storage itself, ``untyped_storage()``, is one object of
+Python's, whose references Python counts.
 
 Code in C++ may also hold the very tensor, as a traced function does with a weight that it closes over. PyTorch counts
 references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more
 often than most shows.
 
-The storage itself, ``untyped_storage()``, is one object of Python's, whose references Python counts.
+``optimizer.state_dict()`` returns the very dictionaries and tensors the optimizer works with. Whoever keeps one of
+them, ``optimizer.state`` itself, or anything over the memory of such a tensor, sees each step's moments under DDP as
+soon as the step is taken; a deferred step would show late. The same counts tell.
 
-Not seen: an alias of which only the address is known (``data_ptr()``), and memory of a GPU that another process has
-opened.
+Not seen: memory of which only the address is known (``data_ptr()``), and that of a GPU that another process has opened.
 A graph that is kept beyond its backward pass holds references too; that costs the overlap and nothing else.
 """
 

@@ -1,11 +1,4 @@
-"""Ranks agree on the way in which they take steps from here on.
-
-How long steps take, from one backward pass to the next one.
-
-On a GPU by what it has done, not by what it has been told: the host may be whole steps ahead. Events on the training's
-stream take the moments, and are read once the GPU has passed them.
-
-Overlap, or step as DDP does? As DDP, until it is seen that something could be hidden and that hiding it pays.
+"""Which steps are taken as DDP's: as DDP, until it is seen that something could be hidden and that hiding it pays.
 
 Deferring updates costs a little on the training thread: gates, one optimizer call per bucket. Where gradients arrive
 faster than that, DDP's own way is the faster one. So steps begin as DDP's, which cost nothing beside DDP, and show how
@@ -17,15 +10,14 @@ steps begin overlapped, and it is DDP's way that is tried.
 
 Looks, at which ranks exchange what they have seen and rank 0 decides, are before the same steps on all ranks: the first
 one is known beforehand, and how far it is to the next one follows from the step and from what was decided at all looks
-before, which all ranks know (:mod:`~lightning_bytescheduler.ddp.ddp_mode`).
-
-Pure: no clock, no communication.
+before, which all ranks know (:func:`agree_on_mode`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,14 +26,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepTimes", "agree_on_mode"]
+__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepMode", "StepTimes", "TriedMode"]
 
-Note = Callable[[int, float], None]
+
+class StepMode:
+    """Says which steps are taken as DDP's; here, all or none.
+
+    Args:
+        ddp_mode: Whether they are.
+    """
+
+    may_wait = False
+    """Whether :meth:`before_forward` waits for what rank 0 tells, past the default group."""
+
+    def __init__(self, ddp_mode: bool = False) -> None:
+        self._ddp_mode = ddp_mode
+
+    @property
+    def ddp_mode(self) -> bool:
+        """Whether steps are taken as DDP's, at present."""
+        return self._ddp_mode
+
+    def before_forward(self, step: int) -> StepMode:
+        """A forward pass of ``step`` begins, on all ranks; returns what says so from here on."""
+        return self
+
+    def begin_step(self, step: int) -> bool:
+        """The backward pass of ``step`` has its first bucket; returns whether the step is one as DDP's."""
+        return self.ddp_mode
+
+    def add_exposed(self, seconds: float) -> None:
+        """So long has training waited at the end of a step as DDP's with nothing to do; infinite if unknown."""
+
+
+SeenStep = Callable[[int, float], None]
 """Told the number of a step and how long it took, in seconds."""
 
 
 class StepTimes:
-    """Takes the time of one engine's steps.
+    """Takes the time of one engine's steps, from one backward pass to the next one.
+
+    On a GPU by what it has done, not by what it has been told: the host may be whole steps ahead. Events on the
+    training's stream take the moments, and are read once the GPU has passed them.
 
     Args:
         device: Where they are computed.
@@ -56,11 +82,11 @@ class StepTimes:
         self._began: Any = clock() if device.type != "cuda" else None
         self._unread: deque[tuple[int, Any, Any]] = deque()
 
-    def begin(self, step: int, note: Note) -> None:
-        """``step`` begins where the caller is; ``note`` what is known of steps before it."""
+    def begin(self, step: int, seen: SeenStep) -> None:
+        """``step`` begins where the caller is; ``seen`` is told what is known of steps before it."""
         if self._device.type != "cuda":
             now = self._clock()
-            note(step - 1, now - self._began)
+            seen(step - 1, now - self._began)
             self._began = now
             return
         now = self._cuda.Event(enable_timing=True)
@@ -69,17 +95,17 @@ class StepTimes:
             self._unread.append((step - 1, self._began, now))
         self._began = now
         while self._unread and self._unread[0][2].query():
-            self._read(note)
+            self._read(seen)
 
-    def settle(self, note: Note) -> None:
-        """``note`` what is not known yet of steps that have ended; waits for a GPU to pass their ends."""
+    def read_all(self, seen: SeenStep) -> None:
+        """``seen`` is told what is not known yet of steps that have ended; waits for a GPU to pass their ends."""
         while self._unread:
             self._unread[0][2].synchronize()
-            self._read(note)
+            self._read(seen)
 
-    def _read(self, note: Note) -> None:
+    def _read(self, seen: SeenStep) -> None:
         step, start, end = self._unread.popleft()
-        note(step, start.elapsed_time(end) / 1e3)
+        seen(step, start.elapsed_time(end) / 1e3)
 
 
 SHOWN = 32
@@ -106,17 +132,17 @@ class ModeChoice:
     """How steps are taken from one look to the next.
 
     Attributes:
-        as_ddp: As DDP's, or overlapped.
+        ddp_mode: As DDP's, or overlapped.
         trying: Whether that is a trial.
     """
 
-    as_ddp: bool
+    ddp_mode: bool
     trying: bool
 
     @property
     def kept(self) -> bool:
         """Whether steps are DDP's when no trial is made."""
-        return self.as_ddp != self.trying
+        return self.ddp_mode != self.trying
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +150,20 @@ class ModeFound:
     """What rank 0 has decided, and from what.
 
     Attributes:
-        as_ddp: Whether steps are taken as DDP's from here on.
-        as_ddp_s: Typical step as DDP's, in seconds; not a number if unknown.
+        ddp_mode: Whether steps are taken as DDP's from here on.
+        ddp_mode_s: Typical step as DDP's, in seconds; not a number if unknown.
         overlapped_s: Typical overlapped step, likewise.
         exposed_s: What could be hidden in a step as DDP's, likewise.
     """
 
-    as_ddp: bool
-    as_ddp_s: float
+    ddp_mode: bool
+    ddp_mode_s: float
     overlapped_s: float
     exposed_s: float
 
 
 class ModeTrial:
-    """Says for each step whether it is to be one as DDP's.
+    """Says for each step whether it is to be one as DDP's. Pure: no clock, no communication.
 
     Args:
         overlapped: Begin overlapped, as the link is known to be slow.
@@ -159,7 +185,7 @@ class ModeTrial:
         self._affordable_after = affordable_after
         self._again_after = again_after
         self._check_after = min(check_after, again_after)
-        self._in_force = ModeChoice(as_ddp=not overlapped, trying=False)
+        self._in_force = ModeChoice(ddp_mode=not overlapped, trying=False)
         self._since = 1  # first step of the mode in force
         self._failed = 0  # trials of overlap
         self._try_from = affordable_after
@@ -172,23 +198,28 @@ class ModeTrial:
 
     # What this rank sees.
 
-    def as_ddp(self, step: int) -> bool:
+    def ddp_mode(self, step: int) -> bool:
         """Whether ``step``, counted from 1, is to be one as DDP's."""
-        return self._in_force.as_ddp
+        return self._in_force.ddp_mode
+
+    @property
+    def in_force(self) -> ModeChoice:
+        """How steps are taken at present."""
+        return self._in_force
 
     def is_due(self, step: int) -> bool:
         """Whether ranks have to agree before ``step``."""
         return step >= self.next_look
 
-    def note(self, step: int, seconds: float) -> None:
+    def add_step(self, step: int, seconds: float) -> None:
         """Take down how long ``step`` took, from its backward pass to the next one.
 
         Not the first of a stretch of steps of one kind: the end of a step of the other kind is in it.
         """
         if step > self._since:
-            self._seconds[self._in_force.as_ddp].append(seconds)
+            self._seconds[self._in_force.ddp_mode].append(seconds)
 
-    def note_exposed(self, seconds: float) -> None:
+    def add_exposed(self, seconds: float) -> None:
         """Take down what could have been hidden in a step as DDP's; infinite where that cannot be told."""
         self._exposed.append(seconds)
 
@@ -211,15 +242,15 @@ class ModeTrial:
         if self._in_force.trying:
             if not self._is_clear(step):
                 return self._in_force
-            as_ddp_s, overlapped_s = self._typical(True), self._typical(False)
-            return ModeChoice(as_ddp=not overlapped_s < _WORTH_IT * as_ddp_s, trying=False)
+            ddp_mode_s, overlapped_s = self._typical(True), self._typical(False)
+            return ModeChoice(ddp_mode=not overlapped_s < _WORTH_IT * ddp_mode_s, trying=False)
         if not kept:
-            return ModeChoice(as_ddp=True, trying=True)
+            return ModeChoice(ddp_mode=True, trying=True)
         share = self._share_exposed(exposed)
         affordable = step >= self._try_from or (share >= _MUCH and not self._failed)
-        return ModeChoice(as_ddp=False, trying=True) if share >= _SOME and affordable else self._in_force
+        return ModeChoice(ddp_mode=False, trying=True) if share >= _SOME and affordable else self._in_force
 
-    def settle(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
+    def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
         """Do what rank 0 has chosen before ``step``; returns what was found, where that is news and no trial.
 
         Args:
@@ -230,19 +261,19 @@ class ModeTrial:
         before, self._in_force = self._in_force, choice
         self._exposed_by_all = self._typical_exposed(exposed)
         found = None
-        if not choice.trying and choice.as_ddp != self._told and (before.trying or step > _FIRST_LOOK):
-            self._told = choice.as_ddp
-            found = ModeFound(choice.as_ddp, self._typical(True), self._typical(False), self._exposed_by_all)
+        if not choice.trying and choice.ddp_mode != self._told and (before.trying or step > _FIRST_LOOK):
+            self._told = choice.ddp_mode
+            found = ModeFound(choice.ddp_mode, self._typical(True), self._typical(False), self._exposed_by_all)
         if before.trying and not choice.trying:
-            if choice.as_ddp:  # overlap has been tried, or has been found wanting
+            if choice.ddp_mode:  # overlap has been tried, or has been found wanting
                 self._failed += 1
                 self._try_from = step + min(_FAILED_FACTOR * max(step, self._affordable_after), self._again_after)
             else:
-                self._check_after = _CHECK_FOUND_AFTER if not before.as_ddp else _FAILED_FACTOR * self._check_after
+                self._check_after = _CHECK_FOUND_AFTER if not before.ddp_mode else _FAILED_FACTOR * self._check_after
                 self._check_after = min(self._check_after, self._again_after)
-        if choice.as_ddp != before.as_ddp:
+        if choice.ddp_mode != before.ddp_mode:
             self._since = step
-            self._seconds[choice.as_ddp].clear()
+            self._seconds[choice.ddp_mode].clear()
             self._exposed.clear()
         self.next_look = step + self._until_next_look(step, before)
         return found
@@ -250,7 +281,7 @@ class ModeTrial:
     def _until_next_look(self, step: int, before: ModeChoice) -> int:
         if self._in_force.trying:
             return _TRIAL_STEPS if not before.trying else _MORE_TRIAL_STEPS
-        if not self._in_force.as_ddp:
+        if not self._in_force.ddp_mode:
             return self._check_after
         wait = self._try_from - step if self._failed else 0
         return max(min(max(step - self._since + 1, _FIRST_LOOK), _FARTHEST_LOOK), wait)
@@ -258,7 +289,7 @@ class ModeTrial:
     def _is_clear(self, step: int) -> bool:
         if step - self._since > _TRIAL_STEPS:
             return True
-        here, other = self._typical(self._in_force.as_ddp), self._typical(not self._in_force.as_ddp)
+        here, other = self._typical(self._in_force.ddp_mode), self._typical(not self._in_force.ddp_mode)
         return not abs(here - other) <= _CLEAR * other  # also if there are no figures
 
     def _share_exposed(self, exposed: Sequence[float]) -> float:
@@ -271,17 +302,62 @@ class ModeTrial:
         seen = exposed[SHOWN - len(self._exposed) :]
         return statistics.median_low(seen) if seen else math.nan
 
-    def _typical(self, as_ddp: bool) -> float:
-        seconds = self._seconds[as_ddp]
+    def _typical(self, ddp_mode: bool) -> float:
+        seconds = self._seconds[ddp_mode]
         return statistics.median_low(seconds) if seconds else math.nan
 
 
-def agree_on_mode(
-    trial: ModeTrial, step: int, device: torch.device, on_news: Callable[[ModeFound], None] | None
-) -> None:
+class TriedMode(StepMode):
+    """Tries what is faster, see the module.
+
+    Args:
+        trial: This rank's.
+        device: Where the default group wants its tensors, and where steps are computed.
+        on_found: Told what was found if it is new, on all ranks before the same step; may return what says so from
+            there on.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        trial: ModeTrial,
+        device: torch.device,
+        on_found: Callable[[ModeFound], StepMode | None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self._trial = trial
+        self._device = device
+        self._on_found = on_found
+        self._times = StepTimes(device, clock)
+
+    @property
+    def ddp_mode(self) -> bool:
+        """See :class:`StepMode`."""
+        return self._trial.in_force.ddp_mode
+
+    def before_forward(self, step: int) -> StepMode:
+        """See :class:`StepMode`: agree with the other ranks if a look is due."""
+        if not self._trial.is_due(step):
+            return self
+        self._times.read_all(self._trial.add_step)
+        found = agree_on_mode(self._trial, step, self._device)
+        return self if found is None else self._on_found(found) or self
+
+    def begin_step(self, step: int) -> bool:
+        """See :class:`StepMode`."""
+        self._times.begin(step, self._trial.add_step)
+        return self._trial.ddp_mode(step)
+
+    def add_exposed(self, seconds: float) -> None:
+        """See :class:`StepMode`."""
+        self._trial.add_exposed(seconds)
+
+
+def agree_on_mode(trial: ModeTrial, step: int, device: torch.device) -> ModeFound | None:
     """Let rank 0 decide, from what all ranks have seen and its own clock; every rank comes here before the same step.
 
-    Why the same step: a look is due at a number of steps that only `ModeTrial.settle` changes, from the step of the
+    Why the same step: a look is due at a number of steps that only `ModeTrial.follow` changes, from the step of the
     look, its own state and rank 0's choice. All ranks begin with the same state and go through the same looks with the
     same choices, so they come to the same number; by induction, for good. What a rank has timed itself enters nothing
     but `ModeTrial.choose`, whose result counts on rank 0 alone.
@@ -290,15 +366,15 @@ def agree_on_mode(
         trial: This rank's; its steps have been noted.
         step: The one that begins.
         device: Where the default group wants its tensors.
-        on_news: Told what was found if it is new.
+
+    Returns:
+        What was found if it is new.
     """
     exposed = torch.tensor(trial.exposed, dtype=torch.float64, device=device)
     dist.all_reduce(exposed, op=dist.ReduceOp.MIN)
     by_all: list[float] = exposed.tolist()
     wanted = trial.choose(step, by_all)
-    message = torch.tensor([wanted.as_ddp, wanted.trying], dtype=torch.int64, device=device)
+    message = torch.tensor([wanted.ddp_mode, wanted.trying], dtype=torch.int64, device=device)
     dist.broadcast(message, src=0)
-    as_ddp, trying = (bool(number) for number in message.tolist())
-    found = trial.settle(step, ModeChoice(as_ddp=as_ddp, trying=trying), by_all)
-    if found is not None and on_news is not None:
-        on_news(found)
+    ddp_mode, trying = (bool(number) for number in message.tolist())
+    return trial.follow(step, ModeChoice(ddp_mode=ddp_mode, trying=trying), by_all)

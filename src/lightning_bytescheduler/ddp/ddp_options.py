@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_bytescheduler.checks import is_finite
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = [
@@ -83,9 +84,7 @@ def check_bucket_cap(megabytes: object) -> None:
     Raises:
         OptionError: If it is neither ``None`` nor a number above 0.
     """
-    if megabytes is not None and (
-        isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not 0 < megabytes < float("inf")
-    ):
+    if megabytes is not None and (not is_finite(megabytes) or megabytes <= 0):
         raise OptionError("bucket_cap_mb", megabytes, "a number of megabytes above 0")
 
 

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that reach parameters without a touch, and that open gates first while a fit is under way.
+"""Functions of PyTorch that reach parameters without a touch, and forks: gates open first while a fit is under way.
 
 Most functions tell a parameter's class that they are handed it. These do not: they are bound to C++ directly, trace
 what runs into a graph of which a step must not become a part, or compute something else for classes they do not know.
@@ -8,28 +8,27 @@ Each is replaced where PyTorch looks it up, by a function that opens gates and g
   wrapped is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
 - *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
 - *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
-  open, and what is scripted or traced is known to be read unseen from then on.
+  open, and what is scripted or traced is known to be read unseen from then on;
+- *custom functions* are how kernels that take a weight's memory (Triton, CUDA extensions) become part of a model.
+  ``torch.autograd.Function.apply`` dispatches no ``__torch_function__``, but hands the arguments to
+  ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call. ``apply`` itself stays what it is, so
+  this holds for ``apply`` methods that were kept as functions (``attention = Attention.apply``), for subclasses that
+  override it and call what they inherit, and for Dynamo, which recognises custom functions by their ``apply`` and
+  traces what is inside.
 
-What a version of PyTorch does not have is left out. Calls of ``torch.compile`` are in ``compiled_calls.py``.
-
-Gates open at ``torch.autograd.Function.apply``, which dispatches no ``__torch_function__``.
-
-A custom function is how kernels that take a weight's memory (Triton, CUDA extensions) become part of a model. Its
-``apply`` hands the arguments to ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call; while a
-fit defers steps, gates among the arguments open there. ``apply`` itself stays what it is, so this holds for ``apply``
-methods that were kept as functions (``attention = Attention.apply``), for subclasses that override it and call what
-they inherit, and for Dynamo, which recognises custom functions by their ``apply`` and traces what is inside.
+Why there are two ways to replace. Entry points (:func:`watch_entry_points`) are replaced for a whole fit, by functions
+that Dynamo may follow: they do nothing while it compiles, so what it compiles does not come to depend on gates. What
+custom functions pass through (:class:`FunctionTouches`) runs in every forward pass of such a model, so it is replaced
+only where steps are deferred; and where Dynamo has given up on a custom function and runs it as it is, it must not look
+into what is around it: the replacement is one object for good, and Dynamo is told to leave it alone.
 
 Not seen: weights that the arguments only lead to, such as a module's, and kernels that are called without a custom
-function. The first iteration finds those (``first_use.py``), later ones ``unseen_reads.py``. Where PyTorch has no such
-function, none is seen, and all are found that way.
-
-Weights in processes that are started while updates are due.
+function. The first iteration finds those (``gates.py``), later ones ``unseen_reads.py``. What a version of PyTorch does
+not have is left out, and found that way too. Calls of ``torch.compile`` are in ``compiled_calls.py``.
 
 A forked child has its parent's memory and none of its threads: a gate that is closed there would wait forever. So all
 gates open before a fork, whichever thread forks: the parent waits for what is due, and the child has plain parameters
 and needs nothing of ours. ``subprocess`` replaces the child's memory at once, runs no hooks, and costs nothing.
-
 Processes that get a weight over a pipe (``spawn``, ``forkserver``, queues) have it pickled, which opens its gate; torch
 hands parameters over in shared memory, by their exact class.
 

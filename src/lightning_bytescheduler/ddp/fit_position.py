@@ -1,6 +1,7 @@
-"""What a rank says of itself before a training: versions, the strategy, and the options that all ranks must share.
+"""Where a rank is in a fit, counted by hooks and read by any thread; and what it says of itself before a training.
 
-Where this rank is in a fit: which batch of which epoch, and in which hook. Counted by hooks, read by any thread.
+The other ranks are told which batch of which epoch it is in, and which hook; before, its versions, its strategy, and
+the options that all ranks must share.
 """
 
 from __future__ import annotations

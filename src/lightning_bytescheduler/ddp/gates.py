@@ -1,8 +1,4 @@
-"""What opened a gate, for whoever asks: see ``GradientEngine.on_open``.
-
-Nothing here runs unless somebody asks: it walks the stack at each opening.
-
-Gates on parameters: the first touch of a parameter waits for what it still owes.
+"""Gates on parameters: the first touch of a parameter waits for what it still owes.
 
 While a parameter's gradient is on its way its class is :class:`GatedParameter`, which sees every PyTorch function that
 is handed the parameter (``__torch_function__``) and lets its gate act first. Class assignment is what
@@ -13,16 +9,16 @@ Why touches and not modules: a gate on a module's forward misses what is read el
 ``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
 is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see
 is code that holds the memory without the Python object: scripted modules, extensions, or an alias made earlier with
-``.data``. Those parameters are found beforehand (``eligibility.py``), in the first iteration (``first_use.py``) or by
-who holds them (``aliases.py``), and their steps are not deferred. Functions of PyTorch that take parameters without a
-word open gates first (``entry_points.py``, ``compiled_calls.py``).
+``.data``. Those parameters are found beforehand (``plan.py``), in the first iteration (:class:`FirstUseObserver`), in
+later ones (``unseen_reads.py``) or by who holds them (``aliases.py``), and their steps are not deferred. Functions of
+PyTorch that take parameters without a word open gates first (``entry_points.py``, ``compiled_calls.py``).
 
-What the first iteration shows: the order in which parameters are used, and which are used without a touch.
-
-The order is ByteScheduler's priority. It is observed, not taken from registration order (DESIGN 3, trap 6): during the
-first forward pass every parameter carries a gate that only notes its turn. A parameter that has a gradient after the
+In the first forward pass every parameter carries a gate that only notes its turn: the order of first use is
+ByteScheduler's priority, observed and not taken from registration order. A parameter that has a gradient after the
 backward pass, though nobody touched it, was read by code that a touch gate cannot see, such as an extension that takes
-its memory (trap 7).
+its memory.
+
+What opened a gate is told to whoever asks (``GradientEngine.tell_openings``); only then is the stack walked.
 """
 
 from __future__ import annotations
@@ -31,14 +27,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -134,16 +128,6 @@ class GatedParameter(nn.Parameter):
 # Who prints a parameter's class, or keys something by its name, sees what there would be without a gate.
 GatedParameter.__name__, GatedParameter.__qualname__ = nn.Parameter.__name__, nn.Parameter.__qualname__
 GatedParameter.__module__ = nn.Parameter.__module__
-
-
-def _reduce_for_processes(parameter: nn.Parameter) -> Any:
-    _open(parameter, False)
-    with _plain([parameter]):
-        return reduce_tensor(parameter)
-
-
-# Queues between processes look the class up, and share the memory of what they know.
-ForkingPickler.register(GatedParameter, _reduce_for_processes)
 
 
 @contextmanager

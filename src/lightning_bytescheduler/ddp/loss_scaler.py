@@ -79,12 +79,12 @@ class _DeferringScaler(GradScaler):
             super().update(new_scale)
             return
         pending = _PendingUpdate(self.scaler, self.unscale, self.found_inf, new_scale)
-        _close_gate(self.scaler, self.engine.settle_scale)
+        _close_gate(self.scaler, self.engine.update_scale)
         self.engine.scale_later(pending)
 
 
 class _PendingUpdate:
-    """See :class:`~lightning_bytescheduler.ddp.step_transforms.PendingScale`."""
+    """See :class:`~lightning_bytescheduler.ddp.gradient_transforms.PendingScale`."""
 
     def __init__(
         self, scaler: GradScaler, unscale: Unscale, found_inf: torch.Tensor, new_scale: float | torch.Tensor | None
@@ -94,7 +94,7 @@ class _PendingUpdate:
         self._found_inf = found_inf
         self._new_scale = new_scale
 
-    def settle(self) -> None:
+    def update(self) -> None:
         _open_gate(self._scaler)
         self._found_inf.fill_(float(self._unscale.found_inf()))
         self._scaler.update(self._new_scale)
@@ -112,13 +112,13 @@ class _GatedScaler:
         return object.__getattribute__(self, name)
 
 
-_settle: dict[int, Callable[[], None]] = {}  # by id of the scaler, which the pending update keeps alive
+_updates: dict[int, Callable[[], None]] = {}  # by id of the scaler, which the pending update keeps alive
 
 
 def _open_for(scaler: object) -> None:
-    settle = _settle.get(id(scaler))
-    if settle is not None:
-        settle()
+    update = _updates.get(id(scaler))
+    if update is not None:
+        update()
 
 
 _gated_kinds: dict[type[GradScaler], type[GradScaler]] = {}
@@ -130,13 +130,13 @@ def _gated(kind: type[GradScaler]) -> type[GradScaler]:
     return _gated_kinds[kind]
 
 
-def _close_gate(scaler: GradScaler, settle: Callable[[], None]) -> None:
-    _settle[id(scaler)] = settle
+def _close_gate(scaler: GradScaler, update: Callable[[], None]) -> None:
+    _updates[id(scaler)] = update
     if not isinstance(scaler, _GatedScaler):
         scaler.__class__ = _gated(type(scaler))
 
 
 def _open_gate(scaler: GradScaler) -> None:
-    _settle.pop(id(scaler), None)
+    _updates.pop(id(scaler), None)
     if issubclass(type(scaler), _GatedScaler):
         scaler.__class__ = type(scaler).__mro__[2]

@@ -1,23 +1,19 @@
-"""Steps as DDP's: buckets reduced at once, in messages about as large as DDP's, and waited for at the end of backward.
+"""What DDP is given for a bucket, and buckets merged to messages about as large as DDP's, for steps as DDP takes them.
 
 The buckets are smaller than DDP's, as they are what gates a layer, and cannot be changed after DDP has made them. So a
-step without gates merges them as they come. On a CPU that copies them there and back, so they are merged only up to the
-size from which a message's start-up is little beside its bytes (:func:`merged_bytes`).
+step without gates reduces them at once, merges them as they come, and waits at the end of the backward pass. On a CPU
+merging copies them there and back, so they are merged only up to the size from which a message's start-up is little
+beside its bytes (:func:`merged_bytes`).
 
 Where nothing is to be hidden, whatever is done beside DDP's own work is lost. On a CPU, DDP is given futures that are
 completed already, and the hook of the last bucket waits for what is under way: a future that a thread of gloo completes
-takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait.
+takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait: a future goes
+with the streams that are current when it gets its result, and whoever waits for it waits for what is queued on them
+then, by stream and not on the host (``torch.futures.Future``).
 
 Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
 data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
 every rank has launched it.
-
-Sparse gradients, which cannot be cut into partitions, and are reduced as DDP reduces them.
-
-What DDP is given in return for a bucket: a future of the bucket's own buffer.
-
-On a GPU a future goes with the streams that are current when it gets its result: whoever waits for it waits for what is
-queued on them then, by stream and not on the host (``torch.futures.Future``).
 """
 
 from __future__ import annotations

@@ -1,49 +1,28 @@
-"""One bucket's gradients on their way, and the optimizer step that is due when they arrive.
-
-States, all moved by the training thread (or whoever touches a parameter) under the engine's lock::
-
-    REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
-    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
-    DUE       after optimizer.step: any touch waits and applies the update
-    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
-              when and in which order parameters are used
-    OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
-              whoever else touches a parameter waits for the lock
-    DONE      parameters are plain again
-
-A gate opens *after* what it guards is done. Whoever touches a parameter meanwhile, on another thread, meets a closed
-gate and waits; if it opened before the step, that thread would read last step's weights, or save for its backward pass
-what the step then changes in place.
-
-Names for ``torch.profiler``, at no cost while nobody profiles.
-
-A gate on an optimizer: whoever asks for its state while updates are due has them applied first.
-
-While it is closed, the optimizer is of a subclass of its class that opens when ``optimizer.state`` or
-``vars(optimizer)`` is read or replaced, and when the optimizer is copied or pickled. What is then handed out is the
-state itself, so its type, length, order and equality are what they always are. Parameter groups may be read and
-changed freely: a deferred step has its own (``partial_step.py``).
-
-Stepping an unmodified optimizer for some of its parameters only.
+"""Stepping an unmodified optimizer for some of its parameters only, later than it was asked to.
 
 For optimizers whose update of a parameter depends on that parameter, its gradient, its state and its group's
 hyperparameters alone, stepping bucket by bucket gives the same bits as stepping all at once. The optimizer's own
 ``step`` runs on a stand-in for it: an object of its class with its attributes, the state as of the moment the step was
 due, and groups that hold the chosen parameters and the hyperparameters of that moment. Learning-rate schedules move on
-before a deferred step happens (DESIGN 3, trap 4), users replace state and groups, and nobody ever meets a temporary
-group: the optimizer itself stays as it is.
+before a deferred step happens, users replace state and groups, and nobody ever meets a temporary group: the optimizer
+itself stays as it is.
+
+Whoever asks for the optimizer's state meanwhile has what is due applied first, by a gate on the optimizer. While it is
+closed, the optimizer is of a subclass of its class that opens when ``optimizer.state`` or ``vars(optimizer)`` is read
+or replaced, and when the optimizer is copied or pickled. What is then handed out is the state itself, so its type,
+length, order and equality are what they always are. Parameter groups may be read and changed freely: a deferred step
+has its own.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import inspect
 import os.path
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,19 +31,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
-from lightning_bytescheduler.scheduler.task import CommTask
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.ddp.engine import GradientEngine
-
-
 __all__ = [
-    "BucketUpdate",
     "DueStep",
-    "HyperparameterSnapshot",
     "ParameterGradient",
-    "UpdateState",
     "attributes_of",
     "can_have_a_gate",
     "close_state",
@@ -74,22 +43,11 @@ __all__ = [
     "kind_of",
     "open_state",
     "plain_mode",
-    "profiled",
     "snapshot_hyperparameters",
     "step_partially",
     "steps_as_its_class",
     "wants_whole_steps",
 ]
-
-
-@contextmanager
-def profiled(name: str) -> Iterator[None]:
-    """Show what happens inside under ``name`` if a profiler is running."""
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(name):
-            yield
-    else:
-        yield
 
 
 _OPENS = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "state"})
@@ -315,6 +273,7 @@ class DueStep:
         self.kind = kind_of(optimizer)
         self.state = attributes_of(optimizer)["state"]  # not opening the gate
         self.hyperparameters = snapshot_hyperparameters(optimizer)
+        self.default_dtype = torch.get_default_dtype()
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._known = len(self.state)
 
@@ -396,101 +355,3 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield
-
-
-class UpdateState(enum.Enum):
-    """Where a bucket's update stands."""
-
-    REDUCING = "reducing"
-    REDUCED = "reduced"
-    DUE = "due"
-    STEPPED = "stepped"
-    OPENING = "opening"
-    DONE = "done"
-
-
-class BucketUpdate:
-    """A gate on the parameters of one bucket.
-
-    Args:
-        engine: Applies the update.
-        index: The bucket's index, the same on all ranks.
-        parameters: The bucket's parameters.
-        buffer: The flat gradient, reduced in place.
-        task: The communication.
-    """
-
-    __slots__ = (
-        "buffer",
-        "chosen",
-        "due",
-        "engine",
-        "index",
-        "norm_when_read",
-        "parameters",
-        "state",
-        "task",
-        "touched_by",
-        "transformed",
-    )
-
-    def __init__(
-        self,
-        engine: GradientEngine,
-        index: int,
-        parameters: list[nn.Parameter],
-        buffer: torch.Tensor,
-        task: CommTask,
-    ) -> None:
-        self.engine = engine
-        self.index = index
-        self.parameters = parameters
-        self.buffer = buffer
-        self.task = task
-        self.state = UpdateState.REDUCING
-        self.chosen: list[ParameterGradient] = []
-        self.due: DueStep | None = None
-        self.transformed = 0  # how many of the step's transforms have been applied
-        self.norm_when_read: torch.Tensor | None = None  # of the buffer, when last handed to a reader
-        self.touched_by: nn.Parameter | None = None
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the gradient is here, reduced."""
-        return self.task.done() and self.task.error is None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether a touch may find something left to do."""
-        return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
-
-    def holds(self, gradient: torch.Tensor) -> bool:
-        """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
-        if not gradient.numel():  # has no address to go by
-            return True
-        first = self.buffer.data_ptr()
-        return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
-
-    def gateable(self) -> bool:
-        """Whether every parameter's touches can be seen."""
-        return all(can_be_gated(p) for p in self.parameters)
-
-    def close_gate(self) -> None:
-        """Gate the parameters."""
-        arm(self.parameters, self)
-
-    def open_gate(self) -> None:
-        """Make the parameters plain again."""
-        disarm(p for p in self.parameters if gate_of(p) is self)
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        self.touched_by = parameter
-        self.engine.touched(self, gradient_only)
-        gate = gate_of(parameter)
-        if gate is not None and gate is not self:
-            gate.touched(parameter, gradient_only)  # put there while this thread waited
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        self.engine.open_all(reason)

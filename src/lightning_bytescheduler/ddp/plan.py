@@ -1,10 +1,7 @@
-"""Decides what can overlap, from what a fit is made of.
+"""What is overlapped in a fit, what is not, and why: decided from what the fit is made of, shown by ``strategy.plan``.
 
-What is overlapped in a fit, what is not, and why: ``strategy.plan``.
-
-What keeps a step from crossing the barrier, and which parameters a touch gate cannot see.
-
-Handing an optimizer's step, and what comes before it, to the engine through the calls Lightning makes anyway.
+Here too: how an optimizer's step, and what comes before it, is handed to the engine through the calls that Lightning
+makes anyway (:func:`deferring`).
 """
 
 from __future__ import annotations

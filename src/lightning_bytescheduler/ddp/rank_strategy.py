@@ -1,14 +1,12 @@
 """DDP's strategy on ranks that learn of each other's failures, and may leave their gradients to ByteScheduler.
 
-A clear error for the separate ``pytorch_lightning`` package.
+With Lightning's launchers for processes that the main process starts and joins (spawn, fork), Lightning calls
+``on_exception`` and tears down in the main process, when the workers are gone: the other ranks have to hear of a
+failure from the worker it happens in, before it dies.
 
-Its Trainer accepts only strategies derived from its own classes. Where it is already imported, the names are registered
-there too, bound to an error that says what to import instead.
-
-Lightning's launchers for processes that the main process starts and joins (spawn, fork), with failures published.
-
-There Lightning calls ``on_exception`` and tears down in the main process, when the workers are gone. The other ranks
-have to hear of a failure from the worker it happens in, before it dies.
+For the separate ``pytorch_lightning`` package there is a clear error. Its Trainer accepts only strategies derived from
+its own classes: where it is already imported, the names are registered there too, bound to an error that says what to
+import instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Makes the communication tasks of one step, and says when their data exists.
-
-How the buckets of one backward pass become communication tasks.
+"""How the buckets of one backward pass become communication tasks, and when their data exists.
 
 Two ways. *All-reduce*: one task per bucket. *Sharded*, for steps that need the norm of all gradients, or have to know
 whether all are finite, before the first update (norm clipping, fp16 loss scaling)::
@@ -12,7 +10,7 @@ whether all are finite, before the first update (norm clipping, fp16 loss scalin
 The bytes are those of the all-reduce (which is a reduce-scatter followed by an all-gather), but the norm is known when
 half of them have travelled. Reduce-scatters precede everything else, as every update waits for the last of them.
 
-Why the ranks agree: tasks are named by (step, kind and index of the bucket), and are launched in the order rank 0
+Why the ranks agree: tasks are named by step, phase and index of the bucket, and are launched in the order rank 0
 decides (``launch_order.py``). A gather waits for its bucket's reduce-scatter on this rank, and the exchange for all of
 them. Rank 0 decides on either only after these have ended there, so they precede it in the one order of all ranks: the
 oldest operation still never waits for a younger one.
@@ -20,9 +18,10 @@ oldest operation still never waits for a younger one.
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -39,21 +38,29 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import GradientTransport, ReadyMark
-from lightning_bytescheduler.ddp.gradient_transforms import total_norm
-from lightning_bytescheduler.ddp.partial_step import profiled
+from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-__all__ = ["AllReduction", "Reduction", "ShardedReduction", "StepTasks", "bucket_of", "position_of"]
+__all__ = [
+    "AllReduction",
+    "Bucket",
+    "Phase",
+    "Reduction",
+    "ShardedReduction",
+    "position_of",
+    "total_norm",
+]
 
-_GATHER = 1 << 20  # added to a bucket's index in the key of its all-gather; DDP has far fewer buckets
-_NORMS = 1 << 21
 _BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
 
 
-def bucket_of(task: CommTask) -> int:
-    """Index of the bucket that a task of a reduction is about."""
-    return task.key[1] % _GATHER
+class Phase(enum.IntEnum):
+    """Of a step: what a task does. The same on all ranks."""
+
+    REDUCE = 0  # all-reduce or reduce-scatter of a bucket
+    GATHER = 1
+    NORMS = 2  # of all buckets
 
 
 def position_of(task: CommTask) -> int:
@@ -61,28 +68,50 @@ def position_of(task: CommTask) -> int:
     return task.priority if task.priority > -_BEFORE_GATHERS // 2 else task.priority + _BEFORE_GATHERS
 
 
+def total_norm(norms: Iterable[float]) -> float:
+    """Norm of a vector from the norms of its parts; as in torch, not a number if any of them is not."""
+    parts = list(norms)
+    return math.nan if any(map(math.isnan, parts)) else math.hypot(*parts)  # C's says infinity for (nan, inf)
+
+
+class Bucket:
+    """One of DDP's, in one step.
+
+    Args:
+        index: The same on all ranks.
+        parameters: Whose gradients ``buffer`` holds, one after the other.
+        buffer: The flat gradient, reduced in place.
+        priority: Position in the forward pass.
+    """
+
+    __slots__ = ("buffer", "index", "parameters", "priority")
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], buffer: torch.Tensor, priority: int) -> None:
+        self.index = index
+        self.parameters = parameters
+        self.buffer = buffer
+        self.priority = priority
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
+        if not gradient.numel():  # has no address to go by
+            return True
+        first = self.buffer.data_ptr()
+        return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
+
+
 class Reduction(Protocol):
     """Turns the buckets of one backward pass into tasks."""
 
-    def reduce(
-        self,
-        index: int,
-        parameters: list[nn.Parameter],
-        buffer: torch.Tensor,
-        priority: int,
-        on_end: Callable[[CommTask], None] | None = None,
-    ) -> CommTask:
-        """Average ``buffer`` over all ranks, in place.
+    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+        """Average the buffer of ``bucket`` over all ranks, in place.
 
         Args:
-            index: The bucket's, the same on all ranks.
-            parameters: Whose gradients ``buffer`` holds, one after the other.
-            buffer: The flat gradient.
-            priority: Position in the forward pass.
+            bucket: The next one.
             on_end: Called once when the task has ended; on a GPU earlier, when the current stream waits for that.
 
         Returns:
-            The task that ends when ``buffer`` holds the mean.
+            The task that ends when the buffer holds the mean.
         """
 
     def close(self) -> None:
@@ -102,23 +131,17 @@ class AllReduction:
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
         self._tasks = StepTasks(core, transport, step, device)
 
-    def reduce(
-        self,
-        index: int,
-        parameters: list[nn.Parameter],
-        buffer: torch.Tensor,
-        priority: int,
-        on_end: Callable[[CommTask], None] | None = None,
-    ) -> CommTask:
+    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
         tasks = self._tasks
         ready = ReadyMark(tasks.device)
         task = tasks.enqueue(
-            f"bucket {index}",
-            buffer,
+            f"bucket {bucket.index}",
+            bucket.buffer,
             all_reduce,
-            index=index,
-            priority=priority,
+            phase=Phase.REDUCE,
+            index=bucket.index,
+            priority=bucket.priority,
             wire_share=2 * (tasks.world_size - 1) / tasks.world_size,
             ready=ready,
             on_end=on_end,
@@ -159,16 +182,9 @@ class ShardedReduction:
         self._rows: torch.Tensor | None = None
         self._norms: list[float] | None = None
 
-    def reduce(
-        self,
-        index: int,
-        parameters: list[nn.Parameter],
-        buffer: torch.Tensor,
-        priority: int,
-        on_end: Callable[[CommTask], None] | None = None,
-    ) -> CommTask:
+    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
-        tasks = self._tasks
+        tasks, index, buffer, parameters = self._tasks, bucket.index, bucket.buffer, bucket.parameters
         first = len(self._position)
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
@@ -184,8 +200,9 @@ class ShardedReduction:
             f"bucket {index} scatter",
             buffer,
             reduce_scatter,
+            phase=Phase.REDUCE,
             index=index,
-            priority=priority - _BEFORE_GATHERS,
+            priority=bucket.priority - _BEFORE_GATHERS,
             wire_share=share,
             ready=ready,
             # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
@@ -195,8 +212,9 @@ class ShardedReduction:
             f"bucket {index} gather",
             buffer,
             all_gather,
-            index=_GATHER + index,
-            priority=priority,
+            phase=Phase.GATHER,
+            index=index,
+            priority=bucket.priority,
             wire_share=share,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
@@ -210,7 +228,7 @@ class ShardedReduction:
         count = len(self._position)
         with self._tasks.aside():  # not behind the backward pass: the norms are put there before a GPU is through it
             self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
-        self.norms = self._tasks.enqueue_exchange(self._rows, index=_NORMS, priority=-_BEFORE_GATHERS)
+        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-_BEFORE_GATHERS)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
@@ -306,6 +324,7 @@ class StepTasks:
         buffer: torch.Tensor,
         operation: Operation,
         *,
+        phase: Phase,
         index: int,
         priority: int,
         wire_share: float,
@@ -320,7 +339,8 @@ class StepTasks:
             name: Of the task.
             buffer: What is sent.
             operation: What is done to each part.
-            index: Within the step.
+            phase: Of the step.
+            index: The bucket's.
             priority: See :class:`CommTask`.
             wire_share: What each rank sends per byte of ``buffer``.
             ready: When the contents of ``buffer`` exist, if they do not yet.
@@ -335,7 +355,7 @@ class StepTasks:
             buffer.numel(),
             launch=partial(self._send, buffer, operation, ready),
             priority=priority,
-            key=(self.step, index),
+            key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
             on_end=on_end if streams is None else streams.forget,
         )
@@ -357,14 +377,14 @@ class StepTasks:
         else:
             streams.when_ready(ready, task.notify_ready)
 
-    def enqueue_exchange(self, rows: torch.Tensor, *, index: int, priority: int) -> CommTask:
+    def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
         """Hand over the exchange of the rows of ``rows``, a single message, which exist when the task is ready."""
         task = CommTask(
             "gradient norms",
             1,
             launch=lambda sub_task: self._transport.send(rows, sub_task, exchange),
             priority=priority,
-            key=(self.step, index),
+            key=TaskKey(self.step, Phase.NORMS),
             wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
         )
         self.core.enqueue(task)

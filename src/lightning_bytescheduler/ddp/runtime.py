@@ -1,10 +1,8 @@
-"""Everything one ``fit`` needs on one rank, put together and taken apart in one place.
+"""Everything one ``fit`` needs on one rank, put together and taken apart in one place; and the sizes all ranks use.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
 dispatcher, the transport's thread and, on ranks above 0, the follower of rank 0's launch order. The fault
 board, with its watcher, is there before a runtime and after it.
-
-Sizes that every rank uses, settled once at the start of a fit.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
-from lightning_bytescheduler.ddp.reduction import bucket_of, position_of
+from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -169,7 +167,6 @@ class SchedulerRuntime:
             transport=self._transport,
             parameters=parameters,
             device=device,
-            cross_barrier=options.cross_barrier,
             timeout=self._timeout,
             statistics=self.statistics,
             timeline=self._timeline,
@@ -234,7 +231,7 @@ class SchedulerRuntime:
         self.engine.fail_merged(error)
         self.stop(failed=True)
         try:
-            applied, lost = self.engine.settle()
+            applied, lost = self.engine.land_what_arrived()
         except Exception as not_settled:
             self.lost_weights = SchedulerClosedError(f"The last updates could not be applied: {not_settled}.")
             return
@@ -302,7 +299,7 @@ class SchedulerRuntime:
         deadline = time.monotonic() + _LANDING_S
         with suppress(Exception):
             for task in self.engine.due_tasks():
-                if step is not None and task.key[0] <= step:
+                if step is not None and task.key.step <= step:
                     task.wait(max(0.0, deadline - time.monotonic()))
 
     def _on_error(self, error: BaseException) -> BaseException:
@@ -327,8 +324,8 @@ class SchedulerRuntime:
             args = {
                 "bytes": wire_bytes,
                 "priority": position_of(sub.parent),
-                "step": sub.parent.key[0],
-                "task": bucket_of(sub.parent),
+                "step": sub.parent.key.step,
+                "task": sub.parent.key.bucket,
                 "partition": sub.index,
             }
             self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)

@@ -1,15 +1,7 @@
 """ByteScheduler's communication in a strategy whose ranks train together with DDP: from the wrap of the model on.
 
 The strategy calls it at the places of a step that Lightning hands to strategies, and whenever weights have to be final.
-
-What the strategy tells the user at the start of ``fit``: one line each, on rank 0.
-
-Finds out who reads weights or gradients between steps, and so waits for what could have travelled on.
-
-Also counts steps that are taken whole for a reason that was not there when the fit began.
-
-Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads nothing
-costs nothing, one that reads every hundred steps costs every hundredth step.
+What the user is told of a fit is said here: one line each, on rank 0.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -38,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.ddp_options import check_module
-from lightning_bytescheduler.ddp.engine import schedule_bucket
+from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
@@ -54,6 +45,7 @@ from lightning_bytescheduler.ddp.plan import (
 )
 from lightning_bytescheduler.ddp.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -108,9 +100,11 @@ def reason_for(found: ModeFound) -> str:
         found: What ranks have agreed on, and from what.
     """
     if not math.isnan(found.overlapped_s):
-        return f"overlapped steps took {1e3 * found.overlapped_s:.1f} ms, steps as ddp's {1e3 * found.as_ddp_s:.1f} ms"
+        overlapped_ms, ddp_mode_ms = 1e3 * found.overlapped_s, 1e3 * found.ddp_mode_s
+        overlapped_ms, ddp_mode_ms = 1e3 * found.overlapped_s, 1e3 * found.ddp_mode_s
+        return f"overlapped steps took {overlapped_ms:.1f} ms, steps as ddp's {ddp_mode_ms:.1f} ms"
     if math.isfinite(found.exposed_s):
-        return f"communication exposed {1e3 * found.exposed_s:.1f} of {1e3 * found.as_ddp_s:.1f} ms"
+        return f"communication exposed {1e3 * found.exposed_s:.1f} of {1e3 * found.ddp_mode_s:.1f} ms"
     return "it is not known what could be hidden"
 
 
@@ -120,7 +114,7 @@ def announce_mode(found: ModeFound) -> None:
     Args:
         found: What ranks have agreed on, and from what.
     """
-    way = "steps as ddp's" if found.as_ddp else "steps overlap"
+    way = "steps as ddp's" if found.ddp_mode else "steps overlap"
     rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
 
 
@@ -152,17 +146,25 @@ _ENOUGH = 20  # steps of which most were read early, before it is worth a line
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
 
 
-class EarlyReads:
-    """Counts the steps whose updates or gradients were waited for between steps, by who did.
+class EarlyReads(StepListener):
+    """Counts the steps whose updates or gradients were waited for between steps, by who did, and what else costs.
+
+    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
+    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
 
     Args:
         trainer: Reads while it validates, tests or predicts are none of ours.
+        names: Of the parameters, by their ids.
+        rank: Of this process.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
         self._trainer = trainer
+        self._names = names or {}
+        self._rank = rank
         self._steps: Counter[str] = Counter()
         self._whole: Counter[str] = Counter()
+        self._unseen: dict[str, int] = {}
         self._first_step: dict[str, int] = {}
         self._told: set[str] = set()
 
@@ -176,14 +178,25 @@ class EarlyReads:
         """How many steps were taken whole, by why."""
         return dict(self._whole)
 
-    def note_whole_step(self, why: str) -> None:
-        """A step that could overlap is taken whole."""
+    @property
+    def unseen(self) -> dict[str, int]:
+        """In which step each parameter was found to have been read past its gate, by its name."""
+        return dict(self._unseen)
+
+    def stepped_whole(self, why: str) -> None:
+        """See :class:`StepListener`."""
         self._whole[why] += 1
         if self._whole[why] == _ENOUGH:
             rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
 
-    def note(self) -> None:
-        """Somebody further up this thread's stack waits; called at most once per step."""
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """See :class:`StepListener`."""
+        found = [self._names[id(p)] for p in parameters]
+        self._unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._rank)
+
+    def waited_early(self) -> None:
+        """See :class:`StepListener`."""
         if not self._trainer.training:
             return
         reader = _reader(sys._getframe(1))
@@ -240,7 +253,6 @@ class ScheduledGradients:
         self._tuning = tuning
         self._plan: OverlapPlan | None = None
         self._early_reads: EarlyReads | None = None
-        self._read_unseen: dict[str, int] = {}
         self._opened_for: Mapping[str, int] = {}
         self._lost_weights: SchedulerClosedError | None = None
 
@@ -257,7 +269,7 @@ class ScheduledGradients:
             # alias may have come later.
             self._plan = replace(
                 self._plan,
-                gated_at_start=names_of(module, runtime.engine.gated_at_forward_start),
+                gated_at_start=names_of(module, runtime.engine.unseen),
                 held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
             )
         return replace(
@@ -265,7 +277,7 @@ class ScheduledGradients:
             early_readers=reads.steps,
             whole_steps=reads.whole_steps,
             deferred_share=share,
-            read_unseen=dict(self._read_unseen),
+            read_unseen=reads.unseen,
             opened_for=dict(self._opened_for),
         )
 
@@ -299,8 +311,6 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
         )
-        if not self._own_buckets:
-            self.runtime.engine.merged_bytes = merged_bytes(device, agreed.link)
         self.statistics = self.runtime.statistics
         announce(self._options, agreed, groups.world_size)
 
@@ -316,8 +326,7 @@ class ScheduledGradients:
         module, runtime = self._strategy.lightning_module, self.runtime
         if module is None or runtime is None:
             return
-        engine = runtime.engine
-        engine.gated_at_forward_start = unseen_parameters(module)
+        engine, unseen = runtime.engine, frozenset(unseen_parameters(module))
         plan = make_plan(
             module,
             self._strategy.optimizers,
@@ -326,37 +335,44 @@ class ScheduledGradients:
             bucket_views=self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True),
             group=runtime.group,
             device=self._strategy.root_device,
-            unseen=engine.gated_at_forward_start,
+            unseen=unseen,
             held=engine.find_held(),
         )
         agree = self._strategy.reduce_boolean_decision
         # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
         if not agree(plan.overlapped, all=True) and plan.overlapped:
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
-        engine.sharded = agree(plan.gradients == "reduce-scatter", all=False)
-        engine.cross_barrier = plan.overlapped
+        sharded = agree(plan.gradients == "reduce-scatter", all=False)
         self._plan, self._early_reads = plan, None
+        listener: StepListener | None = None
         if plan.overlapped:
-            self._early_reads = EarlyReads(module.trainer)
-            engine.on_early_wait = self._early_reads.note
-            self._read_unseen = {}
-            engine.on_unseen_read = partial(self._note_unseen_read, {id(p): n for n, p in module.named_parameters()})
+            names = {id(p): name for name, p in module.named_parameters()}
+            listener = self._early_reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
             self._opened_for = engine.opened_for
-            engine.on_whole_step = self._early_reads.note_whole_step
-            self._choose_mode(module, runtime)
+            mode = self._choose_mode(module, runtime, sharded)
         else:
             # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
-            engine.mode = agree(
-                self._options.mode == "ddp" or (self._options.mode == "auto" and self._options.cross_barrier), all=True
-            )
-            self._plan = replace(plan, as_ddp=engine.mode is True)
+            wanted = self._options.mode == "ddp" or (self._options.mode == "auto" and self._options.cross_barrier)
+            mode = StepMode(agree(wanted, all=True))
+            self._plan = replace(plan, as_ddp=mode.ddp_mode)
             if self._tuning is not None:
                 self._tuning.say_untuned("steps cannot overlap")
+        engine.begin_fit(
+            EngineOptions(
+                overlapped=plan.overlapped,
+                mode=mode,
+                sharded=sharded,
+                unseen=unseen,
+                merged_bytes=0 if self._own_buckets else merged_bytes(self._strategy.root_device, runtime.agreed.link),
+                processors=_own_processors(self._strategy.num_processes),
+            ),
+            listener,
+        )
         rank_zero_info(f"bytescheduler: {self._plan.summary()}")
 
-    def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime) -> None:
+    def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime, sharded: bool) -> StepMode:
         """Whether steps that can overlap do; what counts is what rank 0 says."""
-        engine, tuning, device = runtime.engine, self._tuning, self._strategy.root_device
+        tuning, device = self._tuning, self._strategy.root_device
         mode, link = self._options.mode, runtime.agreed.link
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
@@ -364,13 +380,15 @@ class ScheduledGradients:
         message = torch.tensor([MODES.index(mode), slow, at_once], dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
         mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
-        if at_once and tuning is not None and tuning.begin(module, runtime, device, self._note_point):
-            return
-        engine.mode = ModeTrial(overlapped=slow) if mode == "auto" else mode == "ddp"
-        engine.on_mode = self._note_mode
-        engine.processors = _own_processors(self._strategy.num_processes)
+        if at_once and tuning is not None:
+            tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=sharded)
+            if tuned is not None:
+                return tuned
         if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=engine.mode is True or (mode == "auto" and not slow))
+            self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow))
+        if mode == "auto":
+            return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
+        return StepMode(mode == "ddp")
 
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
@@ -429,12 +447,13 @@ class ScheduledGradients:
         if runtime is None:
             return take(closure)
         engine = runtime.engine
-        why_whole = wants_whole_steps(optimizer) if engine.cross_barrier else None  # as of now: it may be another one
-        if not engine.cross_barrier or not deferrable or why_whole:
+        overlapped = engine.options.overlapped
+        why_whole = wants_whole_steps(optimizer) if overlapped else None  # as of now: it may be another one
+        if not overlapped or not deferrable or why_whole:
             if why_whole and self._early_reads is not None:
-                self._early_reads.note_whole_step(why_whole)
+                self._early_reads.stepped_whole(why_whole)
             output = take(closure if deferrable and not why_whole else then(closure, engine.flush))
-            engine.count_synchronised_step(optimizer)
+            engine.count_whole_step(optimizer)
             return output
         with deferring(optimizer, engine, self._strategy.precision_plugin):
             return take(closure)
@@ -444,25 +463,20 @@ class ScheduledGradients:
         if self.runtime is not None:
             self.runtime.engine.flush()
 
-    def _note_unseen_read(
-        self, names: Mapping[int, str], parameters: Sequence[nn.Parameter], step: int, certain: bool
-    ) -> None:
-        found = [names[id(p)] for p in parameters]
-        self._read_unseen.update(dict.fromkeys(found, step))
-        say_unseen(found, step, certain=certain, rank=self._strategy.global_rank)
-
-    def _note_point(self, point: TuningPoint) -> None:
+    def _point_changed(self, point: TuningPoint) -> None:
         if self._plan is not None:
             self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
 
-    def _note_mode(self, found: ModeFound) -> None:
+    def _mode_found(self, found: ModeFound) -> StepMode | None:
         """Every rank comes here before the same step."""
         if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=found.as_ddp, pace=reason_for(found))
+            self._plan = replace(self._plan, as_ddp=found.ddp_mode, pace=reason_for(found))
         announce_mode(found)
         module, runtime = self._strategy.lightning_module, self.runtime
-        if not found.as_ddp and self._tuning is not None and module is not None and runtime is not None:
-            self._tuning.begin(module, runtime, self._strategy.root_device, self._note_point)
+        if found.ddp_mode or self._tuning is None or module is None or runtime is None:
+            return None
+        in_shards = runtime.engine.options.sharded
+        return self._tuning.begin(module, runtime, self._strategy.root_device, self._point_changed, in_shards=in_shards)
 
 
 def _own_processors(ranks_on_host: int) -> int:

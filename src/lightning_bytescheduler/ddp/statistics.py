@@ -1,10 +1,24 @@
-"""What the scheduler did, in counters anyone may read while it runs."""
+"""What the scheduler did, in counters anyone may read while it runs, and what it does, under names for a profiler."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
-__all__ = ["SchedulerStatistics"]
+import torch
+
+__all__ = ["SchedulerStatistics", "profiled"]
+
+
+@contextmanager
+def profiled(name: str) -> Iterator[None]:
+    """Show what happens inside under ``name`` if ``torch.profiler`` is running; it costs nothing otherwise."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(name):
+            yield
+    else:
+        yield
 
 
 @dataclass(slots=True)

@@ -1,8 +1,6 @@
-"""``Trainer(strategy="bytescheduler")``: DDP's training, with ByteScheduler's communication.
+"""``Trainer(strategy="bytescheduler")``: DDP's training, with ByteScheduler's communication; and its own callback.
 
-The strategy's own callback: first in line at the moments a strategy alone would come to too late.
-
-``on_exception`` and ``on_train_end`` of callbacks run before the strategy's; being the first callback, this one
+``on_exception`` and ``on_train_end`` of callbacks run before the strategy's; being the first callback, the strategy's
 publishes a failure before anyone else may block on it, and lands what is pending before anyone else looks.
 """
 
@@ -22,6 +20,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.ddp_options import (
     SAID_BY_THE_STRATEGY,
     check_bucket_cap,
@@ -36,7 +35,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError
+from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.roll_call import Introduction
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -195,8 +194,7 @@ class ByteSchedulerStrategy(RankStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(log_metrics, bool):
-            raise OptionError("log_metrics", log_metrics, "True or False")
+        require_bool("log_metrics", log_metrics)
         check_bucket_cap(bucket_cap_mb)
         check_ddp_options(
             {

@@ -1,17 +1,15 @@
-"""Whether a fit is tuned, and from where: settled by rank 0, and known to all ranks, before the first step.
+"""Tuning of a fit: whether and from where, what is in force in each step, and when it comes to an end.
 
-Where tuning looks first: what the simulator says for a model of which only the sizes are known.
+Whether a fit is tuned is settled by rank 0, and known to all ranks, before the first step. Credit, partition size and
+mode are the same on all ranks in every step. Rank 0 times steps and lets its tuner decide; ``AgreedValues`` makes the
+decision known, and says before which step it comes into force. All ranks change all three at that step, between the
+last step's backward pass and the next one's, so no bucket of one step is cut, or merged, in two ways. The credit would
+not have to change on all ranks, but a rank with a smaller window than rank 0's would hold back what rank 0 has let go.
 
-How long each layer computes is not known before the first step. It is taken to be in proportion to its gradients, and
-all of it to be as long as the communication, where order matters most. What counts on most links is the link, which was
-measured: how much must be in flight to fill it, and how small a message may be. A guess costs a trial, no more.
-
-Credit, partition size and mode of a fit that is tuned: the same on all ranks in every step.
-
-Rank 0 times steps and lets its tuner decide; `AgreedValues` makes the decision known, and says before which step it
-comes into force. All ranks change all three at that step, between the last step's backward pass and the next one's, so
-no bucket of one step is cut, or merged, in two ways. The credit would not have to change on all ranks, but a rank with
-a smaller window than rank 0's would hold back what rank 0 has let go.
+Where tuning looks first is what the simulator says for a model of which only the sizes are known. How long each layer
+computes is not known before the first step. It is taken to be in proportion to its gradients, and all of it to be as
+long as the communication, where order matters most. What counts on most links is the link, which was measured: how much
+must be in flight to fill it, and how small a message may be. A guess costs a trial, no more.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_bytescheduler.collectives.agreed_values import AgreedValues
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -108,12 +106,11 @@ def _typical(layer_bytes: Sequence[int], *, seconds: float) -> ModelProfile:
 _SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
 
 
-class PointInForce:
-    """One rank's.
+class PointInForce(StepMode):
+    """Sizes and mode of one rank, as rank 0 tries and finds them; says which steps are taken as DDP's.
 
     Args:
         core: Whose sizes are changed.
-        engine: Whose mode is changed.
         values: What ranks agree with; of two numbers.
         point: What all ranks begin with.
         tuner: Decides; on rank 0 only.
@@ -121,19 +118,20 @@ class PointInForce:
         clock: Seconds.
     """
 
+    may_wait = True
+
     def __init__(
         self,
         *,
         core: ByteCore,
-        engine: GradientEngine,
         values: AgreedValues,
         point: TuningPoint,
         tuner: CreditTuner | None = None,
         on_change: Callable[[TuningPoint], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self._core = core
-        self._engine = engine
         self._values = values
         self._tuner = tuner
         self._on_change = on_change
@@ -142,14 +140,17 @@ class PointInForce:
         self._began = 0.0
         self._put(point)
 
-    def before_forward(self, step: int) -> None:
-        """Every rank comes here at the start of each forward pass.
+    def before_forward(self, step: int) -> PointInForce:
+        """See :class:`StepMode`.
 
         Args:
             step: Number of the step that this pass belongs to, from 1; several passes may belong to one.
         """
-        if step <= self._step:
-            return
+        if step > self._step:
+            self._begin(step)
+        return self
+
+    def _begin(self, step: int) -> None:
         now = self._clock()
         if self._tuner is None:
             agreed = self._values.before_step(step)
@@ -176,7 +177,7 @@ class PointInForce:
 
     def _put(self, point: TuningPoint) -> None:
         self._point = point
-        self._engine.mode = point.is_plain_ddp
+        self._ddp_mode = point.is_plain_ddp
         if not point.is_plain_ddp:
             self._core.credit, self._core.partition_size = point.sizes
         self._on_change(point)
@@ -229,7 +230,9 @@ class FitTuning:
         runtime: SchedulerRuntime,
         device: torch.device,
         on_change: Callable[[TuningPoint], None],
-    ) -> bool:
+        *,
+        in_shards: bool,
+    ) -> PointInForce | None:
         """Have this fit tuned from here on, if rank 0's options say so. Every rank calls this at the same point.
 
         Args:
@@ -237,9 +240,10 @@ class FitTuning:
             runtime: What is tuned.
             device: Where the default group wants its tensors.
             on_change: Told what comes into force.
+            in_shards: Whether gradients are reduced in shards.
 
         Returns:
-            Whether it is tuned; the same on all ranks.
+            Says which steps are taken as DDP's, if the fit is tuned; ``None`` if it is not, on all ranks.
         """
         if not self._tunes:
             self.say_untuned(
@@ -249,22 +253,20 @@ class FitTuning:
         short = self._tuner is self._own and module.trainer.max_steps >= 0 and left < SHORTEST_FIT
         tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None
         folder = _record_folder(module.trainer)
-        first = None if tuner is None else self._first_point(tuner, module, runtime, folder)
+        first = None if tuner is None else self._first_point(tuner, module, runtime, folder, in_shards=in_shards)
         message = torch.tensor(_numbers(first), dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
         is_tuned, credit, partition_size = message.tolist()
         if not is_tuned:
-            return False
+            return None
         self._in_force = PointInForce(
             core=runtime.core,
-            engine=runtime.engine,
             values=AgreedValues(2, timeout=self._timeout, failure=lambda: runtime.core.abort_cause),
             point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
             tuner=tuner,
             on_change=on_change,
         )
-        runtime.engine.on_forward = self._in_force.before_forward
-        return True
+        return self._in_force
 
     def say_untuned(self, reason: str) -> None:
         """Say why a tuner that the user has asked for has nothing to do."""
@@ -283,7 +285,13 @@ class FitTuning:
             callbacks.remove(self._own)
 
     def _first_point(
-        self, tuner: CreditTuner, module: pl.LightningModule, runtime: SchedulerRuntime, folder: str | None
+        self,
+        tuner: CreditTuner,
+        module: pl.LightningModule,
+        runtime: SchedulerRuntime,
+        folder: str | None,
+        *,
+        in_shards: bool,
     ) -> TuningPoint:
         sizes, link = runtime.agreed.sizes, runtime.agreed.link
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -316,7 +324,7 @@ class FitTuning:
                 workers=workers,
                 backend=backend,
                 link=link,
-                in_shards=runtime.engine.sharded,
+                in_shards=in_shards,
             ),
             guesses=guesses,
             given=given,

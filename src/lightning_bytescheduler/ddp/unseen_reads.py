@@ -25,16 +25,10 @@ _EVERY = 16
 
 
 class UnseenReads:
-    """Watches one engine's forward and backward passes, under its lock or on the training thread.
-
-    Attributes:
-        watches_each: Whether each parameter is told apart from its neighbours in every pass.
-        on_touch: Told of a parameter that is touched after its bucket was opened, where each is told apart.
-    """
+    """Watches one engine's forward and backward passes, under its lock or on the training thread."""
 
     def __init__(self) -> None:
-        self.watches_each = False
-        self.on_touch: Callable[[nn.Parameter], None] | None = None
+        self._on_touch: Callable[[nn.Parameter], None] | None = None
         self._apart = False
         self._watched: dict[int, nn.Parameter] = {}
         self._stale: dict[int, nn.Parameter] = {}  # not touched, and not stepped when the forward pass ended
@@ -42,9 +36,16 @@ class UnseenReads:
         self._with_gradient: set[int] = set()
         self._handles: list[Any] = []
 
-    def begin(self, step: int) -> None:
-        """A forward pass begins, the one before backward pass number ``step``."""
-        self._apart = self.watches_each or step % _EVERY == 0
+    def begin(self, step: int, on_touch: Callable[[nn.Parameter], None] | None = None) -> None:
+        """A forward pass begins.
+
+        Args:
+            step: Number of the backward pass that follows.
+            on_touch: Told of each parameter that is touched after its bucket was opened: then each is told apart from
+                its neighbours, in this pass too.
+        """
+        self._apart = on_touch is not None or step % _EVERY == 0
+        self._on_touch = on_touch
 
     def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
         """In place of making ``parameters`` plain, in a forward pass: a touch of one of them has opened their gate."""
@@ -58,8 +59,8 @@ class UnseenReads:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
         if gradient_only:
             return
-        if self._watched.pop(id(parameter), None) is not None and self.on_touch is not None:
-            self.on_touch(parameter)
+        if self._watched.pop(id(parameter), None) is not None and self._on_touch is not None:
+            self._on_touch(parameter)
         if gate_of(parameter) is self:
             disarm((parameter,))
 

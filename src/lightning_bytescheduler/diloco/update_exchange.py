@@ -26,7 +26,7 @@ from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
 from lightning_bytescheduler.diloco.wire import WireFormat
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = ["Exchange", "UpdateExchange", "WeightedMean"]
 
@@ -242,7 +242,7 @@ class UpdateExchange:
             name,
             update.numel(),
             launch=launch,
-            key=(self._started, 0),
+            key=TaskKey(self._started),
             wire_bytes=self._wire.payload_bytes(update.numel()) / update.numel(),
             on_end=lambda task: on_end(task.error),
         )

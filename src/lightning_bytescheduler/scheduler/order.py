@@ -111,7 +111,7 @@ class AnnouncedOrder:
             LaunchOrderError: If a task with the same key is held already.
         """
         if task.key in self._tasks:
-            raise LaunchOrderError(f"Task key {task.key} is held already by {self._tasks[task.key].name!r}.")
+            raise LaunchOrderError(f"A task of {task.key} is held already: {self._tasks[task.key].name!r}.")
         self._tasks[task.key] = task
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
@@ -142,7 +142,7 @@ class AnnouncedOrder:
         sub = self._part(task, decision)
         if sub is None or not sub.claim():
             raise task.error or LaunchOrderError(
-                f"Rank 0 launches part {decision.index} of task {decision.key} cut at "
+                f"Rank 0 launches part {decision.index} of the task of {decision.key}, cut at "
                 f"{decision.partition_size} parameters, but here it is {task.name!r} with {task.size} "
                 f"parameters in {len(task.sub_tasks)} parts, {self._popped.get(decision.key, 0)} of them "
                 "launched. Every rank must build the same model and use the same bucket sizes."

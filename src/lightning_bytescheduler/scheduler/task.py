@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
@@ -145,9 +145,26 @@ class TaskListener(Protocol):
         """The outcome is known, the callback has run (or raised ``callback_error``), waiters are awake."""
 
 
-TaskKey = tuple[int, int]
-"""What names a task on every rank alike: (step, index within the step)."""
+class TaskKey(NamedTuple):
+    """What names a task on every rank alike, and travels with each decision to send a part of it.
 
+    Keys are in the order of their steps, of a step's phases, and of a phase's buckets.
+
+    Attributes:
+        step: That the task is part of, the same on all ranks.
+        phase: Of the step: which of its operations this is, where several are done to the same data.
+        bucket: What the operation is done to.
+    """
+
+    step: int
+    phase: int = 0
+    bucket: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.step}, phase {self.phase}, bucket {self.bucket}"
+
+
+_ANY = TaskKey(0)
 _ENDED = (TaskState.FINISHED, TaskState.FAILED)
 
 
@@ -182,7 +199,7 @@ class CommTask:
         *,
         launch: Callable[[SubCommTask], None],
         priority: int = 0,
-        key: TaskKey = (0, 0),
+        key: TaskKey = _ANY,
         immediate: bool = False,
         wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,

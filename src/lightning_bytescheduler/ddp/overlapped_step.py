@@ -1,0 +1,483 @@
+"""A step whose updates are under way between two backward passes: waiting for gradients, stepping, opening gates.
+
+A bucket's gate opens after the bucket's update, so that whoever touches a parameter of it meanwhile, on another thread,
+waits. If it opened before, that thread would read last step's weights, or save for its backward pass what the update
+then changes in place. Buckets that have arrived are stepped while a thread waits for another one; their gates stay
+closed until a touch, as touches tell the order of use, and what is read unseen.
+
+States of a bucket's update, all moved by the training thread (or whoever touches a parameter) under the lock::
+
+    REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
+    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
+    DUE       after optimizer.step: any touch waits and applies the update
+    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
+              when and in which order parameters are used
+    OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
+              whoever else touches a parameter waits for the lock
+    DONE      parameters are plain again
+
+Lock order: ``StepContext.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that
+touches a parameter while another one applies its bucket waits for the lock, with whatever locks it holds itself. Nobody
+waits for those while holding this one: under it there is only the wait for a task, which scheduler threads, an abort or
+the timeout end, and the optimizer's own arithmetic; a listener, which may log, is called without it. A failure anywhere
+aborts the core, so each of these waits ends with an error, one thread after the other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.ddp.aliases import state_is_kept
+from lightning_bytescheduler.ddp.gates import Opening, OpeningKind, arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
+from lightning_bytescheduler.ddp.partial_step import (
+    DueStep,
+    ParameterGradient,
+    close_state,
+    open_state,
+    plain_mode,
+    step_partially,
+    wants_whole_steps,
+)
+from lightning_bytescheduler.ddp.reduction import AllReduction, Bucket, ShardedReduction
+from lightning_bytescheduler.ddp.statistics import profiled
+from lightning_bytescheduler.ddp.steps import StepContext, TrainingStep
+from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.timeline.timeline import STEP
+
+__all__ = ["BucketUpdate", "OverlappedStep", "UpdateState"]
+
+
+class UpdateState(enum.Enum):
+    """Where a bucket's update stands; see the module."""
+
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+    DUE = "due"
+    STEPPED = "stepped"
+    OPENING = "opening"
+    DONE = "done"
+
+
+class BucketUpdate:
+    """One bucket's gradients on their way, the update that is due when they arrive, and the gate on its parameters.
+
+    Whoever touches a parameter of it waits and steps here: nothing else is asked on the way.
+
+    Args:
+        step: That this is part of.
+        bucket: Of DDP.
+        task: The communication.
+    """
+
+    __slots__ = ("bucket", "chosen", "due", "state", "step", "task", "touched_by")
+
+    def __init__(self, step: OverlappedStep, bucket: Bucket, task: CommTask) -> None:
+        self.step = step
+        self.bucket = bucket
+        self.task = task
+        self.state = UpdateState.REDUCING
+        self.chosen: list[ParameterGradient] = []
+        self.due: DueStep | None = None
+        self.touched_by: nn.Parameter | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The bucket's."""
+        return self.bucket.parameters
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the gradient is here, reduced."""
+        return self.task.done() and self.task.error is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a touch may find something left to do."""
+        return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
+
+    def is_gateable(self) -> bool:
+        """Whether every parameter's touches can be seen, as far as its class tells."""
+        return all(can_be_gated(p) for p in self.bucket.parameters)
+
+    def is_unseen(self) -> bool:
+        """Whether a touch of a parameter may not be seen."""
+        unseen = self.step.context.unseen
+        return not self.is_gateable() or any(id(p) in unseen for p in self.bucket.parameters)
+
+    def close_gate(self) -> None:
+        """Gate the parameters."""
+        arm(self.bucket.parameters, self)
+
+    def open_gate(self) -> None:
+        """Make the parameters plain again."""
+        disarm(p for p in self.bucket.parameters if gate_of(p) is self)
+
+    # ------------------------------------------------------------------ a touch
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
+        step, context = self.step, self.step.context
+        self.touched_by = parameter
+        with context.lock:
+            waits = self.state is UpdateState.DUE or (self.state is UpdateState.REDUCING and gradient_only)
+            early = waits and context.waits_early()
+        if early:
+            context.listener.waited_early()  # without the lock: a logging handler may be what touches elsewhere
+        if self.state is UpdateState.DUE and context.transport.streams is None:
+            step.step_while_waiting(self.task)
+            context.wait(self.task)  # without the lock, so that other threads get at buckets that have arrived
+        with context.lock:
+            if self.state in (UpdateState.DUE, UpdateState.STEPPED):
+                self.apply("touch")
+            elif self.state is UpdateState.REDUCING and gradient_only:
+                self.await_gradient("gradient")
+            elif self.state in (UpdateState.REDUCED, UpdateState.DONE):
+                with context.stream.entered():  # another thread has enqueued the step there
+                    self.open_gate()
+        gate = gate_of(parameter)
+        if gate is not None and gate is not self:
+            gate.touched(parameter, gradient_only)  # put there while this thread waited
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
+        self.step.open_all(reason)
+
+    # ------------------------------------------------------------------ under the lock
+
+    def await_gradient(self, why: OpeningKind) -> None:
+        """Wait for the gradient, make it what the optimizer is to see, and open the gate."""
+        context, transforms = self.step.context, self.step.transforms
+        with context.stream.entered():
+            context.wait(self.task)
+            with self._opening(UpdateState.REDUCED, why), plain_mode(context.device, torch.get_default_dtype()):
+                transforms.hand_out(self.bucket)
+
+    def apply(self, why: OpeningKind) -> None:
+        """Wait for the gradient, update the parameters unless that was done, and open the gate."""
+        context = self.step.context
+        if context.forward.under_way:
+            context.forward.touched_buckets.append(self.bucket.index)
+        with context.stream.entered():
+            context.wait(self.task)
+            due = self.state is UpdateState.DUE
+            with context.or_torn(len(self.chosen)), self._opening(UpdateState.DONE, why):
+                if due:
+                    self.update()
+
+    def step_early(self) -> None:
+        """Update the parameters, now that the gradient has arrived; the gate stays closed."""
+        self.state = UpdateState.OPENING
+        try:
+            with self.step.context.or_torn(len(self.chosen)):
+                self.update()
+        finally:
+            self.state = UpdateState.STEPPED
+
+    def update(self) -> None:
+        """Take the optimizer's step for this bucket, which has arrived."""
+        if not self.chosen or self.due is None:
+            return
+        context, transforms = self.step.context, self.step.transforms
+        start = context.clock()
+        with (
+            profiled(f"bytescheduler::deferred step bucket {self.bucket.index}"),
+            plain_mode(context.device, self.due.default_dtype),
+        ):
+            transforms.apply(self.bucket)
+            if not transforms.leaves_step_out():
+                step_partially(self.due, self.chosen)
+        context.statistics.deferred_step_s += context.clock() - start
+        context.record(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
+
+    @contextmanager
+    def _opening(self, then: UpdateState, why: OpeningKind) -> Iterator[None]:
+        """Around what the gate guards: other threads find it closed, and wait for the lock, until it is done.
+
+        Should it fail, the gate opens all the same: nothing is left to wait for.
+        """
+        context = self.step.context
+        self.state = UpdateState.OPENING
+        try:
+            yield
+        finally:
+            self.state = then
+            if why == "touch" and context.forward.under_way:
+                context.reads.opened(self.bucket.parameters, self.touched_by)
+            self.open_gate()
+            if context.on_open is not None:
+                context.on_open(Opening.of(self.bucket.parameters, self.touched_by, why, self.step.number))
+
+
+class OverlappedStep(TrainingStep):
+    """Its updates cross the step boundary; see the module.
+
+    Args:
+        context: Shared with all steps of the fit.
+        number: See :class:`TrainingStep`.
+        position_of: A bucket's position in the forward pass, from its index and parameters.
+        sharded: Reduce in shards, which makes norms known early; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        number: int,
+        position_of: Callable[[int, list[nn.Parameter]], int],
+        *,
+        sharded: bool,
+    ) -> None:
+        super().__init__(context, number)
+        kind = ShardedReduction if sharded else AllReduction
+        self.updates: list[BucketUpdate] = []
+        self._buckets: list[Bucket] = []
+        self._reduction = kind(context.core, context.transport, number, context.device)
+        self.transforms = StepTransforms(self._reduction, self._buckets, context.wait)
+        self._position_of = position_of
+        self._gates_closed = False
+        self._optimizer: Optimizer | None = None
+        self._due: DueStep | None = None
+
+    # ------------------------------------------------------------------ the backward pass
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`; DDP does not wait."""
+        index, buffer = bucket.index(), bucket.buffer()
+        future = self.context.futures.completed(index, buffer)
+        if buffer.numel():
+            parameters = cast("list[nn.Parameter]", bucket.parameters())
+            known = Bucket(index, parameters, buffer, self._position_of(index, parameters))
+            task = self._reduction.reduce(known)
+            self._buckets.append(known)
+            self.updates.append(BucketUpdate(self, known, task))
+        if bucket.is_last():
+            self._reduction.close()
+            self._gates_closed = True
+            for update in self.updates:
+                update.close_gate()
+        return future
+
+    def end_backward(self) -> None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            for update in self.updates:
+                if update.state is UpdateState.REDUCING and not update.is_gateable():
+                    update.await_gradient("step")  # whoever reads its gradient would not be noticed
+
+    # ------------------------------------------------------------------ the optimizer's step
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            return self.transforms.unscale(optimizer, inverse_scale) if self._gates_closed else None
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            return self._gates_closed and self.transforms.clip_norm(optimizer, max_norm)
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            return self._gates_closed and self.transforms.clip_value(optimizer, limit)
+
+    def scale_later(self, pending: PendingScale) -> None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            self.transforms.scale_later(pending)
+
+    def update_scale(self) -> None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            self.transforms.update_scale()
+
+    def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
+        """Defer the optimizer step of every bucket that nobody has looked at; take the others now.
+
+        ``own_step`` is used as it is when nothing is left to defer. See :class:`TrainingStep`.
+        """
+        context = self.context
+        with context.lock:
+            self._await_unseen()
+            deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
+            # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
+            why_whole = _why_whole(optimizer, own_step) if self._gates_closed else None
+            if self._gates_closed and deferrable and not why_whole:
+                self._defer(optimizer, deferrable)
+                return None
+        if why_whole:
+            context.listener.stepped_whole(why_whole)
+        with context.lock:
+            self._land()
+            context.count_whole_step(optimizer)
+            return None if self.transforms.leaves_step_out() else own_step()
+
+    def _await_unseen(self) -> None:
+        held = self.context.find_held() if self._gates_closed else set()
+        for update in self.updates:
+            unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
+            if unseen and update.state is UpdateState.REDUCING:
+                update.await_gradient("step")  # whoever reads its weights later would not be noticed
+
+    def _defer(self, optimizer: Optimizer, deferrable: list[BucketUpdate]) -> None:
+        statistics = self.context.statistics
+        statistics.steps += 1
+        update_of = {id(p): update for update in deferrable for p in update.parameters}
+        due = self._due = DueStep(optimizer)
+        now = []
+        with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is None:
+                        continue  # globally unused: no weight decay, no momentum
+                    update = update_of.get(id(parameter))
+                    if update is not None and update.bucket.holds(gradient):
+                        update.chosen.append((index, parameter, gradient))
+                    else:
+                        now.append((index, parameter, gradient))
+        for update in deferrable:
+            update.due = due
+            update.state = UpdateState.DUE
+            statistics.deferred_updates += len(update.chosen)
+            statistics.updates += len(update.chosen)
+        self._optimizer = optimizer
+        close_state(optimizer, self.flush)
+        statistics.overlapped_steps += 1
+        if now:
+            statistics.updates += len(now)
+            with self.context.or_torn(len(now)):
+                if not self.transforms.leaves_step_out():
+                    step_partially(due, now)
+
+    # ------------------------------------------------------------------ until the next backward pass
+
+    @property
+    def is_pending(self) -> bool:
+        """See :class:`TrainingStep`."""
+        return bool(self.updates)
+
+    def step_while_waiting(self, task: CommTask) -> None:
+        """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
+        while not task.done():
+            with self.context.lock:
+                update = next((u for u in self.updates if u.state is UpdateState.DUE and u.has_arrived), None)
+                if update is None or not self.transforms.known:
+                    return
+                update.step_early()
+
+    def open_all(self, reason: str) -> None:
+        """Something begins that must find all weights final and no gate closed, on any thread.
+
+        Args:
+            reason: What begins, in words.
+        """
+        context = self.context
+        with context.lock:
+            if not any(update.is_closed for update in self.updates):
+                return
+            context.opened_for[reason] += 1
+            early = context.waits_early()
+        if early:
+            context.listener.waited_early()
+        self.flush()
+
+    def flush(self) -> None:
+        """See :class:`TrainingStep`; on any thread."""
+        with self.context.lock:
+            self._land()
+            self.transforms.update_scale()
+
+    def finish(self) -> None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            self.flush()
+            self.updates = []  # which lead here: what they hold is let go at once
+
+    def before_fork(self) -> None:
+        """See :class:`TrainingStep`."""
+        if self._gates_closed:
+            self.flush()
+
+    def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See :class:`TrainingStep`."""
+        late, untouched = (
+            [p for update in self.updates if update.state is state for p in update.parameters]
+            for state in (UpdateState.DUE, UpdateState.STEPPED)
+        )
+        with self.context.lock:
+            self._apply_all("forward end")
+        return late, untouched
+
+    def due_parameters(self) -> list[nn.Parameter]:
+        """See :class:`TrainingStep`."""
+        return [p for update in list(self.updates) if update.state is UpdateState.DUE for p in update.parameters]
+
+    def due_tasks(self) -> list[CommTask]:
+        """See :class:`TrainingStep`."""
+        due = [update.task for update in list(self.updates) if update.state is UpdateState.DUE]
+        norms = self.transforms.task
+        return due if norms is None or not due else [norms, *due]
+
+    def land_what_arrived(self) -> tuple[int, int]:
+        """See :class:`TrainingStep`."""
+        applied = lost = 0
+        with self.context.lock:
+            for update in self.updates:
+                arrived = update.has_arrived and self.transforms.known
+                if update.state is UpdateState.DUE and not arrived:
+                    lost += len(update.chosen)
+                    continue
+                applied += len(update.chosen)
+                if update.state is UpdateState.DUE:
+                    update.apply("flush")
+            if self.transforms.known:
+                self.transforms.update_scale()  # a loss scale goes with the step it was updated for
+        return applied, lost
+
+    def close(self) -> None:
+        """See :class:`TrainingStep`."""
+        with self.context.lock:
+            for update in self.updates:
+                update.open_gate()
+                update.state = UpdateState.DONE
+            self.updates = []
+            self.transforms.discard()
+            self._due = None
+            if self._optimizer is not None:
+                open_state(self._optimizer)
+
+    def _land(self) -> None:
+        for update in self.updates:
+            if update.state is UpdateState.REDUCING:
+                update.await_gradient("flush")
+        self._apply_all("flush")
+
+    def _apply_all(self, why: OpeningKind) -> None:
+        for update in self.updates:
+            if update.state in (UpdateState.DUE, UpdateState.STEPPED):
+                update.apply(why)
+        if self._due is not None:
+            self._due.complete()
+            self._due = None
+            for update in self.updates:
+                update.due = None  # it leads to the optimizer's state, and who holds that is counted
+        if self._optimizer is not None:
+            open_state(self._optimizer)
+            self.transforms.update_scale()
+
+
+def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:
+    if why := wants_whole_steps(optimizer, own_step):
+        return why
+    if state_is_kept(optimizer):
+        return "somebody keeps the optimizer's state, or a tensor of it, and may read it at any time"
+    return None

@@ -1,0 +1,438 @@
+"""The kinds of a step, and what all steps of a fit share.
+
+A step begins with the first bucket of its backward pass and ends before the next backward pass. It is made by the
+engine, is of one kind from then on, and has all that is known of it alone:
+
+- *synchronised* (:class:`SynchronisedStep`): DDP waits for its gradients at the end of the backward pass;
+- *as DDP's* (:class:`DdpModeStep`): the same, with messages about as large as DDP's, past the scheduler;
+- *overlapped* (:class:`~lightning_bytescheduler.ddp.overlapped_step.OverlappedStep`): its updates are applied as
+  parameters are used, under the next forward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.aliases import AliasDetector
+from lightning_bytescheduler.ddp.entry_points import scripted_parameters
+from lightning_bytescheduler.ddp.gates import Opening
+from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
+from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, complete, reduce_sparse
+from lightning_bytescheduler.ddp.reduction import AllReduction, Bucket
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
+from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.timeline.timeline import GATE, Timeline
+
+__all__ = ["DdpModeStep", "ForwardPass", "StepContext", "StepListener", "SynchronisedStep", "TrainingStep"]
+
+_HERE: AbstractContextManager[None] = nullcontext()
+_LANE = "training thread"
+
+
+class StepListener:
+    """What is told of steps as they are taken; here, nobody."""
+
+    def waited_early(self) -> None:
+        """Somebody further up this thread's stack waits between two forward passes; once between two, no lock held."""
+
+    def stepped_whole(self, why: str) -> None:
+        """A step that could overlap does not; ``why`` in words."""
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
+
+
+class TrainingStream:
+    """The stream that a training's optimizer steps belong to; on a CPU nothing happens.
+
+    A gate may be opened on any stream and thread: by a forward pass, by a callback that copies weights on a stream of
+    its own. The step is then enqueued where ``optimizer.step()`` was called, behind all else of the training, and the
+    stream that opened the gate waits for it.
+
+    Its limit: a gate opens for all parameters of a bucket. Who reads another one of them on a stream that is neither
+    the training's nor the one that opened the gate has to make it wait for the training's, and after the gate was
+    opened; a wait at the start of the forward pass is too early.
+
+    Args:
+        device: Where the parameters live.
+        cuda: Streams; replaced by tests.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream: Any = None
+
+    def is_here(self) -> None:
+        """The training goes on where the caller is; called by whoever trains."""
+        if self._device.type == "cuda":
+            self._stream = self._cuda.current_stream(self._device)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Enqueue on the training's stream; afterwards the caller's stream waits for that."""
+        return _HERE if self._stream is None else self._moved()
+
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        here = self._cuda.current_stream(self._device)
+        if here == self._stream:
+            yield
+            return
+        try:
+            with self._cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
+
+
+class ForwardPass:
+    """One forward pass that trains, until the next one begins.
+
+    Args:
+        start: When it began, by the engine's clock.
+        under_way: Whether it has begun, and not ended.
+
+    Attributes:
+        touched_buckets: Indices of buckets, in the order in which it opened their gates.
+        read_early: Whether somebody has waited between its end and the next one's start.
+    """
+
+    __slots__ = ("read_early", "start", "touched_buckets", "under_way")
+
+    def __init__(self, start: float, *, under_way: bool = True) -> None:
+        self.start = start
+        self.under_way = under_way
+        self.touched_buckets: list[int] = []
+        self.read_early = False
+
+
+class StepContext:
+    """What all steps of a fit share: how they wait, and whom they tell.
+
+    Args:
+        core: Sends what becomes ready.
+        transport: What a sub-task's start does.
+        parameters: All parameters DDP reduces.
+        device: Where gradients live.
+        timeout: Longest wait for one bucket, in seconds.
+        statistics: Counters to keep.
+        timeline: Where spans go, if anywhere.
+        clock: Seconds; the core's clock.
+
+    Attributes:
+        lock: Held while updates are applied, see ``overlapped_step.py``.
+        forward: The pass that is under way, or the last one.
+        unseen: Ids of parameters whose touches cannot be seen: their updates are taken in the step.
+        held_elsewhere: Ids of parameters whose memory somebody else held when that was last asked.
+        opened_for: What needed all gates open at once, and in how many steps.
+        on_open: Told of each gate that opens; for diagnoses, costs time.
+        waiting: Whether the training thread may be waiting for other ranks' gradients.
+        torn: Parameters whose step broke off.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: ByteCore,
+        transport: GradientTransport,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        timeout: float,
+        statistics: SchedulerStatistics,
+        timeline: Timeline | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self.transport = transport
+        self.device = device
+        self.timeout = timeout
+        self.statistics = statistics
+        self.clock = clock
+        self.listener = StepListener()
+        self.on_open: Callable[[Opening], None] | None = None
+        self.lock = threading.RLock()
+        self.stream = TrainingStream(device)
+        self.futures = BucketFutures(device)
+        self.reads = UnseenReads()
+        self.forward = ForwardPass(0.0, under_way=False)
+        self.training_thread = threading.get_ident()
+        self.unseen: set[int] = set()
+        self.held_elsewhere: set[int] = set()
+        self.opened_for: Counter[str] = Counter()
+        self.waiting = False
+        self.torn = 0
+        self._timeline = timeline
+        self._aliases = AliasDetector(parameters)
+
+    def find_held(self) -> set[int]:
+        """Ids of parameters whose memory somebody else can read."""
+        self.held_elsewhere = self._aliases.find() | scripted_parameters()
+        return self.held_elsewhere
+
+    def waits_early(self) -> bool:
+        """Somebody has to wait; returns whether that is the first time since the last forward pass, outside of one."""
+        forward = self.forward
+        early = not forward.under_way and not forward.read_early
+        forward.read_early = forward.read_early or early
+        return early
+
+    def wait(self, task: CommTask) -> None:
+        """Wait for ``task``, and account for the time.
+
+        Raises:
+            SchedulerTimeoutError: If it takes too long.
+            BaseException: Whatever the task failed with.
+        """
+        if task.done():
+            task.wait(0)  # raises what the task failed with
+            return
+        start = self.clock()
+        self.waiting = True
+        try:
+            with profiled(f"bytescheduler::gate {task.name}"):
+                self.transport.join(task, self.timeout)
+        finally:
+            self.waiting = False
+        waited = self.clock() - start
+        self.statistics.exposed_s += waited
+        if self.forward.under_way:
+            self.statistics.gate_wait_s += waited
+        self.record(f"gate {task.name}", GATE, start, step=task.key.step)
+
+    @contextmanager
+    def or_torn(self, count: int) -> Iterator[None]:
+        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
+        try:
+            yield
+        except BaseException as error:
+            self.torn += count
+            self.core.abort(error)  # also where the caller's code goes on, on this rank alone
+            raise
+
+    def count_whole_step(self, optimizer: Optimizer) -> None:
+        """Account for a step that the optimizer took on its own."""
+        self.statistics.steps += 1
+        self.statistics.updates += sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+    def record(self, name: str, category: str, start: float, *, step: int) -> None:
+        """Put what began at ``start`` and ends now on the timeline, if there is one."""
+        if self._timeline is not None:
+            here = threading.current_thread()
+            lane = _LANE if here.ident == self.training_thread else here.name
+            self._timeline.span(name, category, start, self.clock(), lane=lane, args={"step": step})
+
+
+class TrainingStep:
+    """A step: what is done with its buckets, with the optimizer's step, and when all of it has to be final.
+
+    What is said here is true of steps for whose gradients DDP waits.
+
+    Args:
+        context: Shared with all steps of the fit.
+        number: Of the backward pass among those that communicate, from 1: equal on all ranks, so it keys tasks.
+    """
+
+    def __init__(self, context: StepContext, number: int) -> None:
+        self.context = context
+        self.number = number
+        self._waits_from = 0.0  # when DDP got the future that it waits for last; 0 before
+
+    # ------------------------------------------------------------------ the backward pass
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over all ranks; returns what DDP waits for."""
+        raise NotImplementedError
+
+    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The same, of sparse gradients, which cannot be cut into partitions."""
+        return reduce_sparse(bucket.buffer())
+
+    def count_exposed(self) -> None:
+        """The backward pass has ended just now: DDP has waited for what it was given."""
+        if self._waits_from:
+            self.context.statistics.exposed_s += self.context.clock() - self._waits_from
+
+    def end_backward(self) -> None:
+        """The backward pass has ended: see to gradients that could be read without a touch."""
+
+    def fail(self, error: BaseException) -> None:
+        """Have a backward pass that waits past the scheduler's core end with ``error``; for any thread."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something that went past the scheduler's core has not arrived."""
+        return False
+
+    # ------------------------------------------------------------------ the optimizer's step
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
+        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
+        return None
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
+        """Clip gradients by their norm when they have arrived; ``False`` if the caller has to, now."""
+        return False
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        return False
+
+    def scale_later(self, pending: PendingScale) -> None:
+        """Update a loss scale when it is known whether this step's gradients are finite."""
+        raise RuntimeError(f"Step {self.number} has not taken over unscaling.")
+
+    def update_scale(self) -> None:
+        """Wait until it is known whether this step's gradients are finite, and update the loss scale."""
+
+    def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
+        """Step the optimizer, or defer that.
+
+        Args:
+            optimizer: A per-parameter optimizer.
+            own_step: The optimizer's own step.
+
+        Returns:
+            What ``own_step`` returned, if it was called.
+        """
+        self.context.count_whole_step(optimizer)
+        return own_step()
+
+    # ------------------------------------------------------------------ until the next backward pass
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has updates of which not all may have been applied."""
+        return False
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
+
+    def finish(self) -> None:
+        """Flush, as the next backward pass begins: it has no updates any more."""
+
+    def before_fork(self) -> None:
+        """Leave nothing that the child would wait for; under the lock."""
+
+    def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """A forward pass has ended: apply what it did not touch.
+
+        Returns:
+            Parameters that nobody touched: those whose update was due until now, and those that had theirs before.
+        """
+        return [], []
+
+    def due_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose update is due."""
+        return []
+
+    def due_tasks(self) -> list[CommTask]:
+        """Communication of updates whose step has been taken; for any thread."""
+        return []
+
+    def land_what_arrived(self) -> tuple[int, int]:
+        """After a failure: apply what has arrived, and forget the rest.
+
+        Returns:
+            How many parameters have got their update, and how many should have one and never will.
+        """
+        return 0, 0
+
+    def close(self) -> None:
+        """Drop what is still due and make parameters plain again; after an error, or after a flush."""
+
+
+class SynchronisedStep(TrainingStep):
+    """DDP waits for the gradients, which travel by the scheduler; see :class:`TrainingStep`.
+
+    Args:
+        context: Shared with all steps of the fit.
+        number: See :class:`TrainingStep`.
+        position_of: A bucket's position in the forward pass, from its index and parameters.
+    """
+
+    def __init__(
+        self, context: StepContext, number: int, position_of: Callable[[int, list[nn.Parameter]], int]
+    ) -> None:
+        super().__init__(context, number)
+        self._position_of = position_of
+        self._reduction = AllReduction(context.core, context.transport, number, context.device)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        context, index, buffer = self.context, bucket.index(), bucket.buffer()
+        parameters = cast("list[nn.Parameter]", bucket.parameters())
+        if buffer.numel():
+            future = context.futures.new()
+            known = Bucket(index, parameters, buffer, self._position_of(index, parameters))
+            self._reduction.reduce(known, partial(complete, future, buffer))
+        else:
+            future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
+        self._waits_from = context.clock()
+        return future
+
+
+class DdpModeStep(TrainingStep):
+    """As DDP takes it: past the scheduler, see ``merged_buckets.py`` and :class:`TrainingStep`.
+
+    Args:
+        context: Shared with all steps of the fit.
+        number: See :class:`TrainingStep`.
+        merged_bytes: Bytes from which a message is sent, the same on all ranks.
+        processors: That this rank has for itself.
+        on_exposed: Told for how many seconds training has waited at the end with nothing to do.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        number: int,
+        *,
+        merged_bytes: int,
+        processors: int,
+        on_exposed: Callable[[float], None],
+    ) -> None:
+        super().__init__(context, number)
+        if context.transport.streams is not None:
+            context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
+        group = context.transport.group
+        self._on_exposed = on_exposed
+        self._wire_share = 2.0 * (group.size() - 1) / group.size()
+        self._merged = MergedBuckets(group, context.device, context.futures, limit=merged_bytes, processors=processors)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        context, buffer, last = self.context, bucket.buffer(), bucket.is_last()
+        self._waits_from = context.clock()
+        context.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
+        future = self._merged.reduce(buffer, index=bucket.index(), last=last)
+        if last:
+            self._on_exposed(self._merged.hideable_s)
+        return future
+
+    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        if bucket.is_last():
+            self._merged.finish()
+        return super().reduce_sparse(bucket)
+
+    def fail(self, error: BaseException) -> None:
+        """See :class:`TrainingStep`."""
+        self._merged.fail(error)
+
+    @property
+    def under_way(self) -> bool:
+        """See :class:`TrainingStep`."""
+        return self._merged.under_way

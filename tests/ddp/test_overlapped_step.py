@@ -1,0 +1,137 @@
+"""What a step tells, and with which locks, without a fit around it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
+from lightning_bytescheduler.ddp.partial_step import DueStep
+from lightning_bytescheduler.ddp.reduction import Bucket
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepContext, StepListener
+from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
+
+
+class Listener(StepListener):
+    """Notes what it is told, and whether another thread can get at the steps meanwhile."""
+
+    def __init__(self) -> None:
+        self.context: StepContext | None = None
+        self.told: list[tuple[str, bool]] = []
+
+    def _note(self, what: str) -> None:
+        context = self.context
+        assert context is not None
+
+        def others_get_on() -> bool:
+            taken = context.lock.acquire(timeout=0.2)
+            if taken:
+                context.lock.release()
+            return taken
+
+        with ThreadPoolExecutor(1) as another:
+            self.told.append((what, another.submit(others_get_on).result()))
+
+    def stepped_whole(self, why: str) -> None:
+        self._note(why)
+
+    def waited_early(self) -> None:
+        self._note("early")
+
+
+@pytest.fixture
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+@pytest.fixture
+def step(parameter: nn.Parameter) -> OverlappedStep:
+    transport: Any = SimpleNamespace(
+        group=SimpleNamespace(size=lambda: 2), streams=None, join=lambda task, timeout: task.wait(timeout)
+    )
+    core: Any = SimpleNamespace(abort=lambda error: None)
+    context = StepContext(
+        core=core,
+        transport=transport,
+        parameters=[parameter],
+        device=torch.device("cpu"),
+        timeout=5.0,
+        statistics=SchedulerStatistics(),
+        timeline=None,
+        clock=time.perf_counter,
+    )
+    listener = Listener()
+    listener.context, context.listener = context, listener
+    return OverlappedStep(context, 2, lambda index, parameters: 0, sharded=False)
+
+
+def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
+    """An update of ``step`` whose gradient, of ones, is here."""
+    task = CommTask("bucket 0", 3, launch=lambda _: None, key=TaskKey(step.number))
+    task._conclude()
+    buffer = torch.ones(3)
+    update = BucketUpdate(step, Bucket(0, [parameter], buffer, 0), task)
+    parameter.grad = buffer.view(3)
+    step.updates.append(update)
+    step._gates_closed = True
+    return update
+
+
+def told(step: OverlappedStep) -> list[tuple[str, bool]]:
+    listener = step.context.listener
+    assert isinstance(listener, Listener)
+    return listener.told
+
+
+def test_a_touch_updates_and_opens_and_tells_without_the_lock(step: OverlappedStep, parameter: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    assert step.take(optimizer, optimizer.step) is None
+    assert update.state is UpdateState.DUE
+    assert (parameter + 0).tolist() == [0.0, 0.0, 0.0]
+    assert update.state is UpdateState.DONE
+    assert type(parameter) is nn.Parameter
+    assert told(step) == [("early", True)]
+
+
+def test_a_step_that_is_taken_whole_says_so_without_the_lock(step: OverlappedStep, parameter: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: None)
+    update = arrived(step, parameter)
+    step.take(optimizer, optimizer.step)
+    assert update.state is UpdateState.REDUCED
+    assert parameter.tolist() == [0.0, 0.0, 0.0]
+    assert told(step) == [("SGD has step hooks", True)]
+
+
+def test_a_bucket_is_stepped_as_the_type_was_when_it_was_due(step: OverlappedStep, parameter: nn.Parameter) -> None:
+    optimizer = torch.optim.AdamW([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    step.take(optimizer, optimizer.step)
+    assert isinstance(update.due, DueStep)
+    torch.set_default_dtype(torch.float64)
+    try:
+        step.flush()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[parameter]["step"].dtype is torch.float32
+
+
+def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, parameter: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    step.take(optimizer, optimizer.step)
+    assert step.is_pending
+    step.finish()
+    assert not step.is_pending
+    assert update.due is None
+    assert step.due_tasks() == step.due_parameters() == []
