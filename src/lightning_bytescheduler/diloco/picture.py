@@ -36,7 +36,7 @@ _COLOURS: dict[Activity, str] = {
 _MEANING: dict[Activity, str] = {
     "receiving": "fetching weights",
     "working": "training",
-    "sending": "sending its update",
+    "sending": "sending its pseudo-gradient",
     "waiting": "waiting for the others",
 }
 _INK = "#26323d"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
-from lightning_bytescheduler.diloco.world import JointCollectives
+from lightning_bytescheduler.diloco.process_groups import JointCollectives
 
 __all__ = ["WorkerStrategy", "own_sigterm", "shared_metrics"]
 
