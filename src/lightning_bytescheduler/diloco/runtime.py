@@ -54,7 +54,7 @@ def make_runtime(
     Args:
         module: What is trained.
         options: The user's.
-        outer: The same, as the rooms below understand them.
+        outer: The same, as what runs beside the training understands them.
         world: Where this rank is.
         group: The ranks of its worker.
         board: Where failures are published.
@@ -185,10 +185,6 @@ class LeadingRuntime:
         return self.session.statistics.rounds
 
     # What the strategy calls.
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
-        return self._board.explain(error)
 
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""

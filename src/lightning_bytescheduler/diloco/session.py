@@ -265,7 +265,7 @@ class LeadingSession(WorkerSession):
         exchange: What pseudo-gradients travel through.
         overlap_steps: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
-        post: Sends a message to the host, without waiting.
+        post: Sends a message to the batch scheduler, without waiting.
         timeout: Longest wait for the other workers, in seconds.
         clock: Seconds; injected by tests.
     """
@@ -315,7 +315,7 @@ class LeadingSession(WorkerSession):
     # ------------------------------------------------------------------ other threads
 
     def receive(self, message: Message) -> None:
-        """Take in what the host says."""
+        """Take in what the batch scheduler says."""
         with self._changed:
             if isinstance(message, RoundEnded):
                 self._round_ends[message.round] = message

@@ -71,7 +71,7 @@ class DiLoCoStrategy(WorkerStrategy):
       are merged to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of
       the data, takes its worker along.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
-      first: the round ends, its changes are merged, and training is over for all. No worker takes more than
+      first: the round ends, its pseudo-gradient is merged, and training is over for all. No worker takes more than
       ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
       on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
@@ -110,9 +110,9 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
         outer_optimizer: Makes another optimizer, for a list of tensors.
-        weighting: How much a worker's changes count: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
+        weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
         fragments: Into how many the model is cut; each round synchronises one, in turn.
-        overlap_steps: Steps that a worker goes on for while its changes travel; 0 waits.
+        overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits.
         mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
             out.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network.
