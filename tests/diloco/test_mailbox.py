@@ -8,14 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, Postman, _connection, _without_overtaken
+from lightning_bytescheduler.diloco.mailbox import (
+    Caller,
+    Mailbox,
+    Postman,
+    _connection,
+    _without_overtaken,
+    with_messages,
+)
 from lightning_bytescheduler.diloco.messages import (
     Message,
     SendingPseudoGradient,
     SendNow,
     StepMetrics,
     StepReport,
-    decode,
 )
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
@@ -114,7 +120,7 @@ class Inbox:
         self.mailbox = Mailbox(store, "worker0", thread=NAME, handle=self.handle, on_error=self.fail, postman=postman)
 
     def handle(self, sender: str, text: str) -> None:
-        self.heard.append((sender, decode(text, sender=sender)))
+        with_messages(lambda message: self.heard.append((sender, message)))(sender, text)
 
     def fail(self, error: BaseException) -> None:
         self.errors.append(error)

@@ -25,11 +25,11 @@ from typing import TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepReport, encode
+from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepReport, decode, encode
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
-__all__ = ["Caller", "Mailbox", "Postman"]
+__all__ = ["Caller", "Mailbox", "Postman", "with_messages"]
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
@@ -172,6 +172,15 @@ class Mailbox:
             return _Answer(text=self._handle(letter.sender, letter.text) or "")
         except Exception as error:  # it belongs to whoever called
             return _Answer(failure=f"{type(error).__name__}: {error}")
+
+
+def with_messages(receive: Callable[[Message], object]) -> Callable[[str, str], None]:
+    """What handles the letters of a :class:`Postman`: hands on the message that each one has, once it is checked."""
+
+    def handle(sender: str, text: str) -> None:
+        receive(decode(text, sender=sender))
+
+    return handle
 
 
 class Postman:

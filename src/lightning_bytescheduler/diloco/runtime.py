@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
-from lightning_bytescheduler.diloco.messages import Message, decode
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
+from lightning_bytescheduler.diloco.messages import Message
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
@@ -218,9 +218,7 @@ class LeadingRuntime:
         return self._idle
 
     def _open(self, world: WorkerWorld, name: str, thread: str, receive: Callable[[Message], object]) -> Mailbox:
-        def handle(sender: str, text: str) -> None:
-            receive(decode(text, sender=sender))
-
+        handle = with_messages(receive)
         return Mailbox(world.store, name, thread=thread, handle=handle, on_error=self._on_error, postman=self._postman)
 
     def _examine(self, silent: list[str]) -> None:
