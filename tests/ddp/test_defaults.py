@@ -8,7 +8,7 @@ import pytest
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
-from lightning_bytescheduler.diloco.round_target import FastestSteps
+from lightning_bytescheduler.diloco.round_end import FastestSteps
 from lightning_bytescheduler.failures import roll_call
 from lightning_bytescheduler.failures import roll_call as roll_call_module
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord, write_round
-from lightning_bytescheduler.diloco.round_target import SampleTarget
 from tests.diloco.simulated_run import Machine, simulate
 
 

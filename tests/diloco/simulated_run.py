@@ -14,17 +14,16 @@ from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     Envelope,
-    Join,
-    Leave,
-    MergeUpdates,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
     Message,
-    UpdateArrived,
+    PseudoGradientArrived,
     WorkerMessage,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.round_target import RoundTarget
 
 
 @dataclass(kw_only=True)
@@ -133,7 +132,9 @@ class _Run:
     def _deliver(self, envelopes: tuple[Envelope, ...]) -> None:
         for envelope in envelopes:
             if envelope.to == PARAMETER_SERVER:
-                assert not isinstance(envelope.message, MergeUpdates) or envelope.message.round == len(self.seen.rounds)
+                assert not isinstance(envelope.message, MergePseudoGradients) or envelope.message.round == len(
+                    self.seen.rounds
+                )
             elif envelope.to in self.workers:
                 worker = self.workers[envelope.to]
                 for late in self._copies(worker.machine.delay):
@@ -157,14 +158,14 @@ class _Worker:
         self.run, self.machine = run, machine
         self.counter = RoundCounter(name)
         self.busy = False
-        self.last_said: WorkerMessage = Join(worker=name)
+        self.last_said: WorkerMessage = JoinRounds(worker=name)
         self.asked = 0
         self.fetching: int | None = None
         self.fetched: int | None = None
         self.sent_beside = False
-        run.at(machine.joins, lambda: self._say(Join(worker=name)))
+        run.at(machine.joins, lambda: self._say(JoinRounds(worker=name)))
         if machine.leaves < math.inf:
-            run.at(machine.leaves, lambda: run.to_scheduler(Leave(worker=name), machine.delay))
+            run.at(machine.leaves, lambda: run.to_scheduler(LeaveRounds(worker=name), machine.delay))
 
     @property
     def gone(self) -> bool:
@@ -256,7 +257,7 @@ class _Worker:
         counter, run = self.counter, self.run
         run.seen.taken.setdefault(counter.round, {})[counter.worker] = counter.samples
         self._say(counter.send())
-        arrived = UpdateArrived(worker=counter.worker, round=counter.round)
+        arrived = PseudoGradientArrived(worker=counter.worker, round=counter.round)
 
         def arrive() -> None:
             if not self.gone:

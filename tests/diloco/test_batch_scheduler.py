@@ -11,25 +11,24 @@ from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     Acknowledge,
-    CollectUpdates,
-    Done,
+    CollectPseudoGradients,
     Envelope,
-    Join,
-    Leave,
-    MergeUpdates,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
     Message,
-    Report,
-    ScheduleUpdate,
-    SendingUpdate,
+    PseudoGradientArrived,
+    RoundStarted,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
     StartRound,
-    UpdateArrived,
-    UpdateNow,
-    UpdateReceived,
-    Wait,
+    StepReport,
+    TrainingOver,
+    WaitForRound,
 )
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import FastestSteps, RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.round_target import FastestSteps, SampleTarget
 from lightning_bytescheduler.exceptions import OptionError
 
 
@@ -61,9 +60,9 @@ class Bench:
 
     def start(self, *names: str) -> None:
         for name in names:
-            self.say(Join(worker=name))
+            self.say(JoinRounds(worker=name))
         for name in names:
-            self.say(UpdateReceived(worker=name, round=self.scheduler.round))
+            self.say(RoundStarted(worker=name, round=self.scheduler.round))
 
     def steps(self, steps: int, *names: str, first: int = 1, batch_size: int = 1) -> dict[str, list[Message]]:
         """So many steps of each, from the first on. Returns what the last report brought about."""
@@ -74,9 +73,9 @@ class Bench:
                 answer = self.say(self.report(name, step, batch_size))
         return answer
 
-    def report(self, name: str, step: int, batch_size: int = 1, round: int | None = None) -> Report:
+    def report(self, name: str, step: int, batch_size: int = 1, round: int | None = None) -> StepReport:
         number = self.scheduler.round if round is None else round
-        return Report(
+        return StepReport(
             worker=name, round=number, steps=step, samples=step * batch_size, batch_size=batch_size, seconds=1.0
         )
 
@@ -85,8 +84,8 @@ class Bench:
         for name in names:
             progress = self.scheduler.workers[name]
             number = self.scheduler.round
-            self.say(SendingUpdate(worker=name, round=number, steps=progress.steps, samples=progress.samples))
-            answer = self.say(UpdateArrived(worker=name, round=number))
+            self.say(SendingPseudoGradient(worker=name, round=number, steps=progress.steps, samples=progress.samples))
+            answer = self.say(PseudoGradientArrived(worker=name, round=number))
         return answer
 
 
@@ -94,22 +93,22 @@ def test_a_round_from_start_to_end() -> None:
     """Two workers of one sample a second: a hundred samples are there after 50 s. Three steps before that, the end is
     decided."""
     bench = Bench(start_workers=2)
-    assert bench.say(Join(worker="a")) == {"a": [Wait(round=1)]}
-    assert bench.say(Join(worker="b")) == {"a": [StartRound(round=1)], "b": [StartRound(round=1)]}
+    assert bench.say(JoinRounds(worker="a")) == {"a": [WaitForRound(round=1)]}
+    assert bench.say(JoinRounds(worker="b")) == {"a": [StartRound(round=1)], "b": [StartRound(round=1)]}
     for name in "ab":
-        assert bench.say(UpdateReceived(worker=name, round=1)) == {name: [Acknowledge(round=1, step=0)]}
-    assert bench.steps(46, "a", "b") == {"b": [Acknowledge(round=1, step=46)]}
+        assert bench.say(RoundStarted(worker=name, round=1)) == {name: [Acknowledge(round=1, reported=0)]}
+    assert bench.steps(46, "a", "b") == {"b": [Acknowledge(round=1, reported=46)]}
     assert bench.scheduler.left == 8
     bench.now += 1.0
     decided = bench.say(bench.report("a", 47))
-    assert decided["a"][-1] == ScheduleUpdate(round=1, counter=50, step=47)
-    assert decided["b"] == [ScheduleUpdate(round=1, counter=50, step=46)]
-    assert decided[PARAMETER_SERVER] == [CollectUpdates(round=1, workers=("a", "b"), timeout=2 * 3.0 + 5.0)]
-    assert bench.say(bench.report("b", 47)) == {"b": [ScheduleUpdate(round=1, counter=50, step=47)]}
+    assert decided["a"][-1] == SendAfter(round=1, steps=50, reported=47)
+    assert decided["b"] == [SendAfter(round=1, steps=50, reported=46)]
+    assert decided[PARAMETER_SERVER] == [CollectPseudoGradients(round=1, workers=("a", "b"), timeout=2 * 3.0 + 5.0)]
+    assert bench.say(bench.report("b", 47)) == {"b": [SendAfter(round=1, steps=50, reported=47)]}
     bench.steps(3, "a", "b", first=48)
-    assert bench.arrive("a") == {"a": [Acknowledge(round=1, step=50)]}
+    assert bench.arrive("a") == {"a": [Acknowledge(round=1, reported=50)]}
     ended = bench.arrive("b")
-    assert ended[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("a", "b"))]
+    assert ended[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=("a", "b"))]
     assert ended["a"] == [StartRound(round=2)]
     assert (bench.scheduler.samples, bench.scheduler.round) == (100, 2)
     (record,) = bench.records
@@ -127,16 +126,16 @@ def test_doubled_old_and_overtaken_messages_change_nothing() -> None:
         bench.report("a", 2),
         bench.report("a", 90, round=7),
         bench.report("a", 90, round=0),
-        UpdateReceived(worker="a", round=1),
-        UpdateReceived(worker="a", round=0),
-        UpdateArrived(worker="a", round=0),
-        SendingUpdate(worker="a", round=0, steps=99, samples=99),
-        Join(worker="a"),
-        Leave(worker="nobody"),
+        RoundStarted(worker="a", round=1),
+        RoundStarted(worker="a", round=0),
+        PseudoGradientArrived(worker="a", round=0),
+        SendingPseudoGradient(worker="a", round=0, steps=99, samples=99),
+        JoinRounds(worker="a"),
+        LeaveRounds(worker="nobody"),
     ):
         bench.say(message)
         assert (bench.scheduler.state_dict(), bench.scheduler.left) == before, message
-    assert bench.say(bench.report("a", 2)) == {"a": [Acknowledge(round=1, step=5)]}
+    assert bench.say(bench.report("a", 2)) == {"a": [Acknowledge(round=1, reported=5)]}
 
 
 def test_a_lost_report_is_made_up_for() -> None:
@@ -149,15 +148,17 @@ def test_a_lost_report_is_made_up_for() -> None:
 
 def test_a_report_stands_in_for_a_lost_start() -> None:
     bench = Bench()
-    bench.say(Join(worker="a"))
-    assert bench.steps(1, "a") == {"a": [Acknowledge(round=1, step=1)]}
+    bench.say(JoinRounds(worker="a"))
+    assert bench.steps(1, "a") == {"a": [Acknowledge(round=1, reported=1)]}
 
 
 def test_an_arrival_stands_in_for_what_came_before() -> None:
     bench = Bench(outer_steps=1)
     bench.start("a")
     bench.steps(98, "a")
-    assert bench.say(UpdateArrived(worker="a", round=1))[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("a",))]
+    assert bench.say(PseudoGradientArrived(worker="a", round=1))[PARAMETER_SERVER] == [
+        MergePseudoGradients(round=1, workers=("a",))
+    ]
     assert bench.scheduler.samples == 98
 
 
@@ -165,9 +166,9 @@ def test_the_last_word_on_samples_is_the_senders() -> None:
     bench = Bench(outer_steps=1)
     bench.start("a")
     bench.steps(98, "a")
-    bench.say(SendingUpdate(worker="a", round=1, steps=100, samples=100, tokens=1000))
-    bench.say(SendingUpdate(worker="a", round=1, steps=0, samples=0))  # not its last word
-    bench.say(UpdateArrived(worker="a", round=1))
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=100, samples=100, tokens=1000))
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=0, samples=0))  # not its last word
+    bench.say(PseudoGradientArrived(worker="a", round=1))
     assert bench.scheduler.samples == 100
 
 
@@ -176,45 +177,45 @@ def test_a_target_that_was_reached_unseen_ends_the_round_now() -> None:
     bench = Bench(start_workers=2)
     bench.start("a", "b")
     told = bench.steps(2, "a", batch_size=50)
-    assert told["a"][-1] == told["b"][-1] == UpdateNow(round=1)
-    assert bench.say(bench.report("b", 1)) == {"b": [UpdateNow(round=1)]}
+    assert told["a"][-1] == told["b"][-1] == SendNow(round=1)
+    assert bench.say(bench.report("b", 1)) == {"b": [SendNow(round=1)]}
 
 
 def test_one_who_starts_late_is_told_when_it_starts() -> None:
     bench = Bench(start_workers=2)
     for name in "ab":
-        bench.say(Join(worker=name))
-    bench.say(UpdateReceived(worker="a", round=1))
+        bench.say(JoinRounds(worker=name))
+    bench.say(RoundStarted(worker="a", round=1))
     bench.steps(2, "a", batch_size=50)
-    assert bench.say(UpdateReceived(worker="b", round=1)) == {"b": [UpdateNow(round=1)]}
+    assert bench.say(RoundStarted(worker="b", round=1)) == {"b": [SendNow(round=1)]}
 
 
 def test_the_end_of_the_run() -> None:
     bench = Bench(outer_steps=1)
     bench.start("a")
-    bench.say(Join(worker="late"))
+    bench.say(JoinRounds(worker="late"))
     bench.steps(100, "a")
     ended = bench.arrive("a")
-    assert ended["a"][-1] == Done(round=1)
-    assert ended["late"] == [Done(round=1)]
+    assert ended["a"][-1] == TrainingOver(round=1)
+    assert ended["late"] == [TrainingOver(round=1)]
     assert bench.scheduler.finished
     assert bench.scheduler.next_tick is None
-    assert bench.say(bench.report("a", 9)) == {"a": [Done(round=1)]}
-    assert bench.say(Join(worker="new")) == {"new": [Done(round=1)]}
+    assert bench.say(bench.report("a", 9)) == {"a": [TrainingOver(round=1)]}
+    assert bench.say(JoinRounds(worker="new")) == {"new": [TrainingOver(round=1)]}
     assert bench.tick() == {}
 
 
 def test_the_cap_is_told_at_the_start() -> None:
-    assert Bench(step_cap=7).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=7)]}
-    assert Bench(FastestSteps(5)).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=5)]}
-    assert Bench(FastestSteps(5), step_cap=3).say(Join(worker="a")) == {"a": [StartRound(round=1, step_cap=3)]}
+    assert Bench(step_cap=7).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=7)]}
+    assert Bench(FastestSteps(5)).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=5)]}
+    assert Bench(FastestSteps(5), step_cap=3).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=3)]}
 
 
 def test_a_joiner_waits_for_the_next_round() -> None:
     bench = Bench()
     bench.start("a")
-    assert bench.say(Join(worker="b")) == {"b": [Wait(round=2)]}
-    assert bench.say(bench.report("b", 3)) == {"b": [Wait(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
+    assert bench.say(bench.report("b", 3)) == {"b": [WaitForRound(round=2)]}
     bench.steps(100, "a")
     assert bench.arrive("a")["b"] == [StartRound(round=2)]
 
@@ -224,29 +225,29 @@ def test_a_worker_that_was_started_anew_has_lost_its_steps() -> None:
     bench.start("a", "b")
     bench.steps(5, "a", "b")
     assert bench.scheduler.left == 90
-    assert bench.say(Join(worker="b", session=2)) == {"b": [Wait(round=2)]}
+    assert bench.say(JoinRounds(worker="b", session=2)) == {"b": [WaitForRound(round=2)]}
     assert bench.scheduler.left == 95
-    bench.say(Join(worker="b", session=2))
+    bench.say(JoinRounds(worker="b", session=2))
     assert bench.scheduler.workers["b"].step_time.seconds == 1.0  # the machine is the same
 
 
 def test_one_who_has_left_does_not_come_back_with_an_old_report() -> None:
     bench = Bench()
     bench.start("a")
-    bench.say(Join(worker="b"))
-    bench.say(Leave(worker="b"))
+    bench.say(JoinRounds(worker="b"))
+    bench.say(LeaveRounds(worker="b"))
     assert bench.say(bench.report("b", 3)) == {}
     assert set(bench.scheduler.workers) == {"a"}
-    assert bench.say(Join(worker="b")) == {"b": [Wait(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
 
 
 def test_when_the_last_one_leaves_the_round_is_over_and_the_next_joiner_starts_another() -> None:
     bench = Bench()
     bench.start("a")
     bench.steps(5, "a")
-    assert bench.say(Leave(worker="a"))[PARAMETER_SERVER][-1] == MergeUpdates(round=1, workers=())
+    assert bench.say(LeaveRounds(worker="a"))[PARAMETER_SERVER][-1] == MergePseudoGradients(round=1, workers=())
     assert bench.scheduler.next_tick is None
-    assert bench.say(Join(worker="b")) == {"b": [StartRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=2)]}
 
 
 def test_time_is_told_by_ticks() -> None:
@@ -259,8 +260,8 @@ def test_time_is_told_by_ticks() -> None:
     assert bench.tick() == {}
     bench.now = 18.0
     ended = bench.tick()
-    assert ended["a"] == [UpdateNow(round=1)]
-    assert ended[PARAMETER_SERVER][-1] == MergeUpdates(round=1, workers=())
+    assert ended["a"] == [SendNow(round=1)]
+    assert ended[PARAMETER_SERVER][-1] == MergePseudoGradients(round=1, workers=())
     assert bench.scheduler.next_tick is None
     # It was only asleep: it takes part in the next round.
     assert StartRound(round=2) in bench.say(bench.report("a", 6, round=1))["a"]
@@ -287,7 +288,7 @@ def test_more_in_flight_than_was_reported_is_not_believed() -> None:
     bench = Bench()
     bench.start("a")
     bench.steps(5, "a")
-    liar = Report(worker="a", round=1, steps=6, samples=6, batch_size=1, seconds=1.0, in_flight=10**9)
+    liar = StepReport(worker="a", round=1, steps=6, samples=6, batch_size=1, seconds=1.0, in_flight=10**9)
     bench.say(liar)
     assert bench.scheduler.workers["a"].in_flight == 6
 
@@ -296,13 +297,13 @@ def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
     bench = Bench(start_workers=2, silent_after=1000.0)
     bench.start("a", "b")
     bench.steps(50, "a", "b")
-    bench.say(SendingUpdate(worker="a", round=1, steps=50, samples=50))
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=50, samples=50))
     bench.arrive("b")
     bench.pass_time()
-    assert bench.tick()[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=("b",))]
+    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=("b",))]
     bench.now = 70.0  # twenty seconds after it was sent
-    assert bench.say(UpdateArrived(worker="a", round=1)) == {"a": [Wait(round=3)]}
-    bench.say(UpdateReceived(worker="b", round=2))
+    assert bench.say(PseudoGradientArrived(worker="a", round=1)) == {"a": [WaitForRound(round=3)]}
+    bench.say(RoundStarted(worker="b", round=2))
     bench.steps(99, "b")
     before = bench.now
     bench.pass_time()
@@ -316,7 +317,18 @@ def test_the_quorum(quorum: float, merged: tuple[str, ...]) -> None:
     bench.steps(34, "a", "b", "c")
     bench.arrive("a")
     bench.pass_time()
-    assert bench.tick()[PARAMETER_SERVER] == [MergeUpdates(round=1, workers=merged)]
+    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=merged)]
+
+
+@pytest.mark.parametrize(("workers", "merged"), [(2, ("a",)), (3, ())])
+def test_half_of_the_pseudo_gradients_are_enough(workers: int, merged: tuple[str, ...]) -> None:
+    names = ("a", "b", "c")[:workers]
+    bench = Bench(start_workers=workers)
+    bench.start(*names)
+    bench.steps(34 if workers == 3 else 50, *names)
+    bench.arrive("a")
+    bench.pass_time()
+    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=merged)]
 
 
 def test_it_carries_on_after_a_restart() -> None:
@@ -330,8 +342,25 @@ def test_it_carries_on_after_a_restart() -> None:
     assert (again.scheduler.round, again.scheduler.samples) == (1, 100)
     # The worker does not know, and reports on; nothing of the round that was on is left.
     assert again.say(again.report("a", 4, round=2)) == {"a": [StartRound(round=2)]}
-    assert again.scheduler.workers["a"].step_time.settled
+    assert again.scheduler.workers["a"].step_time.is_known
     assert again.scheduler.left == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"round": -1}, r"\$\.round"),
+        ({"samples": "many"}, r"\$\.samples"),
+        ({"step_times": {"a": {"seconds": [1.0], "first": [], "batch_sizes": None}}}, r"batch_sizes"),
+    ],
+)
+def test_a_state_that_is_damaged_is_refused(change: dict[str, Any], field: str) -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(5, "a")
+    state = {**bench.scheduler.state_dict(), **change}
+    with pytest.raises(OptionError, match=field):
+        Bench().scheduler.load_state_dict(state)
 
 
 def test_a_run_that_was_over_stays_over() -> None:

@@ -1,66 +1,12 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.fragments import (
-    FragmentAction,
-    FragmentOptions,
-    FragmentSchedule,
-    mix,
-    split_fragments,
-)
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, mix, split_fragments
 from lightning_bytescheduler.exceptions import OptionError
-
-
-def schedule(fragments: int, steps: int, overlap: int) -> FragmentSchedule:
-    return FragmentSchedule(options=FragmentOptions(fragments=fragments, overlap_steps=overlap), steps=steps)
-
-
-def test_one_fragment_without_overlap_is_diloco() -> None:
-    actions = [(step, action.do) for step in range(1, 13) for action in schedule(1, 4, 0).actions(step)]
-    assert actions == [(4, "send"), (4, "merge"), (8, "send"), (8, "merge"), (12, "send"), (12, "merge")]
-
-
-def test_fragments_are_staggered_and_merged_later() -> None:
-    plan = schedule(2, 6, 2)
-    actions = {step: plan.actions(step) for step in range(1, 13) if plan.actions(step)}
-    assert actions == {
-        3: (FragmentAction(do="send", fragment=0, sent=3),),
-        5: (FragmentAction(do="merge", fragment=0, sent=3),),
-        6: (FragmentAction(do="send", fragment=1, sent=6),),
-        8: (FragmentAction(do="merge", fragment=1, sent=6),),
-        9: (FragmentAction(do="send", fragment=0, sent=9),),
-        11: (FragmentAction(do="merge", fragment=0, sent=9),),
-        12: (FragmentAction(do="send", fragment=1, sent=12),),
-    }
-
-
-@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 39))
-def test_each_fragment_is_sent_and_merged_in_turn(fragments: int, steps: int, overlap: int) -> None:
-    fragments, overlap = min(fragments, steps), min(overlap, steps - 1)
-    plan = schedule(fragments, steps, overlap)
-    seen: dict[int, list[tuple[str, int]]] = {}
-    sends_after = []
-    for step in range(1, 3 * steps + overlap + 1):
-        actions = plan.actions(step)
-        sends_after.append(sum(action.do == "send" for action in actions))
-        for action in actions:
-            seen.setdefault(action.fragment, []).append((action.do, step))
-            assert action.sent == (step if action.do == "send" else step - overlap)
-    assert max(sends_after) == 1
-    assert sum(sends_after[steps : 2 * steps]) == fragments
-    for done in seen.values():
-        assert [do for do, _ in done[:6]] == ["send", "merge"] * 3  # never sent again before it was merged
-        sent = [step for do, step in done if do == "send"]
-        assert all(later - earlier == steps for earlier, later in itertools.pairwise(sent))
-    firsts = sorted(done[0][1] for done in seen.values())
-    gaps = [later - earlier for earlier, later in zip(firsts, [*firsts[1:], firsts[0] + steps], strict=True)]
-    assert max(gaps) - min(gaps) <= 1  # spread evenly
 
 
 def test_rounds_of_uneven_workers_go_through_the_fragments() -> None:
@@ -117,10 +63,6 @@ def test_what_is_not_allowed(options: dict, reason: str) -> None:
 
 
 def test_what_does_not_fit_together() -> None:
-    with pytest.raises(OptionError, match="fragments=5 is not allowed: fragments must be 4 at most"):
-        schedule(5, 4, 0)
-    with pytest.raises(OptionError, match="overlap_steps=4 is not allowed: overlap_steps must be less than 4"):
-        schedule(1, 4, 4)
     with pytest.raises(OptionError, match="fragments must be 2 at most"):
         split_fragments({"a": 1, "b": 1}, 3)
     with pytest.raises(OptionError, match="round"):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, pseudo_gradient
+from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
 
 
@@ -41,7 +41,7 @@ def inner_step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -
 
 
 def merge(updates: list[tuple[dict[str, Tensor], int]]) -> dict[str, Tensor]:
-    accumulator = UpdateAccumulator(updates[0][0])
+    accumulator = WeightedMean(updates[0][0])
     for update, weight in updates:
         accumulator.add(update, weight=weight)
     return accumulator.mean()
@@ -128,7 +128,7 @@ def test_any_optimizer_of_torch() -> None:
     outer = OuterOptimizer(start, factory=lambda tensors: torch.optim.Adam(tensors, lr=0.1))
     outer.step({"x": torch.tensor([1.0, -1.0, 2.0])})
     torch.testing.assert_close(outer.weights["x"], torch.tensor([0.9, 1.1, 0.9]))
-    assert isinstance(outer.optimizer, torch.optim.Adam)
+    assert isinstance(outer._optimizer, torch.optim.Adam)
 
 
 def test_a_fragment_steps_without_the_others() -> None:

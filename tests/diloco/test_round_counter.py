@@ -4,14 +4,14 @@ import pytest
 
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
-    Done,
-    Report,
-    ScheduleUpdate,
-    SendingUpdate,
+    RoundStarted,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
     StartRound,
-    UpdateNow,
-    UpdateReceived,
-    Wait,
+    StepReport,
+    TrainingOver,
+    WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import OptionError
@@ -21,18 +21,18 @@ def started(step_cap: int | None = None) -> RoundCounter:
     counter = RoundCounter("a")
     counter.receive(StartRound(round=3, step_cap=step_cap))
     assert counter.next_round == 3
-    assert counter.start() == UpdateReceived(worker="a", round=3)
+    assert counter.start() == RoundStarted(worker="a", round=3)
     return counter
 
 
-def step(counter: RoundCounter) -> Report:
+def step(counter: RoundCounter) -> StepReport:
     return counter.step(batch_size=8, seconds=0.5, tokens=80)
 
 
 def test_reports_are_sums_of_the_round() -> None:
     counter = started()
     step(counter)
-    assert step(counter) == Report(worker="a", round=3, steps=2, samples=16, batch_size=8, seconds=0.5, in_flight=1)
+    assert step(counter) == StepReport(worker="a", round=3, steps=2, samples=16, batch_size=8, seconds=0.5, in_flight=1)
     assert not counter.due
     assert counter.steps_left is None
 
@@ -40,29 +40,29 @@ def test_reports_are_sums_of_the_round() -> None:
 def test_what_is_not_acknowledged_is_in_flight() -> None:
     counter = started()
     assert step(counter).in_flight == 0
-    counter.receive(Acknowledge(round=3, step=1))
+    counter.receive(Acknowledge(round=3, reported=1))
     assert step(counter).in_flight == 0
     assert step(counter).in_flight == 1
-    counter.receive(ScheduleUpdate(round=3, counter=20, step=3))
-    counter.receive(Acknowledge(round=3, step=2))  # overtaken
+    counter.receive(SendAfter(round=3, steps=20, reported=3))
+    counter.receive(Acknowledge(round=3, reported=2))  # overtaken
     assert step(counter).in_flight == 0
 
 
 def test_it_counts_to_what_was_scheduled() -> None:
     counter = started()
     step(counter)
-    counter.receive(ScheduleUpdate(round=3, counter=3))
+    counter.receive(SendAfter(round=3, steps=3))
     assert counter.steps_left == 2
     step(counter)
     assert not counter.due
     step(counter)
     assert counter.due
-    assert counter.send() == SendingUpdate(worker="a", round=3, steps=3, samples=24, tokens=240)
+    assert counter.send() == SendingPseudoGradient(worker="a", round=3, steps=3, samples=24, tokens=240)
 
 
 def test_now_is_after_the_step_in_progress() -> None:
     counter = started()
-    counter.receive(UpdateNow(round=3))
+    counter.receive(SendNow(round=3))
     step(counter)
     assert counter.due
 
@@ -71,20 +71,20 @@ def test_a_counter_that_comes_too_late_is_due_at_once() -> None:
     counter = started()
     for _ in range(5):
         step(counter)
-    counter.receive(ScheduleUpdate(round=3, counter=2))
+    counter.receive(SendAfter(round=3, steps=2))
     assert counter.due
     assert counter.steps_left == 0
 
 
 def test_the_cap_holds_whatever_is_scheduled() -> None:
     counter = started(step_cap=2)
-    counter.receive(ScheduleUpdate(round=3, counter=9))
+    counter.receive(SendAfter(round=3, steps=9))
     step(counter)
     step(counter)
     assert counter.due
 
 
-@pytest.mark.parametrize("message", [UpdateNow(round=2), ScheduleUpdate(round=2, counter=0), UpdateNow(round=4)])
+@pytest.mark.parametrize("message", [SendNow(round=2), SendAfter(round=2, steps=0), SendNow(round=4)])
 def test_other_rounds_change_nothing(message) -> None:
     counter = started()
     counter.receive(message)
@@ -105,12 +105,12 @@ def test_a_start_that_is_doubled_or_old_changes_nothing() -> None:
 def test_a_round_that_was_missed_is_left_behind() -> None:
     counter = started(step_cap=9)
     step(counter)
-    counter.receive(Wait(round=4))
+    counter.receive(WaitForRound(round=4))
     assert counter.waiting
     counter.receive(StartRound(round=4))
     counter.start()
     assert (counter.waiting, counter.steps, counter.samples, counter.due) == (False, 0, 0, False)
-    counter.receive(Wait(round=4))  # overtaken by the start
+    counter.receive(WaitForRound(round=4))  # overtaken by the start
     assert not counter.waiting
 
 
@@ -120,10 +120,10 @@ def test_steps_since_sending_count_for_the_next_round() -> None:
     step(counter)
     counter.send()
     assert not counter.due
-    assert step(counter) == Report(worker="a", round=4, steps=1, samples=8, batch_size=8, seconds=0.5, in_flight=0)
+    assert step(counter) == StepReport(worker="a", round=4, steps=1, samples=8, batch_size=8, seconds=0.5, in_flight=0)
     # Late answers to reports of the old round are about that round.
-    counter.receive(Acknowledge(round=3, step=2))
-    counter.receive(UpdateNow(round=3))
+    counter.receive(Acknowledge(round=3, reported=2))
+    counter.receive(SendNow(round=3))
     assert step(counter).in_flight == 1
     counter.receive(StartRound(round=4, step_cap=3))
     counter.start()
@@ -134,7 +134,7 @@ def test_steps_since_sending_count_for_the_next_round() -> None:
 
 def test_it_is_over() -> None:
     counter = started()
-    counter.receive(Done(round=3))
+    counter.receive(TrainingOver(round=3))
     assert counter.finished
 
 

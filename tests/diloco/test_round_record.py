@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRecord, read_rounds, waiting_share
+from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.records import small_run, written
 
@@ -15,14 +15,14 @@ HAND_MADE = RoundRecord(
     end=10.0,
     decided=7.0,
     workers=(
-        WorkerRecord(
+        WorkerRound(
             worker="a",
             steps=3,
             samples=30,
             merged=True,
             spans=(("receiving", 0.0, 1.0), ("working", 1.0, 8.0), ("sending", 8.0, 9.0), ("waiting", 9.0, 10.0)),
         ),
-        WorkerRecord(worker="b", steps=9, samples=90, merged=False, spans=(("working", 0.0, 10.0),)),
+        WorkerRound(worker="b", steps=9, samples=90, merged=False, spans=(("working", 0.0, 10.0),)),
     ),
 )
 

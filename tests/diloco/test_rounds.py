@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.round_record import waiting_share
-from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, RoundTarget, SampleTarget
 from tests.diloco.simulated_run import Machine, SimulatedRun, simulate
 
 ROUNDS = 12

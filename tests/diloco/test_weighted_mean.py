@@ -1,106 +1,164 @@
-"""The weighted mean over all workers: exact where it can be, the same bits on every worker always."""
-
 from __future__ import annotations
 
-import math
+from fractions import Fraction
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco import UpdateAccumulator, WireFormat
-from lightning_bytescheduler.diloco.update_exchange import UpdateExchange
-from lightning_bytescheduler.diloco.world import WorkerWorld
-from lightning_bytescheduler.exceptions import UnsupportedError
-from tests.support.rank_pool import RankPool
+from lightning_bytescheduler.diloco import weighted_mean
+from lightning_bytescheduler.diloco.weighted_mean import WeightedMean, pseudo_gradient_weight, require_weighting
+from lightning_bytescheduler.exceptions import OptionError
 
+unhurried = settings(deadline=None)
 
-def update_of(rank: int, size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank - 1)
-
-
-def exchange(rank: int, size: int, weights: list[int], wire_dtype: str, partition_size: int) -> tuple[Tensor, int]:
-    world = WorkerWorld.join(rank=rank, size=len(weights), backend="gloo", timeout=None)
-    ends = UpdateExchange(
-        world.updates,
-        wire=WireFormat(dtype=wire_dtype),
-        partition_size=partition_size,
-        credit=2 * partition_size,
-        on_error=lambda error: error,
+numbers = st.one_of(
+    st.floats(-1e4, 1e4, width=32),
+    st.floats(-(2.0**-20), 2.0**-20, width=32),
+    st.sampled_from([0.0, 1.0, -1.0, 1e-30, 3e-39, -(2.0**-40), 1 + 2.0**-23]),
+)
+updates = st.integers(1, 6).flatmap(
+    lambda size: st.lists(
+        st.tuples(st.integers(1, 2**20), st.lists(numbers, min_size=size, max_size=size)), min_size=1, max_size=6
     )
-    heard: list[BaseException | None] = []
-    first = ends.start("a", update_of(rank, size), weight=weights[rank], on_end=heard.append)
-    second = ends.start("b", update_of(rank, size), weight=weights[rank], on_end=heard.append)
-    second.wait(20.0)
-    mean, total = first.wait(20.0)
-    idle = ends.stop(5.0)
-    dist.barrier()
-    world.leave(idle=idle)
-    assert heard == [None, None]
-    return mean, total
+)
 
 
-def exact(size: int, weights: list[int]) -> Tensor:
-    sums = UpdateAccumulator({"all": torch.zeros(size)})
-    for rank, weight in enumerate(weights):
-        if weight:
-            sums.add({"all": update_of(rank, size)}, weight=weight)
-    return sums.mean()["all"]
+def merged(drawn) -> torch.Tensor:
+    accumulator = WeightedMean({"x": torch.empty(len(drawn[0][1]))})
+    for weight, values in drawn:
+        accumulator.add({"x": torch.tensor(values)}, weight=weight)
+    return accumulator.mean()["x"]
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "int8", "int4"])
-def test_three_workers_hold_the_same_mean(wire_dtype: str, three_plain_ranks: RankPool) -> None:
-    size, weights = 1001, [3, 0, 5]
-    means = three_plain_ranks.run(exchange, size=size, weights=weights, wire_dtype=wire_dtype, partition_size=200)
-    expected = exact(size, weights)
-    for mean, total in means:
-        assert total == 8
-        assert torch.equal(mean, means[0][0])
-    largest = max(float(update_of(rank, size).abs().max()) for rank in range(3))
-    bound = {"fp32": 0.0, "bf16": 2.0**-6, "int8": 2 / 100, "int4": 2 / 7}[wire_dtype]
-    assert float((means[0][0] - expected).abs().max()) <= bound * largest
+@unhurried
+@given(drawn=updates, data=st.data())
+def test_the_order_of_arrival_does_not_matter(drawn, data) -> None:
+    """Bit for bit."""
+    again = data.draw(st.permutations(drawn))
+    assert torch.equal(merged(drawn).view(torch.int32), merged(again).view(torch.int32))
 
 
-def test_parts_smaller_than_the_number_of_workers(three_plain_ranks: RankPool) -> None:
-    means = three_plain_ranks.run(exchange, size=5, weights=[1, 1, 1], wire_dtype="fp32", partition_size=2)
-    for mean, total in means:
-        assert total == 3
-        assert torch.equal(mean, exact(5, [1, 1, 1]))
+def test_nor_does_it_where_plain_sums_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks."""
+    monkeypatch.setattr(weighted_mean, "_CHUNK", 1000)
+    generator = torch.Generator().manual_seed(0)
+    size = 5007
+    parts = [torch.randn(size, generator=generator) * 10.0**power for power in (-6, 0, -3, 3)]
+    weights = [7, 123_456, 1, 99_999]
+    plain = [sum(part * weight for part, weight in order) for order in _orders(parts, weights)]
+    assert not torch.equal(*plain)
+    means = []
+    for order in _orders(parts, weights):
+        accumulator = WeightedMean({"x": parts[0]})
+        for part, weight in order:
+            accumulator.add({"x": part}, weight=weight)
+        means.append(accumulator.mean()["x"])
+    assert torch.equal(*means)
+    exact = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
+    assert torch.equal(means[0], exact.float())
 
 
-def test_nobody_has_done_anything(three_plain_ranks: RankPool) -> None:
-    means = three_plain_ranks.run(exchange, size=5, weights=[0, 0, 0], wire_dtype="fp32", partition_size=5)
-    for mean, total in means:
-        assert total == 0
-        assert torch.equal(mean, torch.zeros(5))
+def _orders(parts, weights):
+    pairs = list(zip(parts, weights, strict=True))
+    return pairs, pairs[::-1]
 
 
-def diverged(rank: int) -> str:
-    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
-    ends = UpdateExchange(world.updates, wire=WireFormat(), partition_size=8, credit=8, on_error=lambda error: error)
-    update = torch.tensor([math.nan])
-    with pytest.raises(ValueError, match="infinities or NaN") as caught:
-        ends.start("a", update, weight=1, on_end=lambda error: None).wait(10.0)
-    ends.stop(5.0)
-    dist.barrier()
-    world.leave(idle=True)
-    return str(caught.value)
+@unhurried
+@given(drawn=updates)
+def test_the_stated_bound(drawn) -> None:
+    total = sum(weight for weight, _ in drawn)
+    found = merged(drawn)
+    for index, value in enumerate(found.tolist()):
+        exact = sum(Fraction(weight) * Fraction(torch.tensor(values)[index].item()) for weight, values in drawn) / total
+        size = sum(weight * abs(Fraction(torch.tensor(values)[index].item())) for weight, values in drawn) / total
+        before_rounding = Fraction(len(drawn), total * 2**65) + size / 2**51
+        # Rounding to fp32: half of its last digit, of which the smallest is 2^-149.
+        bound = before_rounding + max((abs(exact) + before_rounding) / 2**24, Fraction(1, 2**150))
+        assert abs(Fraction(value) - exact) <= bound
 
 
-def test_what_has_diverged_is_not_sent(three_plain_ranks: RankPool) -> None:
-    assert len(set(three_plain_ranks.run(diverged))) == 1
+@unhurried
+@given(st.lists(numbers, min_size=1, max_size=5), st.integers(1, 2**24))
+def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> None:
+    alone = torch.tensor(values)
+    expected = torch.where((alone.abs() >= 2.0**-40) | (alone == 0), alone, torch.nan)
+    found = merged([(weight, values)])
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept], alone[kept])
+    assert (found - alone).abs().max() <= 2.0**-65
 
 
-def join_twice(rank: int) -> str:
-    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
-    assert dist.get_world_size() == 1
-    with pytest.raises(UnsupportedError) as twice:
-        WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
-    world.leave(idle=True)
-    return str(twice.value)
+def test_memory_does_not_grow_with_the_workers() -> None:
+    accumulator = WeightedMean({"x": torch.empty(3), "y": torch.empty(2, 2)})
+    held = [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    for _ in range(20):
+        accumulator.add({"x": torch.ones(3), "y": torch.ones(2, 2)}, weight=2)
+    assert held == [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    assert (accumulator.weight, accumulator.added) == (40, 20)
+    assert torch.equal(accumulator.mean()["y"], torch.ones(2, 2))
 
 
-def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
-    for twice in three_plain_ranks.run(join_twice):
-        assert "destroy_process_group()" in twice
+def test_nothing_has_no_mean() -> None:
+    accumulator = WeightedMean({"x": torch.empty(1)})
+    with pytest.raises(ValueError, match="no pseudo-gradient was added"):
+        accumulator.mean()
+    accumulator.add({"x": torch.tensor([-2.0])}, weight=1)
+    assert accumulator.mean()["x"].item() == -2.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_cannot_be_added_leaves_no_trace(bad: float) -> None:
+    accumulator = WeightedMean({"x": torch.empty(2), "y": torch.empty(1)})
+    accumulator.add({"x": torch.ones(2), "y": torch.ones(1)}, weight=1)
+    with pytest.raises(ValueError, match="'y' was not added"):
+        accumulator.add({"x": torch.full((2,), 9.0), "y": torch.tensor([bad])}, weight=1)
+    assert accumulator.mean()["x"].tolist() == [1.0, 1.0]
+    assert accumulator.added == 1
+
+
+def test_the_sum_never_overflows() -> None:
+    accumulator = WeightedMean({"x": torch.empty(1)})
+    large = {"x": torch.tensor([2.0**36])}
+    for _ in range(3):
+        accumulator.add(large, weight=1)
+    with pytest.raises(ValueError, match="was not added"):
+        accumulator.add(large, weight=1)
+    assert accumulator.mean()["x"].item() == 2.0**36
+
+
+@pytest.mark.parametrize("update", [{}, {"x": torch.ones(3)}, {"x": torch.ones(2), "y": torch.ones(1)}])
+def test_other_names_and_shapes_are_refused(update) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        WeightedMean({"x": torch.empty(2)}).add(update, weight=1)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.5, True, 2**28 + 1])
+def test_what_is_no_weight(weight) -> None:
+    with pytest.raises(OptionError, match="weight"):
+        WeightedMean({"x": torch.empty(1)}).add({"x": torch.ones(1)}, weight=weight)
+
+
+def test_empty_tensors_and_other_dtypes() -> None:
+    accumulator = WeightedMean({"none": torch.empty(0), "half": torch.empty(2)})
+    accumulator.add({"none": torch.empty(0), "half": torch.tensor([0.5, 3.0]).bfloat16()}, weight=4)
+    assert accumulator.mean()["none"].shape == (0,)
+    assert accumulator.mean()["half"].tolist() == [0.5, 3.0]
+
+
+def test_by_samples_tokens_or_not_at_all() -> None:
+    assert pseudo_gradient_weight("samples", samples=64, tokens=640) == 64
+    assert pseudo_gradient_weight("tokens", samples=64, tokens=640) == 640
+    assert pseudo_gradient_weight("uniform", samples=64) == 1
+    assert [pseudo_gradient_weight(weighting, samples=0) for weighting in ("samples", "tokens", "uniform")] == [0, 0, 0]
+
+
+def test_tokens_that_nobody_counted() -> None:
+    with pytest.raises(OptionError, match="do not say how many tokens"):
+        pseudo_gradient_weight("tokens", samples=5)
+
+
+def test_what_is_no_weighting() -> None:
+    with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'tokens', 'uniform'"):
+        require_weighting("weighting", "loss")

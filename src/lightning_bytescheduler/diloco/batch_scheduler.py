@@ -1,12 +1,12 @@
-"""The batch scheduler: decides how many steps each worker takes until the next update, so that all end together.
+"""The batch scheduler: decides how many steps each worker takes in a round, so that all end it together.
 
 A state machine without clock, threads or transport. A message and the time go in; what to send comes out. ``tick`` is
 to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from ending: a
-silent worker is not counted on, and updates are waited for until a deadline plus grace (seed 004).
+silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
 A round: everyone is told to start, fetches the weights and trains. Each report is answered, and moves the projection.
 When the projected end is a few steps of the slowest worker away, each worker is told after how many steps to send.
-When the updates are there, or the time is over, they are merged and the next round starts.
+When the pseudo-gradients are there, or the time is over, they are merged and the next round starts.
 
 Not thread-safe: call it from one thread, or under one lock.
 """
@@ -16,41 +16,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import TypedDict
+from typing import Annotated, TypeAlias, TypedDict
+
+import msgspec
 
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     Acknowledge,
-    CollectUpdates,
-    Done,
+    CollectPseudoGradients,
     Envelope,
-    Join,
-    Leave,
-    MergeUpdates,
-    Message,
-    Report,
-    ScheduleUpdate,
-    SendingUpdate,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
+    PseudoGradientArrived,
+    RoundStarted,
+    SchedulerMessage,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
     StartRound,
-    UpdateArrived,
-    UpdateNow,
-    UpdateReceived,
-    Wait,
+    StepReport,
+    TrainingOver,
+    WaitForRound,
     WorkerMessage,
 )
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.round_target import Pace, RoundTarget
 from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
+from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["BatchScheduler", "BatchSchedulerState"]
+
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BatchSchedulerState(TypedDict):
     """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
 
-    round: int
-    samples: int
+    round: _Count
+    samples: _Count
     step_times: dict[str, StepTimeState]
 
 
@@ -144,13 +149,13 @@ class BatchScheduler:
         self._now = now
         worker = self._workers.get(message.worker)
         if self.finished:
-            self._tell(message.worker, Done(round=self._round))
-        elif isinstance(message, Leave):
+            self._tell(message.worker, TrainingOver(round=self._round))
+        elif isinstance(message, LeaveRounds):
             if worker is not None:
                 self._forget(worker)
                 self._gone.add(worker.name)
                 self._advance(now)
-        elif isinstance(message, Join) and (worker is None or message.session != worker.session):
+        elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
             if worker is not None:
                 self._forget(worker)  # it has been started anew, and what it did is lost
             self._join(message.worker, message.session, now)
@@ -187,7 +192,15 @@ class BatchScheduler:
         }
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
-        """Carry on from what was kept. Call it before anybody joins."""
+        """Carry on from what was kept. Call it before anybody joins.
+
+        Raises:
+            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong with it.
+        """
+        try:
+            state = msgspec.convert(state, BatchSchedulerState)
+        except msgspec.ValidationError as error:
+            raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
         self._round, self._samples = state["round"], state["samples"]
         self._step_times = dict(state["step_times"])
         if self._round:
@@ -198,44 +211,47 @@ class BatchScheduler:
         worker.heard = now
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING
-            if isinstance(message, UpdateArrived):
-                self._note_transfer(worker, now)  # too late, so that the next one is given more time
+            if isinstance(message, PseudoGradientArrived):
+                self._measure_transfer(worker, now)  # too late, so that the next one is given more time
         if self._phase is _Phase.IDLE:
             self._begin_round(now)
-        if not isinstance(message, (Join, Leave)) and message.round == self._round:
+        if not isinstance(message, (JoinRounds, LeaveRounds)) and message.round == self._round:
             self._follow(worker, message, now)
         self._answer(worker)
         self._advance(now)
 
     def _follow(
-        self, worker: WorkerProgress, message: Report | SendingUpdate | UpdateArrived | UpdateReceived, now: float
+        self,
+        worker: WorkerProgress,
+        message: StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted,
+        now: float,
     ) -> None:
         """Take over what is new. What is overtaken or doubled is not; what is missing is inferred."""
-        if isinstance(message, (UpdateReceived, Report)) and worker.state is WorkerState.STARTING:
+        if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
             worker.start(now)
-        if isinstance(message, Report) and worker.is_training and message.steps > worker.steps:
-            worker.note(message, now)
-        if isinstance(message, SendingUpdate) and message.steps >= worker.steps:
+        if isinstance(message, StepReport) and worker.is_training and message.steps > worker.steps:
+            worker.take_report(message, now)
+        if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:
             worker.steps, worker.samples, worker.tokens = message.steps, message.samples, message.tokens
-        if isinstance(message, (SendingUpdate, UpdateArrived)) and worker.is_training:
+        if isinstance(message, (SendingPseudoGradient, PseudoGradientArrived)) and worker.is_training:
             worker.end(now)
-        if isinstance(message, UpdateArrived) and worker.state is WorkerState.SENDING:
+        if isinstance(message, PseudoGradientArrived) and worker.state is WorkerState.SENDING:
             worker.arrive(now)
-            self._note_transfer(worker, now)
+            self._measure_transfer(worker, now)
 
-    def _note_transfer(self, worker: WorkerProgress, now: float) -> None:
+    def _measure_transfer(self, worker: WorkerProgress, now: float) -> None:
         if worker.sending is not None:
             self._longest_send = max(self._longest_send, now - worker.sending)
 
     def _answer(self, worker: WorkerProgress) -> None:
         if worker.state in (WorkerState.WAITING, WorkerState.LOST):
-            self._tell(worker.name, Wait(round=self._round + 1))
+            self._tell(worker.name, WaitForRound(round=self._round + 1))
         elif worker.state is WorkerState.STARTING:
             self._tell(worker.name, StartRound(round=self._round, step_cap=self._step_cap))
         elif worker.state is WorkerState.TRAINING and self._phase is _Phase.COLLECTING:
             self._tell_to_send(worker)
         else:
-            self._tell(worker.name, Acknowledge(round=self._round, step=worker.steps))
+            self._tell(worker.name, Acknowledge(round=self._round, reported=worker.steps))
 
     def _join(self, name: str, session: int, now: float) -> None:
         self._gone.discard(name)
@@ -283,12 +299,12 @@ class BatchScheduler:
         paces = {worker.name: worker.pace(self._step_cap) for worker in training}
         known = {name: pace for name, pace in paces.items() if pace is not None}
         slowest = max((pace.step_seconds for pace in known.values()), default=0.0)
-        # Whoever is silent is not counted on, nor is what it did: its update will probably not come.
+        # Whoever is silent is not counted on, nor is what it did: its pseudo-gradient will probably not come.
         left = self._left([*training, *(worker for worker in self._members() if worker.has_ended)])
         if left <= 0:
             # Nobody is to begin another step. Whoever has not started yet does not have to.
             self._collect({}, slowest * max(worker.in_flight + 1 for worker in training), now)
-        elif all(worker.step_time.settled for worker in training):
+        elif all(worker.step_time.is_known for worker in training):
             lead = self._lead(known, slowest)
             plan = self._target.plan(left, list(known.values()), now=now, within=lead)
             if plan is not None:
@@ -316,17 +332,17 @@ class BatchScheduler:
         members = self._members()
         for worker in members:
             if worker.is_training:
-                worker.counter = counters.get(worker.name)
+                worker.send_after = counters.get(worker.name)
                 self._tell_to_send(worker)
         names = tuple(worker.name for worker in members)
         timeout = self._deadline + self._options.grace - now
-        self._tell(PARAMETER_SERVER, CollectUpdates(round=self._round, workers=names, timeout=timeout))
+        self._tell(PARAMETER_SERVER, CollectPseudoGradients(round=self._round, workers=names, timeout=timeout))
 
     def _tell_to_send(self, worker: WorkerProgress) -> None:
-        if worker.counter is None:
-            self._tell(worker.name, UpdateNow(round=self._round))
+        if worker.send_after is None:
+            self._tell(worker.name, SendNow(round=self._round))
         else:
-            self._tell(worker.name, ScheduleUpdate(round=self._round, counter=worker.counter, step=worker.steps))
+            self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
 
     def _end_round(self, now: float) -> None:
         members = self._members()
@@ -335,7 +351,7 @@ class BatchScheduler:
             arrived = []
         merged = tuple(worker.name for worker in arrived)
         self._samples += sum(worker.samples for worker in arrived)
-        self._tell(PARAMETER_SERVER, MergeUpdates(round=self._round, workers=merged))
+        self._tell(PARAMETER_SERVER, MergePseudoGradients(round=self._round, workers=merged))
         record = RoundRecord(
             round=self._round,
             start=self._started,
@@ -349,7 +365,7 @@ class BatchScheduler:
         if self._is_over():
             self._phase = _Phase.FINISHED
             for name in self._workers:
-                self._tell(name, Done(round=self._round))
+                self._tell(name, TrainingOver(round=self._round))
         else:
             self._begin_round(now)
         if self._observer is not None:
@@ -367,7 +383,7 @@ class BatchScheduler:
         """Who has steps of this round before it, and is not silent."""
         return [w for w in self._members() if w.is_training and now < w.silent_at(self._options)]
 
-    def _tell(self, name: str, message: Message) -> None:
+    def _tell(self, name: str, message: SchedulerMessage) -> None:
         self._outgoing.append(Envelope(name, message))
 
     def _take_outgoing(self) -> tuple[Envelope, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from lightning_bytescheduler.checks import require_positive, require_share, require_whole
+from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "resolve_batch_size"]
@@ -112,6 +112,6 @@ def find_batch_size(
 def _one(option: str, value: object) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise OptionError(option, value, _ALLOWED)
     return value

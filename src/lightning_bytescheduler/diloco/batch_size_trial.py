@@ -1,9 +1,8 @@
 """Finds a worker's batch size by taking a few steps of the model with batches of growing size, before training begins.
 
 The optimizer takes no step; gradients, buffers and random numbers are as before afterwards. Limits: whatever else
-``training_step`` changes stays changed, and a module that optimizes manually is not tried.
-
-Gives a worker's training data loader the batch size of that worker.
+``training_step`` changes stays changed, and a module that optimizes manually is not tried. The loader of the training
+data then gets that size, as it does one that was given.
 """
 
 from __future__ import annotations
@@ -25,6 +24,13 @@ from lightning_bytescheduler.diloco.batch_size import find_batch_size
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["measured_batch_size", "with_batch_size"]
+
+_STEPS = 3  # that are measured of each size
+_MESSAGE = (
+    "Strategy 'diloco' cannot change the batch size of a {what}. Leave batch_size out, and give each worker's loader "
+    "its batch size where you make it; trainer.global_rank says which worker it is."
+)
+_CANNOT = "A batch size cannot be found with batch_size='auto'; give batch_size as a number"
 
 
 def with_batch_size(loader: object, batch_size: int) -> object:
@@ -54,15 +60,6 @@ def with_batch_size(loader: object, batch_size: int) -> object:
         raise UnsupportedError(_MESSAGE.format(what=f"DataLoader with a {type(loader.batch_sampler).__name__}"))
     sampler = BatchSampler(loader.batch_sampler.sampler, batch_size, loader.batch_sampler.drop_last)
     return DataLoader(loader.dataset, batch_sampler=sampler, **options)
-
-
-_MESSAGE = (
-    "Strategy 'diloco' cannot change the batch size of a {what}. Leave batch_size out, and give each worker's loader "
-    "its batch size where you make it; trainer.global_rank says which worker it is."
-)
-
-
-_STEPS = 3
 
 
 def measured_batch_size(module: pl.LightningModule, loader: object, *, workers: int) -> int:
@@ -99,9 +96,6 @@ def measured_batch_size(module: pl.LightningModule, loader: object, *, workers: 
 
     with _unchanged(module):
         return find_batch_size(try_batch, limit=max(length // workers, 1))
-
-
-_CANNOT = "A batch size cannot be found with batch_size='auto'; give batch_size as a number"
 
 
 def _step(module: pl.LightningModule, batch: Any) -> float:

@@ -1,22 +1,21 @@
 """Fragments of the model that are synchronised in turn, while training goes on.
 
-Douillard et al., "Streaming DiLoCo with overlapping communication": each of P fragments is sent every H steps, at
-offsets spread over those; what the others make of it is merged into the local weights ``overlap_steps`` later.
+Douillard et al., "Streaming DiLoCo with overlapping communication": the model is cut into P fragments, and each round
+ends with one of them, in turn. What the others make of it is merged into the local weights ``overlap_steps`` later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bytescheduler.checks import require_share, require_whole
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["FragmentAction", "FragmentOptions", "FragmentSchedule", "mix", "split_fragments"]
+__all__ = ["FragmentOptions", "TrainedWeights", "mix", "split_fragments"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,68 +52,56 @@ class FragmentOptions:
         return (require_whole("round", round, 1) - 1) % self.fragments
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FragmentAction:
-    """What to do with a fragment after a step.
+class TrainedWeights:
+    """A module's parameters that require gradients now.
 
-    Attributes:
-        do: ``"send"`` its pseudo-gradient, or ``"merge"`` the answer into the local weights.
-        fragment: Its number, from 0.
-        sent: The step after which it is, or was, sent.
-    """
-
-    do: Literal["send", "merge"]
-    fragment: int
-    sent: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FragmentSchedule:
-    """When each fragment is sent and merged, for a worker that sends each one every ``steps`` steps.
-
-    Attributes:
-        options: Fragments and overlap.
-        steps: H, at least the number of fragments.
+    Args:
+        module: Must have the same parameters on every rank.
+        fragments: How they are synchronised.
 
     Raises:
-        OptionError: If there are fewer steps than fragments, or a fragment would be sent again before it was merged.
+        UnsupportedError: If there is nothing to train, or a parameter is complex.
     """
 
-    options: FragmentOptions
-    steps: int
+    def __init__(self, module: nn.Module, fragments: FragmentOptions) -> None:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise UnsupportedError("Strategy 'diloco' has nothing to do: no parameter of the model requires gradients.")
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise UnsupportedError(f"Strategy 'diloco' cannot average parameter {name!r}: it is {parameter.dtype}.")
+        self._module = module
+        self._options = fragments
+        self.parameters: Mapping[str, nn.Parameter] = parameters
+        self.fragments: Sequence[Sequence[str]] = split_fragments(
+            {name: parameter.numel() for name, parameter in parameters.items()}, fragments.fragments
+        )
+        self.mixing = float(fragments.mixing or 0.0)
 
-    def __post_init__(self) -> None:
-        require_whole("steps", self.steps, 1)
-        if self.options.fragments > self.steps:
-            allowed = f"{self.steps} at most, the number of steps, so that one fragment is sent after a step"
-            raise OptionError("fragments", self.options.fragments, allowed)
-        if self.options.overlap_steps >= self.steps:
-            allowed = f"less than {self.steps}, the number of steps after which a fragment is sent again"
-            raise OptionError("overlap_steps", self.options.overlap_steps, allowed)
+    def fragment_of(self, round: int) -> int:
+        """The fragment that a round ends with."""
+        return self._options.fragment_of(round)
 
-    def offset(self, fragment: int) -> int:
-        """The step after which a fragment is sent for the first time, from 1 to ``steps``."""
-        return -(-(fragment + 1) * self.steps // self.options.fragments)
+    def others(self, round: int) -> list[int]:
+        """All other fragments."""
+        return [fragment for fragment in range(len(self.fragments)) if fragment != self.fragment_of(round)]
 
-    def actions(self, step: int) -> tuple[FragmentAction, ...]:
-        """What to do after a step, in this order.
+    def of(self, fragment: int) -> list[nn.Parameter]:
+        """The parameters of a fragment, in an order that is the same on every rank."""
+        return [self.parameters[name] for name in self.fragments[fragment]]
 
-        An answer is merged before another fragment is sent. Without overlap, a fragment is sent and then merged.
+    def check(self) -> None:
+        """Make sure that nothing else is trained by now.
 
-        Args:
-            step: Counted from 1, over all of the training.
+        Raises:
+            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
         """
-        late = step - self.options.overlap_steps
-        merges = [FragmentAction(do="merge", fragment=fragment, sent=late) for fragment in self._sent_after(late)]
-        sends = [FragmentAction(do="send", fragment=fragment, sent=step) for fragment in self._sent_after(step)]
-        return (*merges, *sends) if self.options.overlap_steps else (*sends, *merges)
-
-    def _sent_after(self, step: int) -> list[int]:
-        return [
-            fragment
-            for fragment in range(self.options.fragments)
-            if step >= self.offset(fragment) and (step - self.offset(fragment)) % self.steps == 0
-        ]
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self.parameters:
+                raise UnsupportedError(
+                    f"Parameter {name!r} requires gradients now, and did not when training began, so that workers "
+                    "would not share it. Unfreeze it before fit, and keep it from changing with a learning rate of 0."
+                )
 
 
 def split_fragments(sizes: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:

@@ -1,80 +1,106 @@
-"""Small messages between a job's ranks, over its rendezvous store.
+"""Mailboxes over a job's rendezvous store: a rank reads its own, and any rank posts to it, or calls and is answered.
 
-A mailbox is a numbered sequence of keys. Whoever posts takes the next number; its owner waits for one number after the
-other, inside native code and for as long as it takes. Each user has a connection of its own, as a wait blocks it.
+A mailbox is a numbered sequence of keys. Whoever posts takes the next number with the store's counter, so that no two
+letters have the same and none is written over; the one reader waits for one number after the other, inside native code
+and for as long as it takes, and so hears each letter once, in the order of the numbers. Letters of one connection keep
+their order, as it takes a number only after the letter before was written. A sender that dies between the two leaves a
+gap which the reader waits at for good: as with any rank that dies, the fault board ends the training, and its store
+ends the wait. An answer goes to a key that only its call knows, so that answers need no order.
 
-Calls from any rank to one that answers, over a job's rendezvous store.
-
-Callers post to a mailbox, a numbered sequence of keys; each answer has a key of its own. Everybody has a connection of
-its own, as a wait blocks it.
-
-What a job's workers and the host of its rounds tell each other beside the messages of ``diloco.messages``.
+Each end has a connection of its own, as a wait blocks it.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
+import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, Report, from_json, to_json
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepReport, decode, encode
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
-__all__ = [
-    "Boundary",
-    "CallServer",
-    "Caller",
-    "Closed",
-    "Control",
-    "EndRound",
-    "Passed",
-    "Postman",
-    "Reader",
-    "RoundStatus",
-    "StepMetrics",
-    "decode",
-    "encode",
-]
+__all__ = ["Caller", "Mailbox", "Postman", "with_messages"]
 
-_NO_CALL_LIMIT = timedelta(days=30)  # a wait for the next call, which ``stop`` ends
+_NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
 _LOOK_S = 1.0  # between two looks for failures
-_END = ""
-_FAREWELL = "farewell"
 
 
-class CallServer:
-    """Answers calls, one after the other, on a thread of its own.
+class _Letter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="letter"):
+    sender: str
+
+
+class _Told(_Letter, frozen=True, tag="told"):
+    text: str
+
+
+class _Asked(_Letter, frozen=True, tag="asked"):
+    text: str
+    answer_to: str  # a key
+
+
+class _Farewell(_Letter, frozen=True, tag="farewell"):
+    pass
+
+
+class _Close(_Letter, frozen=True, tag="close"):
+    pass
+
+
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    text: str = ""
+    failure: str | None = None
+
+
+_LETTERS: msgspec.json.Decoder[_Told | _Asked | _Farewell | _Close] = msgspec.json.Decoder(
+    _Told | _Asked | _Farewell | _Close
+)
+
+
+class Mailbox:
+    """Reads what comes to a mailbox, one letter after the other, on a thread of its own.
 
     Args:
         store: That all ranks share.
-        mailbox: Whose only server this is.
-        name: Of the thread.
-        answer: Called on the thread with what came; returns what goes back. Must not wait.
+        name: Of the mailbox, whose only reader this is.
+        thread: The thread's name.
+        handle: Called on the thread with the sender and the text of each letter. What it returns is the answer to a
+            call, and what it raises too; raised for a letter that nobody waits at, it ends the reading.
+        on_error: Called on the thread when the reading ends otherwise than by a closing letter: ``handle`` has failed,
+            a letter is damaged, or the store is gone (a ``RuntimeError``).
+        postman: Posts the closing letter, after all that it was given before. Without one, the mailbox has a
+            connection for that.
     """
 
-    def __init__(self, store: dist.Store, mailbox: str, *, name: str, answer: Callable[[str], str]) -> None:
-        self._store, presence = connect_to_store(store)
-        presence.close()
-        self._posting, presence = connect_to_store(store)
-        presence.close()
-        self._mailbox = mailbox
-        self._answer = answer
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        *,
+        thread: str,
+        handle: Callable[[str, str], str | None],
+        on_error: Callable[[BaseException], object],
+        postman: Postman | None = None,
+    ) -> None:
+        self._store = _connection(store)
+        self._closing = _connection(store) if postman is None else postman
+        self._name = name
+        self._handle = handle
+        self._on_error = on_error
         self._stopped = False
         self._changed = threading.Condition()
         self._farewells = 0  # changes under the condition
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
         self._thread.start()
         atexit.register(self.stop, 0.5)  # a thread inside torch while the interpreter ends would abort it
 
@@ -97,235 +123,64 @@ class CallServer:
         return True
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; idempotent. Returns whether that took no more than ``timeout`` seconds."""
+        """End the reading after the letters that have come; idempotent.
+
+        Returns:
+            Whether the thread ended within ``timeout`` seconds.
+        """
         if not self._stopped:
             self._stopped = True
             atexit.unregister(self.stop)
-            with suppress(RuntimeError):  # the store is gone, which ends the thread too
-                _post(self._posting, self._mailbox, _END)
+            if isinstance(self._closing, Postman):
+                self._closing.close(self._name)
+            else:
+                with suppress(RuntimeError):  # the store is gone, which ends the thread too
+                    _post(self._closing, self._name, _Close(self._name))
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         number = 0
-        # A store that is gone took its callers' answers with it: they find out by themselves.
-        with suppress(RuntimeError):
+        try:
             while True:
                 number += 1
-                key = f"{self._mailbox}/{number}"
-                self._store.wait([key], _NO_CALL_LIMIT)
-                letter = self._store.get(key).decode()
+                key = f"{self._name}/{number}"
+                self._store.wait([key], _NO_LIMIT)
+                letter = self._read(self._store.get(key))
                 self._store.delete_key(key)
-                if letter == _END:
+                if isinstance(letter, _Close):
                     return
-                if letter == _FAREWELL:
+                if isinstance(letter, _Farewell):
                     with self._changed:
                         self._farewells += 1
                         self._changed.notify_all()
-                    continue
-                sender, _, text = letter.partition("\n")
-                try:
-                    answer = f"+{self._answer(text)}"
-                except Exception as error:  # it belongs to whoever called
-                    answer = f"-{type(error).__name__}: {error}"
-                self._store.set(sender, answer)
+                elif isinstance(letter, _Asked):
+                    self._store.set(letter.answer_to, msgspec.json.encode(self._answer(letter)).decode())
+                else:
+                    self._handle(letter.sender, letter.text)
+        except BaseException as error:
+            self._on_error(error)
+
+    def _read(self, text: bytes) -> _Told | _Asked | _Farewell | _Close:
+        try:
+            return _LETTERS.decode(text)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise OptionError(f"letter to {self._name}", text, f"one that a rank has posted ({error})") from error
+
+    def _answer(self, letter: _Asked) -> _Answer:
+        try:
+            return _Answer(text=self._handle(letter.sender, letter.text) or "")
+        except Exception as error:  # it belongs to whoever called
+            return _Answer(failure=f"{type(error).__name__}: {error}")
 
 
-class Caller:
-    """Calls a server, which need not be there yet.
+def with_messages(receive: Callable[[Message], object]) -> Callable[[str, str], None]:
+    """What handles the letters of a :class:`Postman`: hands on the message that each one has, once it is checked."""
 
-    Args:
-        store: That all ranks share.
-        mailbox: The server's.
-        timeout: Longest wait for an answer, in seconds.
-        check: Called again and again while waiting; raises if no answer is to be expected any more.
-        clock: Seconds; injected by tests.
-    """
+    def handle(sender: str, text: str) -> None:
+        receive(decode(text, sender=sender))
 
-    def __init__(
-        self,
-        store: dist.Store,
-        mailbox: str,
-        *,
-        timeout: float,
-        check: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store, presence = connect_to_store(store)
-        presence.close()
-        self._mailbox = mailbox
-        self._timeout = timeout
-        self._check = check
-        self._clock = clock
-        self._sender = f"{mailbox}/answers/{uuid.uuid4().hex}"
-        self._calls = 0
-
-    def call(self, text: str) -> str:
-        """Call, and wait for the answer. For one thread.
-
-        Raises:
-            SchedulerTimeoutError: If there is no answer in time.
-            RuntimeError: If the server could not answer, with what it said; or the store is gone.
-        """
-        self._calls += 1
-        key = f"{self._sender}/{self._calls}"
-        began = self._clock()
-        _post(self._store, self._mailbox, f"{key}\n{text}")
-        pause = _SHORTEST_S
-        while not self._store.check([key]):  # torch warns of each wait that is not over in time
-            self._check()
-            waited = self._clock() - began
-            if waited >= self._timeout:
-                raise SchedulerTimeoutError(
-                    f"Nobody answered at {self._mailbox!r} for {waited:.0f} s. Raise the strategy's timeout if worker "
-                    "0 may take longer to get there."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-        answer = self._store.get(key).decode()
-        self._store.delete_key(key)
-        if answer[0] == "-":
-            raise RuntimeError(f"Worker 0 could not answer: {answer[1:]}")
-        return answer[1:]
-
-    def bid_farewell(self) -> None:
-        """Say that there will be no more calls; does not wait for an answer."""
-        with suppress(RuntimeError):  # the store is gone, and the server with it
-            _post(self._store, self._mailbox, _FAREWELL)
-
-
-def _post(store: dist.Store, mailbox: str, letter: str) -> None:
-    store.set(f"{mailbox}/{store.add(mailbox, 1)}", letter)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRound:
-    """To the host: this round is to end soon, or what is to happen at its end.
-
-    Attributes:
-        worker: Who asks.
-        round: Which round.
-        now: Whether no worker is to begin another step; where all take equally many, none that has taken ``steps``.
-        steps: That the worker has taken in this round.
-        epoch: Whether an epoch ends with the round.
-        validate: Whether the weights are to be validated after it.
-        stop: Whether training ends with it.
-    """
-
-    worker: str
-    round: int
-    now: bool = False
-    steps: int = 0
-    epoch: bool = False
-    validate: bool = False
-    stop: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """To the host: I am through with what happened at the end of a round.
-
-    Attributes:
-        worker: Who.
-        round: That ended.
-        stop: Whether this worker stops training.
-    """
-
-    worker: str
-    round: int
-    stop: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """To the host: what a step came to.
-
-    Attributes:
-        worker: Who.
-        round: In which round.
-        samples: Of the step.
-        seconds: That it took.
-        loss: Its loss, or ``None``.
-    """
-
-    worker: str
-    round: int
-    samples: int
-    seconds: float
-    loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """To a worker: a round is over.
-
-    Attributes:
-        round: Which.
-        samples: That all workers together have processed in it.
-        shares: Each worker's share of them.
-        metrics: Means over the round and all workers, by name.
-        epoch: See :class:`EndRound`.
-        validate: See :class:`EndRound`.
-        stop: See :class:`EndRound`.
-    """
-
-    round: int
-    samples: int = 0
-    shares: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    epoch: bool = False
-    validate: bool = False
-    stop: bool = False
-
-    @property
-    def halts(self) -> bool:
-        """Whether all workers stand still here until each one has said that it has passed."""
-        return self.epoch or self.validate or self.stop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStatus:
-    """To a worker: how far the round is.
-
-    Attributes:
-        round: Which.
-        left: What is to go, in samples or steps.
-    """
-
-    round: int
-    left: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """To oneself: no more messages are to be waited for."""
-
-
-Control: TypeAlias = EndRound | Passed | StepMetrics | Boundary | RoundStatus | Closed
-_KINDS = {kind.__name__: kind for kind in (EndRound, Passed, StepMetrics, Boundary, RoundStatus, Closed)}
-
-
-def encode(message: Message | Control) -> str:
-    """Write a message as one line of JSON."""
-    if type(message).__name__ in _KINDS:
-        return json.dumps({"kind": type(message).__name__, **asdict(message)})
-    return to_json(message)  # type: ignore[arg-type]
-
-
-def decode(text: bytes) -> Message | Control:
-    """Read what :func:`encode` wrote."""
-    values = json.loads(text)
-    kind = _KINDS.get(values.get("kind"))
-    if kind is None:
-        return from_json(text)
-    del values["kind"]
-    message: Control = kind(**values)
-    return message
-
-
-_NO_LIMIT = timedelta(days=30)  # liveness is watched elsewhere
-
-Letter = tuple[str, Message | Control]
+    return handle
 
 
 class Postman:
@@ -335,20 +190,25 @@ class Postman:
 
     Args:
         store: That all ranks share.
+        sender: Whose letters these are.
         on_error: Called on the thread when the store is gone.
     """
 
-    def __init__(self, store: dist.Store, on_error: Callable[[BaseException], object]) -> None:
-        self._store, presence = connect_to_store(store)
-        presence.close()
+    def __init__(self, store: dist.Store, sender: str, on_error: Callable[[BaseException], object]) -> None:
+        self._store = _connection(store)
+        self._sender = sender
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-outer-post", daemon=True)
         self._thread.start()
 
-    def post(self, mailbox: str, message: Message | Control) -> None:
+    def post(self, mailbox: str, message: Message) -> None:
         """Have a message posted; at once, never blocks."""
         self._queue.put((mailbox, message))
+
+    def close(self, mailbox: str) -> None:
+        """Have a mailbox closed, after all that was posted before; at once, never blocks."""
+        self._queue.put((mailbox, None))
 
     def stop(self, timeout: float) -> bool:
         """Post what is left and end; returns whether that took no more than ``timeout`` seconds."""
@@ -363,23 +223,24 @@ class Postman:
                 while not self._queue.empty():
                     letters.append(self._queue.get())
                 for mailbox, message in _without_overtaken([letter for letter in letters if letter is not None]):
-                    number = self._store.add(mailbox, 1)
-                    self._store.set(f"{mailbox}/{number}", encode(message))
+                    letter = _Close(self._sender) if message is None else _Told(self._sender, encode(message))
+                    _post(self._store, mailbox, letter)
                 if None in letters:
                     return
         except BaseException as error:
             self._on_error(error)
 
 
-class Reader:
-    """Hands on what comes to a mailbox, on a thread of its own.
+class Caller:
+    """Calls the reader of a mailbox, which need not be there yet.
 
     Args:
         store: That all ranks share.
-        mailbox: Whose only reader this is.
-        name: Of the thread.
-        handle: Called on the thread with each message.
-        on_error: Called on the thread when the store is gone, or ``handle`` has failed; no more is read then.
+        mailbox: Its name.
+        sender: Who calls.
+        timeout: Longest wait for an answer, in seconds.
+        check: Called again and again while waiting; raises if no answer is to be expected any more.
+        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -387,45 +248,73 @@ class Reader:
         store: dist.Store,
         mailbox: str,
         *,
-        name: str,
-        handle: Callable[[Message | Control], object],
-        on_error: Callable[[BaseException], object],
+        sender: str,
+        timeout: float,
+        check: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, presence = connect_to_store(store)
-        presence.close()
+        self._store = _connection(store)
         self._mailbox = mailbox
-        self._handle = handle
-        self._on_error = on_error
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._sender = sender
+        self._timeout = timeout
+        self._check = check
+        self._clock = clock
+        self._answers = f"{mailbox}/answers/{uuid.uuid4().hex}"
+        self._calls = 0
 
-    def join(self, timeout: float) -> bool:
-        """Wait until ``Closed`` has been read; returns whether that took no more than ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def call(self, text: str) -> str:
+        """Call, and wait for the answer. For one thread.
 
-    def _run(self) -> None:
-        number = 0
-        try:
-            while True:
-                number += 1
-                key = f"{self._mailbox}/{number}"
-                self._store.wait([key], _NO_LIMIT)
-                message = decode(self._store.get(key))
-                self._store.delete_key(key)
-                if isinstance(message, Closed):
-                    return
-                self._handle(message)
-        except BaseException as error:
-            self._on_error(error)
+        Raises:
+            SchedulerTimeoutError: If there is no answer in time.
+            RuntimeError: If the call could not be answered, with what was said; or the store is gone.
+        """
+        self._calls += 1
+        key = f"{self._answers}/{self._calls}"
+        began = self._clock()
+        _post(self._store, self._mailbox, _Asked(self._sender, text, key))
+        pause = _SHORTEST_S
+        while not self._store.check([key]):  # torch warns of each wait that is not over in time
+            self._check()
+            waited = self._clock() - began
+            if waited >= self._timeout:
+                raise SchedulerTimeoutError(
+                    f"Nobody answered at {self._mailbox!r} for {waited:.0f} s. Raise the strategy's timeout if worker "
+                    "0 may take longer to get there."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+        answer = msgspec.json.decode(self._store.get(key), type=_Answer)
+        self._store.delete_key(key)
+        if answer.failure is not None:
+            raise RuntimeError(f"Worker 0 could not answer: {answer.failure}")
+        return answer.text
+
+    def bid_farewell(self) -> None:
+        """Say that there will be no more calls; does not wait for an answer."""
+        with suppress(RuntimeError):  # the store is gone, and the reader with it
+            _post(self._store, self._mailbox, _Farewell(self._sender))
 
 
-def _without_overtaken(letters: Iterable[Letter]) -> list[Letter]:
-    kept: list[Letter] = []
+_Outgoing: TypeAlias = tuple[str, Message | None]  # a mailbox, and a message to it; None closes it
+
+
+def _connection(store: dist.Store) -> dist.Store:
+    connection, presence = connect_to_store(store)
+    presence.close()
+    return connection
+
+
+def _post(store: dist.Store, mailbox: str, letter: _Letter) -> None:
+    store.set(f"{mailbox}/{store.add(mailbox, 1)}", msgspec.json.encode(letter).decode())
+
+
+def _without_overtaken(letters: Iterable[_Outgoing]) -> list[_Outgoing]:
+    kept: list[_Outgoing] = []
     last: dict[tuple[str, int], int] = {}  # where a report is that a later one would make up for
     for letter in letters:
         message = letter[1]
-        if isinstance(message, Report):
+        if isinstance(message, StepReport):
             key = (message.worker, message.round)
             if key in last:
                 del kept[last[key]]

@@ -1,69 +1,67 @@
-"""What workers, the batch scheduler and the parameter server tell each other (seed 004).
+"""What the workers, the batch scheduler and the parameter server of a training in rounds tell each other.
 
-Small, frozen, primitives only, so that any transport carries them: ``to_json`` and ``from_json`` are one way to do it.
+Each message is a frozen struct of primitives, and travels as one JSON object whose ``kind`` is the name of its class:
+:func:`encode` writes one, :func:`decode` reads it and checks the type and range of every field.
 
 Any message may be lost, doubled or overtaken. What a worker reports is the sum since the round began, so that a later
 report makes up for a lost one, and the answer to any report repeats what was decided. Only the loss of all later
-messages, or of an update, costs the worker its part in the round.
+messages, or of a pseudo-gradient, costs the worker its part in the round.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
     "PARAMETER_SERVER",
     "Acknowledge",
-    "CollectUpdates",
-    "Done",
+    "CollectPseudoGradients",
+    "EndRound",
     "Envelope",
-    "Join",
-    "Leave",
-    "MergeUpdates",
+    "JoinRounds",
+    "LeaveRounds",
+    "MergePseudoGradients",
     "Message",
-    "Report",
-    "ScheduleUpdate",
-    "SendingUpdate",
+    "PassedRoundEnd",
+    "PseudoGradientArrived",
+    "RoundEnded",
+    "RoundStarted",
+    "RoundStatus",
+    "SchedulerMessage",
+    "SendAfter",
+    "SendNow",
+    "SendingPseudoGradient",
     "StartRound",
-    "UpdateArrived",
-    "UpdateNow",
-    "UpdateReceived",
-    "Wait",
+    "StepMetrics",
+    "StepReport",
+    "TrainingOver",
+    "WaitForRound",
     "WorkerMessage",
-    "from_json",
-    "to_json",
+    "decode",
+    "encode",
 ]
 
 PARAMETER_SERVER = ""
 """The recipient of what is for the parameter server; no worker may have this name."""
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """Refuses what is not of the declared type or is below 0; what arrives from elsewhere may be anything."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "workers" and isinstance(value, list):
-                object.__setattr__(self, "workers", tuple(value))
-                value = tuple(value)
-            if not _ALLOWED[str(field.type)](value):
-                raise OptionError(field.name, value, f"of type {field.type}, and neither negative nor empty")
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
+    pass
 
 
 # ── From a worker ───────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Join(_Checked):
-    """I want to take part. The answer is ``Wait``, or ``StartRound`` at once.
+class JoinRounds(_Message, frozen=True, kw_only=True):
+    """I want to take part. The answer is ``WaitForRound``, or ``StartRound`` at once.
 
     Attributes:
         worker: Who.
@@ -71,12 +69,11 @@ class Join(_Checked):
             from a worker that has lost all it did.
     """
 
-    worker: str
-    session: int = 0
+    worker: _Name
+    session: _Count = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report(_Checked):
+class StepReport(_Message, frozen=True, kw_only=True):
     """I have taken a step. Nobody waits for the answer.
 
     Attributes:
@@ -89,17 +86,16 @@ class Report(_Checked):
         in_flight: Steps reported before this one to which no answer has come yet.
     """
 
-    worker: str
-    round: int
-    steps: int
-    samples: int
-    batch_size: int
-    seconds: float
-    in_flight: int = 0
+    worker: _Name
+    round: _Count
+    steps: _Count
+    samples: _Count
+    batch_size: _Count
+    seconds: _Number
+    in_flight: _Count = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendingUpdate(_Checked):
+class SendingPseudoGradient(_Message, frozen=True, kw_only=True):
     """I have taken my last step of this round, and begin to send my pseudo-gradient.
 
     Attributes:
@@ -110,99 +106,182 @@ class SendingUpdate(_Checked):
         tokens: Processed in this round; 0 where nobody counts them.
     """
 
-    worker: str
-    round: int
-    steps: int
-    samples: int
-    tokens: int = 0
+    worker: _Name
+    round: _Count
+    steps: _Count
+    samples: _Count
+    tokens: _Count = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateArrived(_Checked):
+class PseudoGradientArrived(_Message, frozen=True, kw_only=True):
     """All of the worker's pseudo-gradient is there (said by whoever merges)."""
 
-    worker: str
-    round: int
+    worker: _Name
+    round: _Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateReceived(_Checked):
+class RoundStarted(_Message, frozen=True, kw_only=True):
     """I have the weights with which this round begins, and train from now on."""
 
-    worker: str
-    round: int
+    worker: _Name
+    round: _Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leave(_Checked):
+class LeaveRounds(_Message, frozen=True, kw_only=True):
     """I stop taking part (or: the transport has found that this worker is gone)."""
 
-    worker: str
+    worker: _Name
+
+
+class EndRound(_Message, frozen=True, kw_only=True):
+    """This round is to end soon, or this is to happen at its end.
+
+    Attributes:
+        worker: Who asks.
+        round: Which round.
+        now: Whether no worker is to begin another step; where all take equally many, none that has taken ``steps``.
+        steps: That the worker has taken in this round.
+        epoch: Whether an epoch ends with the round.
+        validate: Whether the weights are to be validated after it.
+        stop: Whether training ends with it.
+    """
+
+    worker: _Name
+    round: _Count
+    now: bool = False
+    steps: _Count = 0
+    epoch: bool = False
+    validate: bool = False
+    stop: bool = False
+
+
+class PassedRoundEnd(_Message, frozen=True, kw_only=True):
+    """I am through with what happened at the end of a round.
+
+    Attributes:
+        worker: Who.
+        round: That ended.
+        stop: Whether this worker stops training.
+    """
+
+    worker: _Name
+    round: _Count
+    stop: bool = False
+
+
+class StepMetrics(_Message, frozen=True, kw_only=True):
+    """What a step came to.
+
+    Attributes:
+        worker: Who.
+        round: In which round.
+        samples: Of the step.
+        seconds: That it took.
+        loss: Its loss, or ``None``.
+    """
+
+    worker: _Name
+    round: _Count
+    samples: _Count
+    seconds: _Number
+    loss: float | None = None
 
 
 # ── To a worker ───────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Acknowledge(_Checked):
-    """Work on. ``step`` is the latest that was reported in ``round``."""
+class Acknowledge(_Message, frozen=True, kw_only=True):
+    """Work on. ``reported`` is the latest step that was reported in ``round``."""
 
-    round: int
-    step: int
+    round: _Count
+    reported: _Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleUpdate(_Checked):
-    """Send your update once you have taken ``counter`` steps in this round; at once if you have.
+class SendAfter(_Message, frozen=True, kw_only=True):
+    """Send your pseudo-gradient once you have taken ``steps`` steps in this round; at once if you have.
 
-    ``step`` is the latest that was reported, as in ``Acknowledge``.
+    ``reported`` is the latest step that was reported, as in ``Acknowledge``.
     """
 
-    round: int
-    counter: int
-    step: int = 0
+    round: _Count
+    steps: _Count
+    reported: _Count = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateNow(_Checked):
-    """Send your update after the step in progress."""
+class SendNow(_Message, frozen=True, kw_only=True):
+    """Send your pseudo-gradient after the step in progress."""
 
-    round: int
+    round: _Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wait(_Checked):
+class WaitForRound(_Message, frozen=True, kw_only=True):
     """Take no more steps: you join in with ``round``, and will be told when it starts."""
 
-    round: int
+    round: _Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartRound(_Checked):
-    """Take the current global weights, say ``UpdateReceived`` and train.
+class StartRound(_Message, frozen=True, kw_only=True):
+    """Take the current global weights, say ``RoundStarted`` and train.
 
     Attributes:
         round: The round that starts.
-        step_cap: Send your update after this many steps, whatever else you hear; ``None`` for no limit.
+        step_cap: Send your pseudo-gradient after this many steps, whatever else you hear; ``None`` for no limit.
     """
 
-    round: int
-    step_cap: int | None = None
+    round: _Count
+    step_cap: _Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done(_Checked):
+class RoundStatus(_Message, frozen=True, kw_only=True):
+    """How far the round is.
+
+    Attributes:
+        round: Which.
+        left: What is to go, in samples or steps.
+    """
+
+    round: _Count
+    left: _Count
+
+
+class RoundEnded(_Message, frozen=True, kw_only=True):
+    """A round is over.
+
+    Attributes:
+        round: Which.
+        samples: That all workers together have processed in it.
+        shares: Each worker's share of them.
+        metrics: Means over the round and all workers, by name; finite.
+        epoch: See :class:`EndRound`.
+        validate: See :class:`EndRound`.
+        stop: See :class:`EndRound`.
+    """
+
+    round: _Count
+    samples: _Count = 0
+    shares: dict[str, float] = {}  # copied for each message
+    metrics: dict[str, float] = {}
+    epoch: bool = False
+    validate: bool = False
+    stop: bool = False
+
+    @property
+    def halts(self) -> bool:
+        """Whether all workers stand still here until each one has said that it has passed."""
+        return self.epoch or self.validate or self.stop
+
+
+class TrainingOver(_Message, frozen=True, kw_only=True):
     """The training is over; ``round`` was the last round."""
 
-    round: int
+    round: _Count
 
 
 # ── To the parameter server ───────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CollectUpdates(_Checked):
-    """Updates will come.
+class CollectPseudoGradients(_Message, frozen=True, kw_only=True):
+    """Pseudo-gradients will come.
 
     Attributes:
         round: Of this round.
@@ -210,90 +289,65 @@ class CollectUpdates(_Checked):
         timeout: Within this many seconds; what comes later is not merged.
     """
 
-    round: int
-    workers: tuple[str, ...]
-    timeout: float
+    round: _Count
+    workers: tuple[_Name, ...]
+    timeout: _Number
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeUpdates(_Checked):
-    """Take the outer step with the updates of ``workers``. If there are none, the weights stay as they are."""
+class MergePseudoGradients(_Message, frozen=True, kw_only=True):
+    """Take the outer step with what ``workers`` have sent. If there are none, the weights stay as they are."""
 
-    round: int
-    workers: tuple[str, ...]
+    round: _Count
+    workers: tuple[_Name, ...]
 
 
-WorkerMessage: TypeAlias = Join | Report | SendingUpdate | UpdateArrived | UpdateReceived | Leave
+WorkerMessage: TypeAlias = (
+    JoinRounds | StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted | LeaveRounds
+)
+"""What the batch scheduler hears."""
+SchedulerMessage: TypeAlias = (
+    Acknowledge
+    | SendAfter
+    | SendNow
+    | WaitForRound
+    | StartRound
+    | TrainingOver
+    | CollectPseudoGradients
+    | MergePseudoGradients
+)
+"""What the batch scheduler says."""
 Message: TypeAlias = (
-    WorkerMessage | Acknowledge | ScheduleUpdate | UpdateNow | Wait | StartRound | Done | CollectUpdates | MergeUpdates
+    WorkerMessage | SchedulerMessage | EndRound | PassedRoundEnd | StepMetrics | RoundStatus | RoundEnded
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """A message and whom it is for: a worker's name, or ``PARAMETER_SERVER``."""
+class Envelope(msgspec.Struct, frozen=True):
+    """A message of the batch scheduler and whom it is for: a worker's name, or ``PARAMETER_SERVER``."""
 
     to: str
-    message: Message
+    message: SchedulerMessage
 
 
-def to_json(message: Message) -> str:
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def encode(message: Message) -> str:
     """Write a message as one line of JSON."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}, allow_nan=False)
+    return msgspec.json.encode(message).decode()
 
 
-def from_json(text: str | bytes) -> Message:
-    """Read what ``to_json`` wrote.
+def decode(text: str | bytes, *, sender: str = "a sender unknown") -> Message:
+    """Read what :func:`encode` wrote.
+
+    Args:
+        text: The message.
+        sender: Who sent it, for the error.
 
     Raises:
-        OptionError: If it is not a message, or one of its values is not allowed.
+        OptionError: If it is not a message, is cut short, or one of its values is not allowed; names the sender and
+            the field.
     """
     try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-        return kind(**values)
-    except OptionError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OptionError("message", text, f"a message that to_json wrote ({error})") from error
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value != PARAMETER_SERVER
-
-
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        Join,
-        Report,
-        SendingUpdate,
-        UpdateArrived,
-        UpdateReceived,
-        Leave,
-        Acknowledge,
-        ScheduleUpdate,
-        UpdateNow,
-        Wait,
-        StartRound,
-        Done,
-        CollectUpdates,
-        MergeUpdates,
-    )
-}
-# By the text of the annotation: this module postpones their evaluation.
-_ALLOWED: dict[str, Callable[[object], bool]] = {
-    "str": _is_name,
-    "int": _is_count,
-    "int | None": lambda value: value is None or _is_count(value),
-    "float": _is_number,
-    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(map(_is_name, value)),
-}
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise OptionError(f"message of {sender}", text, f"one of the training's rounds ({error})") from error

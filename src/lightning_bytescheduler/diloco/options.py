@@ -1,6 +1,7 @@
-"""The options of the strategy ``diloco``: checked, and made into what the rooms below understand.
+"""The options of the strategy ``diloco``: checked, and made into what the files below it understand.
 
-Options of what the ranks of a DiLoCo worker train together with: some are for the scheduler, others for DDP.
+Some of what the ranks of a worker train together with is for DistributedDataParallel, some for the scheduler of their
+gradients.
 """
 
 from __future__ import annotations
@@ -13,66 +14,42 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.checks import require_positive, require_share, require_size, require_whole
+from lightning_bytescheduler.checks import (
+    is_whole,
+    require_bool,
+    require_positive,
+    require_share,
+    require_size,
+    require_whole,
+)
 from lightning_bytescheduler.ddp.ddp_options import (
     check_bucket_cap,
     check_ddp_options,
     known_ddp_options,
     require_known,
 )
-from lightning_bytescheduler.diloco.accumulation import require_weighting
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.round_options import RoundOptions
-from lightning_bytescheduler.diloco.round_target import FastestSteps, FixedSteps, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.runtime import OuterOptions
-from lightning_bytescheduler.diloco.wire import WIRE_DTYPES, WireFormat
+from lightning_bytescheduler.diloco.round_end import (
+    FastestSteps,
+    FixedSteps,
+    RoundOptions,
+    RoundTarget,
+    SampleTarget,
+)
+from lightning_bytescheduler.diloco.weighted_mean import require_weighting
+from lightning_bytescheduler.diloco.wire_dtype import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["INNER", "DiLoCoOptions", "common_options", "ddp_options", "description", "scheduler_options"]
+__all__ = ["DiLoCoOptions", "OuterOptions", "common_options", "ddp_options", "description", "scheduler_options"]
 
-_SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
-_REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
-
-
-def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
-    """The scheduler's options among those that were given.
-
-    Raises:
-        OptionError: If one has a value that is not allowed, or has no meaning inside a worker.
-    """
-    for option in _REFUSED:
-        if given.get(option):
-            raise OptionError(
-                "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
-            )
-    own = {name: given[name] for name in _SCHEDULED if name in given}
-    return SchedulerOptions.resolve(**own, credit_tuning=False, partition_tuning=False)
-
-
-def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of DistributedDataParallel among those that were given.
-
-    Raises:
-        OptionError: If there is no such option.
-        UnsupportedError: If the scheduler cannot honour one.
-    """
-    scheduled = inner == "bytescheduler"
-    if scheduled:
-        check_ddp_options(given)
-        given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
-    check_bucket_cap(given.get("bucket_cap_mb"))
-    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], where="inner_options")
-    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
-
-
-INNER = ("ddp", "bytescheduler")
-"""How the ranks of one worker can train together."""
-
+_INNER = ("ddp", "bytescheduler")
 _NODE = "node"
 _STEPS = 100
 _TIMEOUT_S = 1800.0
+_SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
+_REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +90,7 @@ class DiLoCoOptions:
                 raise OptionError("equal_steps", self.equal_steps, "left out where samples_per_round ends a round")
         if self.inner_steps is not None:
             require_whole("inner_steps", self.inner_steps, 1)
-        if not isinstance(self.equal_steps, bool):
-            raise OptionError("equal_steps", self.equal_steps, "True or False")
+        require_bool("equal_steps", self.equal_steps)
         if self.outer_steps is not None:
             require_whole("outer_steps", self.outer_steps, 1)
         self._check_outer_optimizer()
@@ -155,10 +131,10 @@ class DiLoCoOptions:
                 if getattr(self, option) is not None:
                     raise OptionError(option, getattr(self, option), "left out where inner is")
             return
-        if self.inner not in INNER:
-            raise OptionError("inner", self.inner, f"{' or '.join(map(repr, INNER))}, or None")
+        if self.inner not in _INNER:
+            raise OptionError("inner", self.inner, f"{' or '.join(map(repr, _INNER))}, or None")
         size = self.inner_size
-        if size != _NODE and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+        if size != _NODE and not is_whole(size, 2):
             raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
         if self.inner_options is not None and not isinstance(self.inner_options, Mapping):
             raise OptionError("inner_options", self.inner_options, f"options of {self.inner!r} by name, or None")
@@ -236,6 +212,60 @@ class DiLoCoOptions:
             credit=self.credit,
             timeout=seconds,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterOptions:
+    """How pseudo-gradients travel and rounds end; the parts are validated where they are made.
+
+    Attributes:
+        target: What ends a round.
+        rounds: Of the batch scheduler.
+        wire: What travels.
+        overlap_steps: See :class:`WorkerSession`.
+        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters.
+        credit: What may be in flight at once, in parameters.
+        timeout: Longest wait for the other workers, in seconds.
+    """
+
+    target: RoundTarget
+    rounds: RoundOptions
+    wire: WireFormat
+    overlap_steps: int
+    partition_size: int
+    credit: int
+    timeout: float
+
+
+def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
+    """The scheduler's options among those that were given.
+
+    Raises:
+        OptionError: If one has a value that is not allowed, or has no meaning inside a worker.
+    """
+    for option in _REFUSED:
+        if given.get(option):
+            raise OptionError(
+                "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
+            )
+    own = {name: given[name] for name in _SCHEDULED if name in given}
+    return SchedulerOptions.resolve(**own, credit_tuning=False, partition_tuning=False)
+
+
+def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of DistributedDataParallel among those that were given.
+
+    Raises:
+        OptionError: If there is no such option.
+        UnsupportedError: If the scheduler cannot honour one.
+    """
+    scheduled = inner == "bytescheduler"
+    if scheduled:
+        check_ddp_options(given)
+        given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
+    check_bucket_cap(given.get("bucket_cap_mb"))
+    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], where="inner_options")
+    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
 
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:

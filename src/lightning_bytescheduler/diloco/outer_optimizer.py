@@ -1,12 +1,16 @@
-"""The outer optimizer: keeps the global weights, and steps them along the merged pseudo-gradient.
+"""The outer optimizer: keeps the global weights, and steps them along the mean of the workers' pseudo-gradients.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", algorithm 1: the pseudo-gradient
 is what a worker's weights were at the start of the round less what they are at its end.
+
+The global weights live in host memory, in fp32, whatever the device: what travels comes and goes there, and the same
+outer step on every worker then has the same bits even if their devices differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +18,11 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_bytescheduler.checks import require_positive, require_share
+from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
+from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["OuterOptimizer", "pseudo_gradient"]
+__all__ = ["OuterOptimizer", "OuterState", "pseudo_gradient"]
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,11 +71,6 @@ class OuterOptimizer:
         """The global weights, in fp32. To be read only; a step changes them in place."""
         return self._weights
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """What steps the weights."""
-        return self._optimizer
-
     def step(self, merged: Mapping[str, Tensor]) -> None:
         """Step along a merged pseudo-gradient.
 
@@ -112,6 +113,118 @@ class OuterOptimizer:
         self._optimizer.load_state_dict(_copied(state["optimizer"]))
         for name, tensor in weights.items():
             self._weights[name].copy_(tensor)
+
+
+class OuterState:
+    """Makes pseudo-gradients of fragments, and takes the outer step.
+
+    Args:
+        trained: What is trained.
+        weighting: One of ``WEIGHTINGS``, see ``pseudo_gradient_weight``.
+        lr: See :class:`OuterOptimizer`.
+        momentum: See :class:`OuterOptimizer`.
+        factory: See :class:`OuterOptimizer`.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedWeights,
+        *,
+        weighting: str,
+        lr: float | None,
+        momentum: float | None,
+        factory: Callable[[list[Tensor]], Optimizer] | None,
+    ) -> None:
+        self.trained = trained
+        self._parameters = trained.parameters
+        self._weighting = weighting
+        self._optimizer = OuterOptimizer(
+            {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
+            lr=lr,
+            momentum=momentum,
+            factory=factory,
+        )
+        self._samples = [0] * len(trained.fragments)  # that this worker has processed since it last sent the fragment
+        self._tokens = [0] * len(trained.fragments)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The global weights, in fp32, by name. To be read only."""
+        return self._optimizer.weights
+
+    def count(self, *, samples: int, tokens: int) -> None:
+        """Take note of a step."""
+        for index in range(len(self._samples)):
+            self._samples[index] += samples
+            self._tokens[index] += tokens
+
+    def pseudo_gradient(self, fragment: int) -> tuple[Tensor, int]:
+        """What this worker's steps have taken off a fragment, since it was last sent.
+
+        Returns:
+            The pseudo-gradient, flat, and the weight it has in the mean.
+
+        Raises:
+            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
+        """
+        self.trained.check()
+        names = self.trained.fragments[fragment]
+        after = {name: self._parameters[name].detach().cpu() for name in names}
+        parts = pseudo_gradient(self._optimizer.weights, after)
+        weight = pseudo_gradient_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
+        self._samples[fragment] = self._tokens[fragment] = 0
+        return torch.cat([parts[name].reshape(-1) for name in names]), weight
+
+    @torch.no_grad()
+    def merge(self, fragment: int, mean: Tensor, *, total: int, exactly: bool) -> None:
+        """Take the outer step with everybody's mean, and let the trained weights follow.
+
+        Args:
+            fragment: Which.
+            mean: Of all workers' pseudo-gradients, flat.
+            total: Sum of the weights; without any, the global weights stay as they are.
+            exactly: Whether the trained weights become the global ones, whatever the share that a merge keeps.
+        """
+        names = self.trained.fragments[fragment]
+        sizes = [self._parameters[name].numel() for name in names]
+        if total:
+            parts = zip(names, mean.split(sizes), strict=True)
+            self._optimizer.step({name: part.view_as(self._parameters[name]) for name, part in parts})
+        mixing = 0.0 if exactly else self.trained.mixing
+        for name in names:
+            parameter = self._parameters[name]
+            merged = self._optimizer.weights[name].to(parameter.device)
+            parameter.copy_(mix(parameter.float(), merged, mixing))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the trained weights be the global ones meanwhile."""
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._optimizer.weights[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(own[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be kept beside the weights; those are in a checkpoint anyway, unless they lose precision there."""
+        state = self._optimizer.state_dict()
+        if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
+            del state["weights"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a state; without weights in it, those that are trained now are the global ones.
+
+        Raises:
+            ValueError: If it does not fit the model; nothing was changed.
+        """
+        weights = state.get("weights", self._optimizer.state_dict()["weights"])
+        self._optimizer.load_state_dict({**state, "weights": weights})
 
 
 def _copied(state: Any) -> Any:

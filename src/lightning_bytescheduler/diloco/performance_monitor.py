@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.checks import require_bool
+from lightning_bytescheduler.exceptions import UnsupportedError
 
-__all__ = ["PerformanceMonitor"]
+__all__ = ["PerformanceMonitor", "TakesBatchReports"]
 
 _SHOWN = "round", "to_go", "steps_left", "share"
+
+
+@runtime_checkable
+class TakesBatchReports(Protocol):
+    """A strategy that is told of each batch: ``DiLoCoStrategy``."""
+
+    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+        """Take note of a batch; reported to the scheduler with the step that it is part of."""
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known is left out."""
 
 
 class PerformanceMonitor(pl.Callback):
@@ -35,9 +47,7 @@ class PerformanceMonitor(pl.Callback):
     """
 
     def __init__(self, *, log_metrics: bool = True) -> None:
-        if not isinstance(log_metrics, bool):
-            raise OptionError("log_metrics", log_metrics, "True or False")
-        self._log_metrics = log_metrics
+        self._log_metrics = require_bool("log_metrics", log_metrics)
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
@@ -63,12 +73,10 @@ class PerformanceMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure the batch, and log how the round goes."""
-        from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy  # which imports this module
-
         strategy = trainer.strategy
-        if not isinstance(strategy, DiLoCoStrategy):
+        if not isinstance(strategy, TakesBatchReports):
             return
-        strategy.note_batch(
+        strategy.report_batch(
             samples=self.batch_samples(batch), tokens=self.batch_tokens(batch), loss=self._loss(outputs)
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector

@@ -1,6 +1,4 @@
-"""The body of ``lightning-bytescheduler rounds``: its arguments, and the rows that it prints.
-
-Draws a run's rounds: what each worker did when, a row for each.
+"""The picture of a run's rounds (what each worker did when, a row for each), and the command that makes it.
 
 Needs matplotlib, which is imported when a picture is drawn. Limits: a handful of rounds make a readable picture, a
 hundred do not.
@@ -8,22 +6,19 @@ hundred do not.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord, waiting_share
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-import argparse
-
-from lightning_bytescheduler.diloco.round_record import RECORD_NAME, read_rounds
 
 __all__ = ["add_arguments", "draw_rounds", "rounds_table"]
 
@@ -36,8 +31,14 @@ _COLOURS: dict[Activity, str] = {
 _MEANING: dict[Activity, str] = {
     "receiving": "fetching weights",
     "working": "training",
-    "sending": "sending its update",
+    "sending": "sending its pseudo-gradient",
     "waiting": "waiting for the others",
+}
+_ACTIVITIES: dict[Activity, str] = {
+    "working": "training",
+    "waiting": "waiting",
+    "sending": "sending",
+    "receiving": "fetching",
 }
 _INK = "#26323d"
 _ROUNDS_SHOWN = 6
@@ -151,16 +152,8 @@ def _label(axes: Axes, spans: Sequence[tuple[Activity, float, float]], row: int,
                 break
 
 
-_ACTIVITIES: dict[Activity, str] = {
-    "working": "training",
-    "waiting": "waiting",
-    "sending": "sending",
-    "receiving": "fetching",
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Declare the arguments of ``lightning-bytescheduler rounds``."""
     parser.add_argument("path", metavar="RUN", help="the file of rounds that a training wrote, or its folder")
     parser.add_argument(
         "--png", metavar="OUT", help="draw rounds to this file, a .png, .svg or .pdf (needs the extra 'plots')"

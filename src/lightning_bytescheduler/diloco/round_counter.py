@@ -1,4 +1,4 @@
-"""The worker's side of a round: counts steps, and knows when it is time to send the update.
+"""The worker's side of a round: counts steps, and knows when it is time to send the pseudo-gradient.
 
 Used by one thread, or under the caller's lock. Messages of an older round, and doubled ones, change nothing.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
-    Done,
     Message,
-    Report,
-    ScheduleUpdate,
-    SendingUpdate,
+    RoundStarted,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
     StartRound,
-    UpdateNow,
-    UpdateReceived,
-    Wait,
+    StepReport,
+    TrainingOver,
+    WaitForRound,
 )
 
 __all__ = ["RoundCounter"]
@@ -30,7 +30,7 @@ class RoundCounter:
 
     Attributes:
         round: The round it is in; 0 before the first.
-        steps: Taken in this round, or since its update was sent.
+        steps: Taken in this round, or since its pseudo-gradient was sent.
         samples: Processed in these steps.
         tokens: Processed in these steps.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
@@ -54,12 +54,12 @@ class RoundCounter:
 
     @property
     def due(self) -> bool:
-        """Whether the update is to be sent before another step is taken."""
+        """Whether the pseudo-gradient is to be sent before another step is taken."""
         return self._last_step is not None and self.steps >= self._last_step
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until the update is sent, or ``None`` while nobody knows."""
+        """Steps until the pseudo-gradient is sent, or ``None`` while nobody knows."""
         return None if self._last_step is None else max(self._last_step - self.steps, 0)
 
     def receive(self, message: Message) -> None:
@@ -68,24 +68,24 @@ class RoundCounter:
             # Not one that has begun: an answer may have been under way for long.
             if message.round > max(self.round, self.next_round or 0):
                 self.next_round, self._next_cap = message.round, message.step_cap
-        elif isinstance(message, Done):
+        elif isinstance(message, TrainingOver):
             self.finished = True
-        elif isinstance(message, Wait):
+        elif isinstance(message, WaitForRound):
             self.waiting = self.waiting or message.round > self.round
         elif self._sent:
             pass  # what follows is about the round that this worker is through with
-        elif isinstance(message, (Acknowledge, ScheduleUpdate, UpdateNow)) and message.round == self.round:
-            if isinstance(message, UpdateNow):
+        elif isinstance(message, (Acknowledge, SendAfter, SendNow)) and message.round == self.round:
+            if isinstance(message, SendNow):
                 self._end_after(self.steps)
                 return
-            self._acknowledged = max(self._acknowledged, message.step)
-            if isinstance(message, ScheduleUpdate):
-                self._end_after(message.counter)
+            self._acknowledged = max(self._acknowledged, message.reported)
+            if isinstance(message, SendAfter):
+                self._end_after(message.steps)
 
-    def start(self) -> UpdateReceived:
+    def start(self) -> RoundStarted:
         """The weights of the announced round are there: begin it. Returns what to say.
 
-        Steps that were taken since the update was sent belong to this round.
+        Steps that were taken since the pseudo-gradient was sent belong to this round.
 
         Raises:
             RuntimeError: If no round was announced.
@@ -98,15 +98,15 @@ class RoundCounter:
         self.round, self._last_step = self.next_round, self._next_cap
         self.next_round = self._next_cap = None
         self.waiting = self._sent = False
-        return UpdateReceived(worker=self.worker, round=self.round)
+        return RoundStarted(worker=self.worker, round=self.round)
 
-    def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> Report:
+    def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> StepReport:
         """Count a step. Returns what to say, without waiting for an answer.
 
         Args:
             batch_size: Its samples.
             seconds: What it took, from the end of the step before.
-            tokens: Its tokens, where updates are weighted by them.
+            tokens: Its tokens, where pseudo-gradients are weighted by them.
 
         Raises:
             OptionError: Names the value that is not allowed.
@@ -115,7 +115,7 @@ class RoundCounter:
         self.samples += require_whole("batch_size", batch_size, 1)
         self.tokens += require_whole("tokens", tokens, 0)
         self.steps += 1
-        return Report(
+        return StepReport(
             worker=self.worker,
             round=self.round + self._sent,
             steps=self.steps,
@@ -125,12 +125,12 @@ class RoundCounter:
             in_flight=in_flight,
         )
 
-    def send(self) -> SendingUpdate:
-        """The update is being sent. Returns what to say.
+    def send(self) -> SendingPseudoGradient:
+        """The pseudo-gradient is being sent. Returns what to say.
 
         Where sending overlaps with training, the steps that follow count for the next round.
         """
-        message = SendingUpdate(
+        message = SendingPseudoGradient(
             worker=self.worker, round=self.round, steps=self.steps, samples=self.samples, tokens=self.tokens
         )
         self._begin_count()

@@ -1,6 +1,4 @@
-"""The file in which worker 0 keeps what each worker did in each round.
-
-The record of a run's rounds: what each worker did when. One line of JSON per round.
+"""The record of a run's rounds: what each worker did when. One line of JSON per round, written by worker 0.
 
 Times are seconds of the batch scheduler's clock, when its messages came in. Limits: where sending overlaps with
 training, a worker trains while it is recorded as sending, waiting or receiving.
@@ -8,15 +6,13 @@ training, a worker trains while it is recorded as sending, waiting or receiving.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Annotated, Literal, TypeAlias
 
-import lightning.pytorch as pl
+import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -25,7 +21,7 @@ __all__ = [
     "Activity",
     "RoundFile",
     "RoundRecord",
-    "WorkerRecord",
+    "WorkerRound",
     "read_rounds",
     "waiting_share",
     "write_round",
@@ -38,22 +34,23 @@ RECORD_NAME = "rounds.jsonl"
 
 Activity = Literal["receiving", "working", "sending", "waiting"]
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerRecord:
+
+class WorkerRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker's part in a round.
 
     Attributes:
         worker: Who.
         steps: Taken.
         samples: Processed.
-        merged: Whether its update became part of the weights.
+        merged: Whether its pseudo-gradient became part of the weights.
         spans: What it did, from when, until when.
     """
 
     worker: str
-    steps: int
-    samples: int
+    steps: _Count
+    samples: _Count
     merged: bool
     spans: tuple[tuple[Activity, float, float], ...]
 
@@ -62,23 +59,22 @@ class WorkerRecord:
         return sum(end - start for kind, start, end in self.spans if kind == activity)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundRecord:
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One round.
 
     Attributes:
         round: Its number, from 1.
         start: When workers were told to start.
-        end: When its updates were merged.
+        end: When its pseudo-gradients were merged.
         decided: When its end was scheduled, or ``None`` if that was not needed.
         workers: Those who took part, until they left.
     """
 
-    round: int
+    round: _Count
     start: float
     end: float
     decided: float | None
-    workers: tuple[WorkerRecord, ...]
+    workers: tuple[WorkerRound, ...]
 
     @property
     def samples(self) -> int:
@@ -87,7 +83,7 @@ class RoundRecord:
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Whose updates became part of the weights."""
+        """Whose pseudo-gradients became part of the weights."""
         return tuple(worker.worker for worker in self.workers if worker.merged)
 
 
@@ -100,7 +96,7 @@ def waiting_share(rounds: Iterable[RoundRecord]) -> float:
 
 def write_round(record: RoundRecord, file: IO[str]) -> None:
     """Append a round to an open text file, and see to it that it is there if the run dies."""
-    file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
+    file.write(msgspec.json.encode(record).decode() + "\n")
     file.flush()
 
 
@@ -108,7 +104,7 @@ def read_rounds(path: str | os.PathLike[str]) -> list[RoundRecord]:
     """Read the rounds of a run. The last line may be cut short, as when the run has died.
 
     Raises:
-        OptionError: If the file is not the record of a run; names the line.
+        OptionError: If the file is not the record of a run; names the line, and what is wrong with it.
         OSError: If it cannot be read.
     """
     text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -118,39 +114,27 @@ def read_rounds(path: str | os.PathLike[str]) -> list[RoundRecord]:
         if not line.strip():
             continue
         try:
-            records.append(_record(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            records.append(_read(line))
+        except (msgspec.DecodeError, ValueError) as error:
             if number == len(lines) and records:
                 break
-            allowed = f"a file of rounds, one to a line, which line {number} is not"
+            allowed = f"a file of rounds, one to a line, which line {number} is not ({error})"
             raise OptionError("record", os.fspath(path), allowed) from error
     return records
 
 
-def _record(values: dict[str, object]) -> RoundRecord:
-    def worker(fields: dict[str, object]) -> WorkerRecord:
-        spans = fields.pop("spans")
-        if not isinstance(spans, list) or any(kind not in get_args(Activity) for kind, _, _ in spans):
-            raise ValueError("spans")
-        read = WorkerRecord(
-            spans=tuple((kind, float(start), float(end)) for kind, start, end in spans),
-            **fields,  # type: ignore[arg-type]
-        )
-        if not isinstance(read.worker, str) or not isinstance(read.steps + read.samples, int):
-            raise ValueError("worker")
-        return read
-
-    workers = values.pop("workers")
-    if not isinstance(workers, list):
-        raise ValueError("workers")
-    record = RoundRecord(workers=tuple(worker(fields) for fields in workers), **values)  # type: ignore[arg-type]
-    if not isinstance(record.round, int) or not record.start <= record.end:
-        raise ValueError("round")
+def _read(line: str) -> RoundRecord:
+    record = _DECODER.decode(line)
+    if record.start > record.end:
+        raise ValueError("it ends before it starts")
     return record
 
 
+_DECODER = msgspec.json.Decoder(RoundRecord)
+
+
 class RoundFile:
-    """Written by one thread; a disk that is full must not end a training.
+    """Where a training writes its rounds. For one thread; a disk that is full does not end the training.
 
     Args:
         path: Of the file, or ``None`` to write nothing.
@@ -161,16 +145,6 @@ class RoundFile:
         self._path = path
         self._mode = "a" if append else "w"
         self._file: IO[str] | None = None
-
-    @classmethod
-    def for_training(cls, trainer: pl.Trainer, path: str | None, *, resumed: bool) -> RoundFile:
-        """The file of a run: as the user said, or in the run's folder. Trial runs have none. Called on all ranks."""
-        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
-            return cls(None, append=False)
-        folder = trainer.log_dir or trainer.default_root_dir  # the answer travels among the ranks of a worker
-        if not trainer.is_global_zero:
-            return cls(None, append=False)
-        return cls(Path(folder) / RECORD_NAME if path is None else Path(path), append=resumed)
 
     def write(self, record: RoundRecord) -> None:
         """Append a round."""

@@ -1,69 +1,84 @@
-"""What a rank needs in one training whose leader speaks for it.
+"""What a rank has in one training in rounds, put together and taken apart in one place.
 
-Everything a worker's leader needs in one training, put together and taken apart in one place.
-
-Threads, all named ``bytescheduler-*`` and stopped by :meth:`OuterRuntime.stop` within a bound: one that posts messages,
-one that reads this worker's, the exchange's two, and on worker 0 the batch scheduler with the reader of its mailbox.
+A rank that leads its worker has threads and connections; one that follows its leader has none. A leader's threads are
+all named ``bytescheduler-*`` and stopped by :meth:`LeadingRuntime.stop` within a bound: one that posts messages, one
+that reads this worker's, the exchange's two, and on worker 0 the batch scheduler's with the reader of its mailbox.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.diloco.mailbox import Closed, Postman, Reader
-from lightning_bytescheduler.diloco.outer_state import OuterState, TrainedWeights
-from lightning_bytescheduler.diloco.round_host import RoundHost
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from torch import nn
+
+from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
+from lightning_bytescheduler.diloco.messages import Message
+from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.round_target import RoundTarget
 from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession
-from lightning_bytescheduler.diloco.update_exchange import UpdateExchange
-from lightning_bytescheduler.diloco.wire import WireFormat
-from lightning_bytescheduler.diloco.world import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.notice import is_communication_error
 
-__all__ = ["FollowingRuntime", "OuterOptions", "OuterRuntime"]
-
-log = logging.getLogger(__name__)
+__all__ = ["FollowingRuntime", "LeadingRuntime", "make_runtime"]
 
 _STOP_S = 5.0
 _MOMENT_S = 0.5
 _SILENCE_S = 20.0
-_HOST = "host"
+_SCHEDULER = "scheduler"  # its mailbox
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterOptions:
-    """How updates travel and rounds end; the parts are validated where they are made.
+def make_runtime(
+    module: nn.Module,
+    *,
+    options: DiLoCoOptions,
+    outer: OuterOptions,
+    world: WorkerWorld,
+    group: WorkerGroup,
+    board: FaultBoard,
+    flush: Callable[[], None],
+    on_round: Callable[[RoundRecord], object],
+) -> LeadingRuntime | FollowingRuntime:
+    """Start what runs beside the training.
 
-    Attributes:
-        target: What ends a round.
-        rounds: Of the batch scheduler.
-        wire: What travels.
-        overlap_steps: See :class:`WorkerSession`.
-        partition_size: Largest piece of an update sent at once, in parameters.
-        credit: What may be in flight at once, in parameters.
-        timeout: Longest wait for the other workers, in seconds.
+    Args:
+        module: What is trained.
+        options: The user's.
+        outer: The same, as what runs beside the training understands them.
+        world: Where this rank is.
+        group: The ranks of its worker.
+        board: Where failures are published.
+        flush: Brings the weights up to date.
+        on_round: Called with each round that has ended, on worker 0's leader.
     """
+    trained = TrainedWeights(module, options.fragment_options)
+    if not group.leads:
+        return FollowingRuntime(
+            world=world, group=group, board=board, trained=trained, overlap_steps=outer.overlap_steps, flush=flush
+        )
+    state = OuterState(
+        trained,
+        weighting=options.weighting,
+        lr=options.outer_lr,
+        momentum=options.outer_momentum,
+        factory=options.outer_optimizer,
+    )
+    return LeadingRuntime(
+        world=world, group=group, board=board, state=state, options=outer, flush=flush, on_round=on_round
+    )
 
-    target: RoundTarget
-    rounds: RoundOptions
-    wire: WireFormat
-    overlap_steps: int
-    partition_size: int
-    credit: int
-    timeout: float
 
-
-class OuterRuntime:
+class LeadingRuntime:
     """A leader's threads and connections.
 
     Args:
@@ -87,8 +102,8 @@ class OuterRuntime:
         flush: Callable[[], None],
         on_round: Callable[[RoundRecord], object],
     ) -> None:
-        if world.updates is None:
-            raise RuntimeError("Cannot exchange updates: only the first rank of a worker does.")
+        if world.leaders is None:
+            raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
         self.state = state
         self._board = board
         self._name = worker_name(world.worker)
@@ -97,9 +112,9 @@ class OuterRuntime:
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
-        self._postman = Postman(world.store, self._on_error)
-        self._exchange = UpdateExchange(
-            world.updates,
+        self._postman = Postman(world.store, self._name, self._on_error)
+        self._exchange = PseudoGradientExchange(
+            world.leaders,
             wire=options.wire,
             partition_size=options.partition_size,
             credit=options.credit,
@@ -112,21 +127,13 @@ class OuterRuntime:
             exchange=self._exchange,
             overlap_steps=options.overlap_steps,
             flush=flush,
-            post=lambda message: self._postman.post(_HOST, message),
+            post=partial(self._postman.post, _SCHEDULER),
             timeout=options.timeout,
         )
-        self._readers = [
-            Reader(
-                world.store,
-                self._name,
-                name="bytescheduler-outer-mail",
-                handle=self.session.receive,
-                on_error=self._on_error,
-            )
-        ]
-        self._host: RoundHost | None = None
+        self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", self.session.receive)]
+        self._scheduler: BatchSchedulerThread | None = None
         if world.rank == 0:
-            self._host = RoundHost(
+            self._scheduler = BatchSchedulerThread(
                 options.target,
                 options.rounds,
                 workers=[worker_name(number) for number in range(world.workers)],
@@ -135,15 +142,7 @@ class OuterRuntime:
                 on_silence=self._examine,
                 on_error=self._on_error,
             )
-            self._readers.append(
-                Reader(
-                    world.store,
-                    _HOST,
-                    name="bytescheduler-host-mail",
-                    handle=self._host.handle,
-                    on_error=self._on_error,
-                )
-            )
+            self._mailboxes.append(self._open(world, _SCHEDULER, "bytescheduler-host-mail", self._scheduler.handle))
         board.watch(self)
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
@@ -155,15 +154,15 @@ class OuterRuntime:
         """
         if state is not None:
             self.state.load_state_dict(state["outer"])
-        if self._host is not None:
-            self._host.start(None if state is None else state["rounds"])
+        if self._scheduler is not None:
+            self._scheduler.start(None if state is None else state["rounds"])
         self.session.begin()
 
     def state_dict(self) -> dict[str, Any] | None:
         """What to keep beside the global weights; ``None`` on all workers but the first."""
-        if self._host is None:
+        if self._scheduler is None:
             return None
-        return {"outer": self.state.state_dict(), "rounds": self._host.state_dict()}
+        return {"outer": self.state.state_dict(), "rounds": self._scheduler.state_dict()}
 
     # What the fault board asks and tells (Watched), on its own thread.
 
@@ -180,14 +179,10 @@ class OuterRuntime:
         return f"in round {self.session.round}, step {self.session.statistics.steps}"
 
     def steps_handed_over(self) -> int:
-        """How many updates were merged."""
+        """How many rounds' pseudo-gradients were merged."""
         return self.session.statistics.rounds
 
     # What the strategy calls.
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
-        return self._board.explain(error)
 
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""
@@ -201,7 +196,7 @@ class OuterRuntime:
             failed: Whether training ended with an error: then nobody is waited for.
 
         Returns:
-            Whether nothing is under way on the group of updates.
+            Whether nothing is under way on the group of the leaders.
         """
         if self._stopped:
             return self._idle
@@ -210,18 +205,19 @@ class OuterRuntime:
         atexit.unregister(self.stop)
         patience = _MOMENT_S if failed else _STOP_S
         with suppress(Exception):
-            self._postman.post(self._name, Closed())
-            if self._host is not None:
-                self._postman.post(_HOST, Closed())
+            for mailbox in self._mailboxes:
+                mailbox.stop(patience)
             self._postman.stop(patience)
-            for reader in self._readers:
-                reader.join(patience)
-            if self._host is not None:
-                self._host.stop(patience)
+            if self._scheduler is not None:
+                self._scheduler.stop(patience)
         self._idle = self._exchange.stop(_STOP_S) and not failed
         if self._examining is not None:
             self._examining.join(_STOP_S)
         return self._idle
+
+    def _open(self, world: WorkerWorld, name: str, thread: str, receive: Callable[[Message], object]) -> Mailbox:
+        handle = with_messages(receive)
+        return Mailbox(world.store, name, thread=thread, handle=handle, on_error=self._on_error, postman=self._postman)
 
     def _examine(self, silent: list[str]) -> None:
         """Some workers have not been heard of: find out whether they live."""
@@ -301,7 +297,7 @@ class FollowingRuntime:
         return f"in round {self.session.round}, step {self.session.statistics.steps}"
 
     def steps_handed_over(self) -> int:
-        """How many updates were merged."""
+        """How many rounds' pseudo-gradients were merged."""
         return self.session.statistics.rounds
 
     # What the strategy calls.

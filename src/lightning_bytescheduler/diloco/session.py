@@ -1,17 +1,12 @@
-"""A rank that trains with others as one worker, and whose leader speaks for it.
-
-Counters of one worker in one training.
-
-A worker's part in the rounds, as each of its ranks goes through it: steps, updates, and standing still with all.
+"""A worker's part in the rounds, as each of its ranks goes through it: steps, pseudo-gradients, standing still.
 
 On every rank of a worker the same calls lead to the same places, at the same steps; see ``WorkerGroup`` for why. What
-is said to other workers is the leader's business (``LeadingSession``); the worker's other ranks follow it
+is said to other workers is the business of the worker's first rank (``LeadingSession``), which counts its steps, sends
+its pseudo-gradient when it is time to, and hands on what the others make of it; the worker's other ranks follow it
 (``FollowingSession``).
 
-Speaks for a worker: counts its steps, sends its update when it is time to, and hands on what the others make of it.
-
-All but :meth:`~LeadingSession.receive` and :meth:`~LeadingSession.fail` is called by the training thread, which waits
-for other workers at two places only: for an update that is to be merged now, and for the start of a round.
+All but :meth:`LeadingSession.receive` and :meth:`WorkerSession.fail` is called by the training thread, which waits for
+other workers at two places only: for a pseudo-gradient that is to be merged now, and for the start of a round.
 """
 
 from __future__ import annotations
@@ -22,25 +17,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_bytescheduler.diloco.mailbox import (
-    Boundary,
-    Closed,
-    Control,
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
+from lightning_bytescheduler.diloco.messages import (
     EndRound,
-    Passed,
+    JoinRounds,
+    Message,
+    PassedRoundEnd,
+    PseudoGradientArrived,
+    RoundEnded,
     RoundStatus,
+    SendingPseudoGradient,
     StepMetrics,
     decode,
     encode,
 )
-from lightning_bytescheduler.diloco.messages import Join, Message, SendingUpdate, UpdateArrived
-from lightning_bytescheduler.diloco.outer_state import OuterState, TrainedWeights
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.update_exchange import Exchange, UpdateExchange
-from lightning_bytescheduler.diloco.world import WorkerGroup
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
 __all__ = ["FollowingSession", "LeadingSession", "SessionStatistics", "WorkerSession"]
+
+_SLICE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class SessionStatistics:
         steps: Taken.
         samples: Processed.
         merged_samples: Of all workers, in rounds that have ended.
-        exchange_s: That the training thread waited for updates, its own and the others'.
+        exchange_s: That the training thread waited for pseudo-gradients, its own and the others'.
         start_s: That it waited for a round to start.
     """
 
@@ -70,7 +69,7 @@ class WorkerSession(ABC):
     Args:
         worker: The worker's name.
         group: The worker's ranks.
-        overlap_steps: Steps between sending an update and merging the answer.
+        overlap_steps: Steps between sending a pseudo-gradient and merging the answer.
         flush: Called on the training thread before weights are read or replaced: brings them up to date.
     """
 
@@ -79,12 +78,12 @@ class WorkerSession(ABC):
     ) -> None:
         self.worker = worker
         self.statistics = SessionStatistics()
-        self.boundary: Boundary | None = None
+        self.round_end: RoundEnded | None = None  # the last one
         self._group = group
         self._overlap_steps = overlap_steps
         self._flush = flush
         self._failure: BaseException | None = None
-        self._sent = False  # an update that is not merged yet
+        self._sent = False  # a pseudo-gradient that is not merged yet
         self._steps_since_sent = 0
         self._halted = False
         self._over = False
@@ -106,9 +105,9 @@ class WorkerSession(ABC):
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known on this rank is left out."""
-        if self.boundary is None:
+        if self.round_end is None:
             return {}
-        return {"share": self.boundary.shares.get(self.worker, 0.0), **self.boundary.metrics}
+        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
 
     def fail(self, error: BaseException) -> None:
         """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
@@ -134,7 +133,7 @@ class WorkerSession(ABC):
         Args:
             samples: Of the step, on all ranks of the worker together.
             seconds: That it took, from the end of the step before.
-            tokens: Of the step, where updates are weighted by them.
+            tokens: Of the step, where pseudo-gradients are weighted by them.
             loss: Of the step.
         """
         self.check()
@@ -147,7 +146,7 @@ class WorkerSession(ABC):
                 self._conclude()
 
     def is_due(self) -> bool:
-        """Whether the update is to be sent before another step is taken: as the leader knows it now."""
+        """Whether the pseudo-gradient is to be sent before another step is taken: as the leader knows it now."""
         return self._group.any(self._is_due())
 
     @abstractmethod
@@ -155,36 +154,36 @@ class WorkerSession(ABC):
         """Say what is to happen at the end of this round, and whether that is to be soon."""
 
     def end_round(self) -> None:
-        """Send the update. Without overlap, merge the answer too, and start the next round unless all halt."""
-        self.settle()
+        """Send the pseudo-gradient. Without overlap, merge the answer too, and start the next round unless all halt."""
+        self.merge_sent()
         if self._halted:
             return
         self._flush()
-        self._send_update()
+        self._send_pseudo_gradient()
         self._sent = True
         self._steps_since_sent = 0
         if not self._overlap_steps:
             self._conclude()
 
-    def settle(self) -> None:
+    def merge_sent(self) -> None:
         """Merge what is under way, if anything is."""
         if self._sent:
             self._conclude()
 
     def end_round_for_all(self, *, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """End the round for all workers, with something that all of them stand still for."""
-        self.settle()
+        self.merge_sent()
         if self._halted:  # another worker was first
             return
         self.ask(now=True, epoch=epoch, validate=validate, stop=stop)
         self.end_round()
-        self.settle()
+        self.merge_sent()
 
     def pass_on(self, *, stop: bool = False) -> bool:
         """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
-        if self._over or not self._halted or self.boundary is None:
+        if self._over or not self._halted or self.round_end is None:
             return not self._over
-        self._say_passed(self.boundary.round, stop=stop)
+        self._say_passed(self.round_end.round, stop=stop)
         self._halted = False
         self._start_round()
         return not self._over
@@ -201,17 +200,17 @@ class WorkerSession(ABC):
     def _conclude(self) -> None:
         self._sent = False
         self._flush()
-        boundary = self._merge()
+        ended = self._merge()
         self.statistics.rounds += 1
-        self.statistics.merged_samples += boundary.samples
-        self.boundary = boundary
-        if not boundary.halts:
+        self.statistics.merged_samples += ended.samples
+        self.round_end = ended
+        if not ended.halts:
             self._start_round()
             return
         # Where all stand still, all fragments are synchronised, and everybody has the global weights.
         self._halted = True
-        self._merge_rest(boundary.round)
-        self._over = boundary.stop
+        self._merge_rest(ended.round)
+        self._over = ended.stop
 
     def _start_round(self) -> None:
         self._over = self._group.any(self._await_round())
@@ -226,14 +225,14 @@ class WorkerSession(ABC):
 
     @abstractmethod
     def _is_due(self) -> bool:
-        """Whether the update is to be sent now, as far as this rank decides it."""
+        """Whether the pseudo-gradient is to be sent now, as far as this rank decides it."""
 
     @abstractmethod
-    def _send_update(self) -> None:
+    def _send_pseudo_gradient(self) -> None:
         """Begin to send what the round's steps have made of its fragment."""
 
     @abstractmethod
-    def _merge(self) -> Boundary:
+    def _merge(self) -> RoundEnded:
         """Wait for the end of the round, and let the trained weights follow."""
 
     @abstractmethod
@@ -247,9 +246,6 @@ class WorkerSession(ABC):
     @abstractmethod
     def _await_round(self) -> bool:
         """Wait for the next round and begin it; returns whether there is none, as far as this rank decides it."""
-
-
-_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +262,10 @@ class LeadingSession(WorkerSession):
         worker: The worker's name.
         group: The worker's ranks.
         state: The global weights.
-        exchange: What updates travel through.
+        exchange: What pseudo-gradients travel through.
         overlap_steps: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
-        post: Sends a message to the host, without waiting.
+        post: Sends a message to the batch scheduler, without waiting.
         timeout: Longest wait for the other workers, in seconds.
         clock: Seconds; injected by tests.
     """
@@ -280,10 +276,10 @@ class LeadingSession(WorkerSession):
         worker: str,
         group: WorkerGroup,
         state: OuterState,
-        exchange: UpdateExchange,
+        exchange: PseudoGradientExchange,
         overlap_steps: int,
         flush: Callable[[], None],
-        post: Callable[[Message | Control], None],
+        post: Callable[[Message], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -297,9 +293,9 @@ class LeadingSession(WorkerSession):
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._counter = RoundCounter(worker)
-        self._boundaries: dict[int, Boundary] = {}
+        self._round_ends: dict[int, RoundEnded] = {}
         # The training thread's own.
-        self._update: _Sent | None = None
+        self._under_way: _Sent | None = None
 
     @property
     def round(self) -> int:
@@ -308,7 +304,7 @@ class LeadingSession(WorkerSession):
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until the update is sent, or ``None`` while nobody knows."""
+        """Steps until the pseudo-gradient is sent, or ``None`` while nobody knows."""
         return self._counter.steps_left
 
     def progress(self) -> dict[str, float]:
@@ -318,14 +314,14 @@ class LeadingSession(WorkerSession):
 
     # ------------------------------------------------------------------ other threads
 
-    def receive(self, message: Message | Control) -> None:
-        """Take in what the host says."""
+    def receive(self, message: Message) -> None:
+        """Take in what the batch scheduler says."""
         with self._changed:
-            if isinstance(message, Boundary):
-                self._boundaries[message.round] = message
+            if isinstance(message, RoundEnded):
+                self._round_ends[message.round] = message
             elif isinstance(message, RoundStatus):
                 self.left = message.left
-            elif not isinstance(message, (EndRound, Passed, StepMetrics, Closed)):
+            else:
                 self._counter.receive(message)
             self._changed.notify_all()
 
@@ -346,7 +342,7 @@ class LeadingSession(WorkerSession):
         )
 
     def _join(self) -> None:
-        self._post(Join(worker=self.worker))
+        self._post(JoinRounds(worker=self.worker))
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         with self._changed:
@@ -359,25 +355,25 @@ class LeadingSession(WorkerSession):
         with self._changed:
             return self._counter.due
 
-    def _send_update(self) -> None:
+    def _send_pseudo_gradient(self) -> None:
         with self._changed:
             round, message = self._counter.round, self._counter.send()
         self._post(message)
         fragment = self._state.trained.fragment_of(round)
-        self._update = _Sent(round, fragment, self._send(fragment, message))
+        self._under_way = _Sent(round, fragment, self._send(fragment, message))
 
-    def _merge(self) -> Boundary:
-        sent, self._update = self._update, None
+    def _merge(self) -> RoundEnded:
+        sent, self._under_way = self._under_way, None
         if sent is None:
-            raise RuntimeError("Cannot merge an update: none was sent.")
+            raise RuntimeError("Cannot merge a pseudo-gradient: none was sent.")
         began = self._clock()
         mean, total = sent.exchange.wait(self._timeout)
         self.statistics.exchange_s += self._clock() - began
-        boundary = self._await_boundary(sent.round)
-        self._state.merge(sent.fragment, mean, total=total, exactly=boundary.halts)
-        self._group.tell(encode(boundary))
+        ended = self._await_round_end(sent.round)
+        self._state.merge(sent.fragment, mean, total=total, exactly=ended.halts)
+        self._group.tell(encode(ended))
         self._group.share(self._state.trained.of(sent.fragment))
-        return boundary
+        return ended
 
     def _merge_rest(self, round: int) -> None:
         trained = self._state.trained
@@ -391,7 +387,7 @@ class LeadingSession(WorkerSession):
             self._group.share(trained.of(fragment))
 
     def _say_passed(self, round: int, *, stop: bool) -> None:
-        self._post(Passed(worker=self.worker, round=round, stop=stop))
+        self._post(PassedRoundEnd(worker=self.worker, round=round, stop=stop))
 
     def _await_round(self) -> bool:
         self._wait(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
@@ -402,18 +398,18 @@ class LeadingSession(WorkerSession):
         self._post(message)
         return False
 
-    def _send(self, fragment: int, message: SendingUpdate | None = None) -> Exchange:
-        update, weight = self._state.update(fragment)
+    def _send(self, fragment: int, message: SendingPseudoGradient | None = None) -> Exchange:
+        pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
 
         def arrived(error: BaseException | None) -> None:
             if error is None and message is not None:
-                self._post(UpdateArrived(worker=self.worker, round=message.round))
+                self._post(PseudoGradientArrived(worker=self.worker, round=message.round))
 
-        return self._exchange.start(f"fragment {fragment}", update, weight=weight, on_end=arrived)
+        return self._exchange.start(f"fragment {fragment}", pseudo_gradient, weight=weight, on_end=arrived)
 
-    def _await_boundary(self, round: int) -> Boundary:
-        self._wait(lambda: round in self._boundaries, f"the end of round {round}")
-        return self._boundaries.pop(round)
+    def _await_round_end(self, round: int) -> RoundEnded:
+        self._wait(lambda: round in self._round_ends, f"the end of round {round}")
+        return self._round_ends.pop(round)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         began = self._clock()
@@ -470,15 +466,15 @@ class FollowingSession(WorkerSession):
     def _is_due(self) -> bool:
         return False
 
-    def _send_update(self) -> None:
+    def _send_pseudo_gradient(self) -> None:
         pass
 
-    def _merge(self) -> Boundary:
-        boundary = decode(self._group.tell().encode())
-        if not isinstance(boundary, Boundary):
-            raise RuntimeError(f"The leader told of no round's end, but of {boundary!r}.")
-        self._group.share(self._trained.of(self._trained.fragment_of(boundary.round)))
-        return boundary
+    def _merge(self) -> RoundEnded:
+        ended = decode(self._group.tell(), sender="this worker's first rank")
+        if not isinstance(ended, RoundEnded):
+            raise RuntimeError(f"The leader told of no round's end, but of {ended!r}.")
+        self._group.share(self._trained.of(self._trained.fragment_of(ended.round)))
+        return ended
 
     def _merge_rest(self, round: int) -> None:
         for fragment in self._trained.others(round):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -9,8 +10,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_bytescheduler.diloco.mailbox import Caller, CallServer
-from lightning_bytescheduler.diloco.world import WorkerWorld
+from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox
+from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
@@ -35,6 +36,8 @@ from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerC
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["SharedSlices", "share_slices", "training_of"]
+
+log = logging.getLogger(__name__)
 
 _MAILBOX = "slices"
 _THREAD = "bytescheduler-slice-tracker"
@@ -65,17 +68,28 @@ class SharedSlices:
         self._store = store
         self._timeout = timeout
         self._check = check
-        self._server: CallServer | None = None
+        self._server: Mailbox | None = None
         self._client: _RemoteTracker | None = None
 
     def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
         """See ``TrackerHost``. Worker 0 is waited for with the first call."""
         if self.worker != 0:
-            self._client = _RemoteTracker(Caller(self._store, _MAILBOX, timeout=self._timeout, check=self._check))
+            self._client = _RemoteTracker(
+                Caller(
+                    self._store,
+                    _MAILBOX,
+                    sender=worker_name(self.worker),
+                    timeout=self._timeout,
+                    check=self._check,
+                )
+            )
             return self._client
         tracker = make()
         if self._server is None:
-            self._server = CallServer(self._store, _MAILBOX, name=_THREAD, answer=_Answers(tracker))
+            answers = _Answers(tracker)
+            self._server = Mailbox(
+                self._store, _MAILBOX, thread=_THREAD, handle=lambda _, text: answers(text), on_error=_reading_ended
+            )
         return tracker
 
     def finish(self) -> None:
@@ -134,6 +148,11 @@ def training_of(trainer: pl.Trainer) -> TrackedTraining | None:
     data = _slices_of(trainer)
     training = None if data is None else data.training
     return training if isinstance(training, TrackedTraining) else None
+
+
+def _reading_ended(error: BaseException) -> None:
+    if not isinstance(error, RuntimeError):  # else the store is gone, which the others find out by themselves
+        log.error("Slices are handed out no more: %s", error)
 
 
 class _Answers:

@@ -1,7 +1,4 @@
-"""``Trainer(strategy="diloco")``: workers of unequal speed train on their own, and average now and then.
-
-Makes what a rank needs for the rounds of one fit: more if it leads its worker than if it follows.
-"""
+"""``Trainer(strategy="diloco")``: workers of unequal speed train on their own, and average now and then."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.fit_position import introduce
@@ -37,71 +35,30 @@ from lightning_bytescheduler.diloco.options import (
     description,
     scheduler_options,
 )
-from lightning_bytescheduler.diloco.outer_state import OuterState, TrainedWeights
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
-from lightning_bytescheduler.diloco.round_boundaries import RoundBoundaries, RoundHooks
-from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
-from lightning_bytescheduler.diloco.runtime import FollowingRuntime, OuterOptions, OuterRuntime
+from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
+from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.shared_slices import SharedSlices, share_slices, training_of
+from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
-from lightning_bytescheduler.diloco.world import JointCollectives, WorkerGroup, WorkerWorld
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.roll_call import hold_roll_call, require_alike
 
-__all__ = ["DiLoCoStrategy", "make_runtime"]
+__all__ = ["DiLoCoStrategy"]
 
 log = logging.getLogger(__name__)
-
-
-def make_runtime(
-    module: nn.Module,
-    *,
-    options: DiLoCoOptions,
-    outer: OuterOptions,
-    world: WorkerWorld,
-    group: WorkerGroup,
-    board: FaultBoard,
-    flush: Callable[[], None],
-    on_round: Callable[[RoundRecord], object],
-) -> OuterRuntime | FollowingRuntime:
-    """Start what runs beside the training.
-
-    Args:
-        module: What is trained.
-        options: The user's.
-        outer: The same, as the rooms below understand them.
-        world: Where this rank is.
-        group: The ranks of its worker.
-        board: Where failures are published.
-        flush: Brings the weights up to date.
-        on_round: Called with each round that has ended, on worker 0's leader.
-    """
-    trained = TrainedWeights(module, options.fragment_options)
-    if not group.leads:
-        return FollowingRuntime(
-            world=world, group=group, board=board, trained=trained, overlap_steps=outer.overlap_steps, flush=flush
-        )
-    state = OuterState(
-        trained,
-        weighting=options.weighting,
-        lr=options.outer_lr,
-        momentum=options.outer_momentum,
-        factory=options.outer_optimizer,
-    )
-    return OuterRuntime(
-        world=world, group=group, board=board, state=state, options=outer, flush=flush, on_round=on_round
-    )
 
 
 class DiLoCoStrategy(WorkerStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
     Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,
-    all workers' changes to the weights are averaged, by samples processed, and an outer optimizer steps the *global*
-    weights along the mean. A scheduler that knows each worker's pace tells each after how many steps to send its
-    changes, so that all end a round together (seed 004).
+    all workers' pseudo-gradients (what they have changed in the weights) are averaged, by samples processed, and an
+    outer optimizer steps the *global* weights along the mean. A scheduler that knows each worker's pace tells each
+    after how many steps to send its pseudo-gradient, so that all end a round together.
 
     What Lightning's notions mean here:
 
@@ -110,11 +67,11 @@ class DiLoCoStrategy(WorkerStrategy):
       ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed samplers split the
       data among all processes, and ``batch_size`` is each process's.
     * The ranks of a worker take every step together, whose samples are those of all of them. One of them, the leader,
-      speaks with the other workers: updates travel once for each worker, and the leader hands on what they are merged
-      to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of the data,
-      takes its worker along.
+      speaks with the other workers: pseudo-gradients travel once for each worker, and the leader hands on what they
+      are merged to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of
+      the data, takes its worker along.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
-      first: the round ends, its changes are merged, and training is over for all. No worker takes more than
+      first: the round ends, its pseudo-gradient is merged, and training is over for all. No worker takes more than
       ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
       on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
@@ -153,9 +110,9 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
         outer_optimizer: Makes another optimizer, for a list of tensors.
-        weighting: How much a worker's changes count: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
+        weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
         fragments: Into how many the model is cut; each round synchronises one, in turn.
-        overlap_steps: Steps that a worker goes on for while its changes travel; 0 waits.
+        overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits.
         mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
             out.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network.
@@ -163,7 +120,7 @@ class DiLoCoStrategy(WorkerStrategy):
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
             data loader's if that is not set either.
-        partition_size: Largest piece of an update sent at once, in parameters.
+        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters.
         credit: What may be in flight at once, in parameters.
         rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
             ``rounds.jsonl`` in the run's folder if left out.
@@ -233,7 +190,7 @@ class DiLoCoStrategy(WorkerStrategy):
             inner_options=inner_options,
         )
         self._world: WorkerWorld | None = None
-        self._runtime: OuterRuntime | FollowingRuntime | None = None
+        self._runtime: LeadingRuntime | FollowingRuntime | None = None
         self._boundaries: RoundBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
@@ -264,7 +221,8 @@ class DiLoCoStrategy(WorkerStrategy):
     @property
     def inner_size(self) -> int:
         """Ranks that train together as one worker."""
-        return self._options.ranks_per_worker(on_node=self.num_processes)
+        inner = self._options.inner
+        return 1 if inner is None else self._options.ranks_per_worker(on_node=self.num_processes)
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -408,7 +366,7 @@ class DiLoCoStrategy(WorkerStrategy):
         options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
-        self._file = RoundFile.for_training(trainer, options.rounds_file, resumed=self._kept_state is not None)
+        self._file = RoundFile(self._rounds_path(trainer), append=self._kept_state is not None)
         self._runtime = make_runtime(
             module,
             options=options,
@@ -432,6 +390,16 @@ class DiLoCoStrategy(WorkerStrategy):
             self._runtime.start(self._kept_state)
             self._boundaries.attach()
         self._kept_state = None
+
+    def _rounds_path(self, trainer: pl.Trainer) -> Path | None:
+        """Where this rank records the rounds: as the user said, or in the run's folder. Trial runs record none."""
+        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+            return None
+        # Asked for on all ranks, as the answer travels among the ranks of a worker.
+        folder = trainer.log_dir or trainer.default_root_dir
+        if not trainer.is_global_zero:
+            return None
+        return Path(folder) / RECORD_NAME if self._options.rounds_file is None else Path(self._options.rounds_file)
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
@@ -470,10 +438,10 @@ class DiLoCoStrategy(WorkerStrategy):
                 if self._slices is not None:
                     self._slices.finish()
 
-    def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""
         if self._boundaries is not None:
-            self._boundaries.note_batch(samples=samples, tokens=tokens, loss=loss)
+            self._boundaries.report_batch(samples=samples, tokens=tokens, loss=loss)
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
@@ -483,7 +451,7 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def outer_state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the weights."""
-        if not isinstance(self._runtime, OuterRuntime) or self._failed:
+        if not isinstance(self._runtime, LeadingRuntime) or self._failed:
             return None
         return self._runtime.state_dict()
 
@@ -493,7 +461,7 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy; during a fit, with the global weights."""
-        if not isinstance(self._runtime, OuterRuntime) or not self.is_global_zero:
+        if not isinstance(self._runtime, LeadingRuntime) or not self.is_global_zero:
             return super().lightning_module_state_dict()
         self.flush()
         with self._runtime.state.shown():

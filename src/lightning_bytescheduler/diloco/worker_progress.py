@@ -1,12 +1,8 @@
-"""What the batch scheduler knows of one worker.
+"""What the batch scheduler knows of one worker: where it is in the round, and how long its steps take.
 
-A mean that is steady under blips and quick to follow a lasting change.
-
-The mean of the middle half of the last values. When several in a row lie well above it, or well below, things have
-changed for good, and what was before is forgotten. Limits: a lasting change of less than half takes up to the whole
-window to be seen.
-
-How long a worker's step takes, and how many samples it has, from what the worker reported.
+A step's time is the mean of the middle half of the last ones, so that it is steady under blips. When several in a row
+lie well above it, or well below, things have changed for good, and what was before is forgotten. Limits: a lasting
+change of less than half takes up to the whole window to be seen.
 """
 
 from __future__ import annotations
@@ -15,18 +11,21 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypedDict, get_args
+from typing import Annotated, TypeAlias, TypedDict, get_args
 
-from lightning_bytescheduler.diloco.messages import Report
-from lightning_bytescheduler.diloco.round_options import RoundOptions
-from lightning_bytescheduler.diloco.round_record import Activity, WorkerRecord
-from lightning_bytescheduler.diloco.round_target import Pace
+import msgspec
+
+from lightning_bytescheduler.diloco.messages import StepReport
+from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
+from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
 __all__ = ["RobustMean", "StepTime", "StepTimeState", "WorkerProgress", "WorkerState"]
 
 _WINDOW = 16
 _CHANGED_AFTER = 5  # values in a row: a blip is shorter
 _CHANGED_BY = 1.5
+_FIRST_STEPS = 4  # of rounds, that are kept
+_SILENT_STEPS = 3
 
 
 class RobustMean:
@@ -68,15 +67,15 @@ def _middle_mean(values: list[float]) -> float:
     return sum(kept) / len(kept)
 
 
-_FIRST_STEPS = 4
+_Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StepTimeState(TypedDict):
     """What to keep of a ``StepTime`` over a restart."""
 
-    seconds: list[float]
-    first: list[float]
-    batch_sizes: list[float]
+    seconds: list[_Number]
+    first: list[_Number]
+    batch_sizes: list[_Number]
 
 
 class StepTime:
@@ -105,7 +104,7 @@ class StepTime:
         return None if mean is None else max(round(mean), 1)
 
     @property
-    def settled(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the time rests on more than the first step ever, which may have taken any time."""
         return self._seconds.mean is not None or len(self._first) > 1
 
@@ -140,9 +139,6 @@ class StepTime:
         self._batch_sizes = RobustMean(state["batch_sizes"])
 
 
-_SILENT_STEPS = 3
-
-
 class WorkerState(Enum):
     """Where a worker is. It goes down this list once a round."""
 
@@ -153,7 +149,7 @@ class WorkerState(Enum):
     TRAINING = "training"
     SENDING = "sending"
     ARRIVED = "arrived"
-    """Its update is there; it waits for the others."""
+    """Its pseudo-gradient is there; it waits for the others."""
     LOST = "lost"
     """Missed the end of a round. If it is heard of again, it joins in with the next round."""
 
@@ -172,12 +168,12 @@ class WorkerProgress:
         samples: Processed in this round.
         tokens: Processed in this round.
         in_flight: Steps that it has taken, about, before an answer reaches it; survives the round.
-        counter: Steps after which it was told to send its update.
+        send_after: Steps after which it was told to send its pseudo-gradient.
         told: When it was told to start.
         began: When it began to train.
         reported: When the step began that it is taking.
         sending: When it began to send.
-        arrived: When its update was there.
+        arrived: When its pseudo-gradient was there.
     """
 
     name: str
@@ -189,7 +185,7 @@ class WorkerProgress:
     samples: int = 0
     tokens: int = 0
     in_flight: int = 0
-    counter: int | None = None
+    send_after: int | None = None
     told: float = 0.0
     began: float | None = None
     reported: float = 0.0
@@ -200,7 +196,7 @@ class WorkerProgress:
         """Begin a round anew."""
         self.state = WorkerState.STARTING
         self.steps = self.samples = self.tokens = 0
-        self.counter = self.began = self.sending = self.arrived = None
+        self.send_after = self.began = self.sending = self.arrived = None
         self.told = self.reported = self.heard = now
 
     def start(self, now: float) -> None:
@@ -208,7 +204,7 @@ class WorkerProgress:
         self.state = WorkerState.TRAINING
         self.began = self.reported = now
 
-    def note(self, report: Report, now: float) -> None:
+    def take_report(self, report: StepReport, now: float) -> None:
         """Take over a report that is newer than what is known."""
         self.step_time.observe(report.seconds, report.batch_size, first=report.steps == 1)
         self.steps, self.samples = report.steps, report.samples
@@ -222,15 +218,15 @@ class WorkerProgress:
         self.sending = now
 
     def arrive(self, now: float) -> None:
-        """Its update is there."""
+        """Its pseudo-gradient is there."""
         self.state = WorkerState.ARRIVED
         self.arrived = now
 
-    def record(self, now: float, *, merged: bool) -> WorkerRecord:
+    def record(self, now: float, *, merged: bool) -> WorkerRound:
         """Say what it did in the round that ends now."""
         times = (self.told, self.began, self.sending, self.arrived)
         known = [time for time in times if time is not None]
-        return WorkerRecord(
+        return WorkerRound(
             worker=self.name,
             steps=self.steps,
             samples=self.samples,

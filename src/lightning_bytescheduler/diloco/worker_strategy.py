@@ -1,13 +1,10 @@
 """What a strategy needs whose workers train on their own: what they do together, and what becomes of failures.
 
-Keeps Lightning from telling other ranks about a SIGTERM with collectives, where several ranks form one worker.
-
-Lightning has a rank that gets a SIGTERM join a broadcast of the default group from inside the signal handler, wherever
-its training thread is, and all ranks join one before each batch. Within a worker that would meet the collectives of a
-step in another order on each rank. Here the rank that got the signal ends by itself after its batch, and the fault
-board tells all others, of other workers too.
-
-Torchmetrics that synchronise over all workers while those validate together.
+Where several ranks form one worker, Lightning is kept from telling other ranks about a SIGTERM with collectives: it has
+a rank that gets one join a broadcast of the default group from inside the signal handler, wherever its training thread
+is, and all ranks join one before each batch. Within a worker that would meet the collectives of a step in another order
+on each rank. Here the rank that got the signal ends by itself after its batch, and the fault board tells all others, of
+other workers too.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
-from lightning_bytescheduler.diloco.world import JointCollectives
+from lightning_bytescheduler.diloco.process_groups import JointCollectives
 
 __all__ = ["WorkerStrategy", "own_sigterm", "shared_metrics"]
 
@@ -34,18 +31,21 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def own_sigterm(trainer: pl.Trainer) -> Iterator[None]:
-    """Entered before Lightning registers its handlers. They and the loop find these functions in place of their own."""
+    """Have this rank alone take a SIGTERM, without collectives.
+
+    Entered before Lightning registers its handlers. They and the loop find these functions in place of their own.
+    """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
 
-    def note(signum: int, frame: FrameType | None) -> None:
+    def received(signum: int, frame: FrameType | None) -> None:
         log.info("[rank %d] Received SIGTERM", trainer.global_rank)
         launcher = trainer.strategy.launcher
         if not connector.received_sigterm and launcher is not None:
             launcher.kill(signum)
         connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = note
+    connector._sigterm_notifier_fn = received
     loop._broadcast_sigterm_tensor = lambda: None
     try:
         yield
@@ -65,9 +65,6 @@ def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]
     finally:
         for metric in metrics:
             metric.dist_sync_fn = None
-
-
-_T = TypeVar("_T")
 
 
 class WorkerStrategy(RankStrategy):

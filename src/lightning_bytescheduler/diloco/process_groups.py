@@ -1,26 +1,18 @@
-"""The ranks that train together as one worker: what they sum up, and what the first of them tells the others.
-
-One rank of each worker, its leader, speaks with the other workers. What it decides has to hold at the same step on all
-ranks of its worker, which each step's gradients join: a rank that took part in an update a step before or after the
-others would wait in one collective while they wait in another.
-
-All of this runs on the training thread, on a gloo group that nothing else uses, so that the calls of the ranks match by
-their order. Calls are made where all ranks of a worker come by in the same order: after each batch, at the end of a
-round, and where all stand still. Whether a rank gets to a call depends on nothing but what such a call has told it
-before; so by induction over the calls, all ranks make the same ones.
-
-Process groups of workers that train on their own, launched as one job.
+"""Process groups of workers that train on their own, launched as one job, and what ranks do on them together.
 
 One rendezvous store joins all ranks. A worker is one of them, or several that follow one another and train together;
 the first of those is its leader. A worker's default process group is made from a view of the store which only it sees,
 so that whatever uses the default group stays inside the worker. Other groups, over gloo, are known to this package
-alone: *updates* joins the leaders, for pseudo-gradients, used by the exchange's threads; *everyone* is for what all
-ranks do at the same moment, such as a validation; *inside* joins the ranks of a worker, for what its leader tells them.
-The last two are used by the training thread.
+alone: *leaders*, for pseudo-gradients, is used by the exchange's threads; *everyone* is for what all ranks do at the
+same moment, such as a validation (``JointCollectives``); *inside* joins the ranks of a worker, for what they sum up and
+what its leader tells them (``WorkerGroup``). The last two are used by the training thread.
 
-Collectives of all ranks together, for the moments in which all workers do the same, such as a validation.
+What a leader decides has to hold at the same step on all ranks of its worker, which each step's gradients join: a rank
+that ended a round a step before or after the others would wait in one collective while they wait in another. The calls
+of ``WorkerGroup`` match by their order, as nothing else uses that group. They are made where all ranks of a worker come
+by in the same order: after each batch, at the end of a round, and where all stand still. Whether a rank gets to a call
+depends on nothing but what such a call has told it before; so by induction over the calls, all make the same ones.
 
-On a gloo group of their own, with tensors in host memory, so that any device and backend will do. For one thread.
 Waits end with the group's timeout, the strategy's, or when a rank that has died closes its connections.
 """
 
@@ -48,6 +40,18 @@ __all__ = ["JointCollectives", "WorkerGroup", "WorkerWorld", "worker_name"]
 _TIMEOUT = timedelta(minutes=30)
 _INSIDE = 4  # times the timeout: who waits for a leader has a shorter limit of its own, see WorkerGroup
 
+_SLICE = timedelta(seconds=1)
+_PATIENCE = 3.0  # times the timeout: the leader may wait that long for several things, and says so when time is up
+_DIMENSIONS = 16  # as many as any tensor here may have
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
 # By rank and size, for as long as the process lives, as torch keeps that of a default group; and how often it was used.
 _stores: dict[tuple[int, int], dist.Store] = {}
 _joined: dict[tuple[int, int], int] = {}
@@ -68,7 +72,7 @@ class WorkerWorld:
         inner_size: Ranks of one worker.
         store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
         everyone: All ranks.
-        updates: The leaders; ``None`` on other ranks.
+        leaders: The first rank of each worker; ``None`` on other ranks.
         inside: The ranks of this worker; ``None`` if it has but one.
     """
 
@@ -77,7 +81,7 @@ class WorkerWorld:
     inner_size: int
     store: dist.Store
     everyone: dist.ProcessGroup
-    updates: dist.ProcessGroup | None
+    leaders: dist.ProcessGroup | None
     inside: dist.ProcessGroup | None
 
     @property
@@ -150,7 +154,7 @@ class WorkerWorld:
             inner_size=inner_size,
             store=store,
             everyone=group("everyone", rank, size),
-            updates=group("updates", worker, size // inner_size) if place == 0 else None,
+            leaders=group("leaders", worker, size // inner_size) if place == 0 else None,
             inside=group(f"inside-{worker}", place, inner_size, _INSIDE * timeout) if inner_size > 1 else None,
         )
 
@@ -162,7 +166,7 @@ class WorkerWorld:
                 that are not idle are kept for as long as the process lives.
         """
         if not idle:
-            groups = [self.everyone, self.updates, self.inside]
+            groups = [self.everyone, self.leaders, self.inside]
             if dist.is_initialized() and self.inner_size > 1:
                 groups.append(dist.group.WORLD)
             for group in groups:
@@ -172,19 +176,10 @@ class WorkerWorld:
             dist.destroy_process_group()
 
 
-_DIMENSIONS = 16  # as many as any tensor here may have
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
 class JointCollectives:
-    """All-reduce, all-gather and broadcast over all ranks.
+    """All-reduce, all-gather and broadcast over all ranks, with tensors in host memory, so that any device will do.
+
+    For one thread.
 
     Args:
         group: Over all ranks; gloo.
@@ -256,10 +251,6 @@ class JointCollectives:
         if different:
             ranks = ", ".join(map(str, different))
             raise UnsupportedError(f"All processes need {what}, but those of rank {ranks} differ from rank 0's.")
-
-
-_SLICE = timedelta(seconds=1)
-_PATIENCE = 3.0  # times the timeout: the leader may wait that long for several things, and says so when time is up
 
 
 class WorkerGroup:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
-from lightning_bytescheduler.diloco.wire import WireFormat
+from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
+from lightning_bytescheduler.diloco.wire_dtype import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
 unhurried = settings(deadline=None)
@@ -116,7 +116,7 @@ def test_shapes_strides_and_other_floats(dtype: str) -> None:
 def test_sums_are_made_in_fp32_or_better(dtype: str) -> None:
     """Many small updates beside a large one: in bf16, adding them up would lose all of them."""
     wire = WireFormat(dtype=dtype, rounding="nearest")
-    accumulator = UpdateAccumulator({"x": torch.empty(1)})
+    accumulator = WeightedMean({"x": torch.empty(1)})
     for value in [256.0] + [1.0] * 200:
         accumulator.add({"x": wire.decode(wire.encode(torch.tensor([value])), 1)}, weight=1)
     assert accumulator.mean()["x"].item() * 201 == pytest.approx(456.0, rel=1e-6)

@@ -1,10 +1,9 @@
-"""Sends pseudo-gradients through the priority and credit scheduler, beside the training.
+"""Sends pseudo-gradients through the priority and credit scheduler, beside the training, and receives their mean.
 
-The weighted mean of a buffer over all workers, in a wire format, the same bits on every worker.
-
-Each part of the buffer is cut into one shard per worker. A worker gets everybody's version of its shard, adds them up
-in fixed point, and sends the mean to all. Every worker takes what travelled, its own shard too, so all of them hold the
-same bits; and what travels is as little as with a ring all-reduce: ``2 (n - 1) / n`` times the buffer.
+Each part of a pseudo-gradient is cut into one shard per worker. A worker gets everybody's version of its shard, adds
+them up in fixed point, and sends the weighted mean to all, in the wire's dtype. Every worker takes what travelled, its
+own shard too, so all of them hold the same bits; and what travels is as little as with a ring all-reduce:
+``2 (n - 1) / n`` times the pseudo-gradient.
 
 Two ranks' messages are told apart by their number and not by their order. Still, every worker has to start the parts in
 one order: with a limited number in flight, each could otherwise wait for what the other has not started.
@@ -22,40 +21,157 @@ from torch import Tensor
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
-from lightning_bytescheduler.diloco.accumulation import UpdateAccumulator
-from lightning_bytescheduler.diloco.wire import WireFormat
+from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
+from lightning_bytescheduler.diloco.wire_dtype import WireFormat
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-__all__ = ["Exchange", "UpdateExchange", "WeightedMean"]
+__all__ = ["Exchange", "PseudoGradientExchange"]
 
 _HEADER = 8  # bytes of the weight before each payload
 _TAGS = 2**29
+_NUMBERS_PER_PART = 2  # one for what goes to a shard's owner, one for what comes back: seeds differ
+
+
+class Exchange:
+    """A pseudo-gradient that is on its way.
+
+    Args:
+        task: What the scheduler sends.
+        mean: What it is filled with.
+    """
+
+    def __init__(self, task: CommTask, mean: _ShardedMean) -> None:
+        self._task = task
+        self._mean = mean
+
+    def wait(self, timeout: float) -> tuple[Tensor, int]:
+        """Wait for all workers' pseudo-gradients.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Returns:
+            The weighted mean, flat, and the sum of the weights.
+
+        Raises:
+            SchedulerTimeoutError: If it is not there in time.
+            BaseException: What the exchange has failed with.
+        """
+        self._task.wait(timeout)
+        return self._mean.result, self._mean.total
+
+
+class PseudoGradientExchange:
+    """One worker's end of the exchange; every worker starts the same exchanges in the same order.
+
+    Threads: a dispatcher and a completion thread, both ended by :meth:`stop` within a bound.
+
+    Args:
+        group: Over all workers; gloo, used by this object alone.
+        wire: What travels.
+        partition_size: Largest part that is sent at once, in parameters.
+        credit: What may be in flight at once, in parameters.
+        on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        wire: WireFormat,
+        partition_size: int,
+        credit: int,
+        on_error: Callable[[BaseException], BaseException],
+    ) -> None:
+        self._group = group
+        self._wire = wire
+        self._core = ByteCore(partition_size=partition_size, credit=credit, name="bytescheduler-outer")
+        self._completion = CompletionThread(on_error, group)
+        self._started = 0
+        self._numbers = 0
+
+    @property
+    def abort_cause(self) -> BaseException | None:
+        """Why nothing is exchanged any more, or ``None``."""
+        return self._core.abort_cause
+
+    def start(
+        self, name: str, pseudo_gradient: Tensor, *, weight: int, on_end: Callable[[BaseException | None], None]
+    ) -> Exchange:
+        """Begin to exchange a pseudo-gradient; returns at once. For one thread.
+
+        Args:
+            name: Shown in logs.
+            pseudo_gradient: Flat, fp32, on the CPU. Not to be changed before the exchange has ended.
+            weight: Of this worker's, in the mean.
+            on_end: Called once it has ended, with the error if it has failed, on another thread.
+        """
+        mean = _ShardedMean(
+            group=self._group,
+            own=pseudo_gradient,
+            result=torch.empty_like(pseudo_gradient),
+            weight=weight,
+            wire=self._wire,
+        )
+        self._started += 1
+        first = self._numbers
+
+        def launch(sub: SubCommTask) -> None:
+            number = first + _NUMBERS_PER_PART * sub.index
+            self._completion.watch(mean.start(sub.offset, sub.size, number), sub)
+
+        task = CommTask(
+            name,
+            pseudo_gradient.numel(),
+            launch=launch,
+            key=(self._started, 0),
+            wire_bytes=self._wire.payload_bytes(pseudo_gradient.numel()) / pseudo_gradient.numel(),
+            on_end=lambda task: on_end(task.error),
+        )
+        self._core.enqueue(task)
+        self._numbers += _NUMBERS_PER_PART * len(task.sub_tasks)
+        task.notify_ready()
+        return Exchange(task, mean)
+
+    def abort(self, cause: BaseException) -> None:
+        """Fail everything that is under way, and whatever is started later."""
+        self._core.abort(cause)
+
+    def stop(self, timeout: float) -> bool:
+        """End both threads; returns whether nothing was under way and they ended within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        idle = not self._core.in_flight
+        try:
+            self._core.shutdown(timeout=timeout, drain=False)
+        except (SchedulerTimeoutError, RuntimeError):
+            idle = False
+        return self._completion.stop(max(0.1, deadline - time.monotonic())) and idle
 
 
 @dataclass(slots=True, kw_only=True)
-class WeightedMean:
-    """One worker's side of the exchange of one buffer.
+class _ShardedMean:
+    """One worker's side of the exchange of one pseudo-gradient.
 
     Attributes:
         group: Over all workers; gloo.
-        update: This worker's version, in fp32, flat, on the CPU.
-        result: Is filled with the mean; like ``update``.
+        own: This worker's version, in fp32, flat, on the CPU.
+        result: Is filled with the mean; like ``own``.
         weight: Of this worker's version, a whole number; 0 if it is not to count.
         wire: What travels.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
     """
 
     group: dist.ProcessGroup
-    update: Tensor
+    own: Tensor
     result: Tensor
     weight: int
     wire: WireFormat
     total: int = 0
 
     def start(self, offset: int, size: int, number: int) -> StartedOperation:
-        """Exchange one part of the buffer.
+        """Exchange one part of the pseudo-gradient.
 
         Args:
             offset: Of the part.
@@ -65,7 +181,7 @@ class WeightedMean:
         Raises:
             ValueError: If the part holds infinities or NaN.
         """
-        part, result = self.update[offset : offset + size], self.result[offset : offset + size]
+        part, result = self.own[offset : offset + size], self.result[offset : offset + size]
         payloads = {
             worker: self._pack(self.weight, part[slice(*shard)], number) for worker, shard in self._shards(size).items()
         }
@@ -98,12 +214,12 @@ class WeightedMean:
 
     def _merged(self, versions: list[Tensor], length: int) -> tuple[int, Tensor]:
         zeros = torch.zeros(length)
-        sums = UpdateAccumulator({"shard": zeros})
+        sums = WeightedMean({"shard": zeros})
         for payload in versions:
             weight = _weight(payload)
             if weight:
                 sums.add({"shard": self.wire.decode(payload[_HEADER:], length)}, weight=weight)
-        return sums.weight, sums.mean()["shard"] if sums.updates else zeros
+        return sums.weight, sums.mean()["shard"] if sums.added else zeros
 
     def _messages(self, received: dict[int, Tensor], sent: dict[int, Tensor], number: int) -> list[dist.Work]:
         tag = number % _TAGS
@@ -140,6 +256,7 @@ def _length(shard: tuple[int, int]) -> int:
 
 def _weight(payload: Tensor) -> int:
     return int(payload[:_HEADER].clone().view(torch.int64))
+<<<<<<< HEAD:src/lightning_bytescheduler/diloco/update_exchange.py
 
 
 _NUMBERS_PER_PART = 2  # one for what goes to a shard's owner, one for what comes back: seeds differ
@@ -264,3 +381,5 @@ class UpdateExchange:
         except (SchedulerTimeoutError, RuntimeError):
             idle = False
         return self._completion.stop(max(0.1, deadline - time.monotonic())) and idle
+=======
+>>>>>>> r-diloco:src/lightning_bytescheduler/diloco/pseudo_gradient_exchange.py

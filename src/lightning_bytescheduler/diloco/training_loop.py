@@ -1,34 +1,27 @@
 """Where Lightning's training loop and the rounds of DiLoCo meet: after each batch, when all of its hooks have run.
 
-Lightning asks its epoch loop there whether to validate. The answer is given here instead: an update is sent if it is
-due, and a validation, the end of an epoch or of the training happen at the end of a round, at the same one on all
+Lightning asks its epoch loop there whether to validate. The answer is given here instead: a pseudo-gradient is sent if
+it is due, and a validation, the end of an epoch or of the training happen at the end of a round, at the same one on all
 workers. What each worker would do by itself is only what it asks the others for.
 
 The ranks of one worker agree after each batch: what one of them would do, all do. From there on they make the same
 decisions, from what they have agreed on and what their session says, which is the same on all of them.
-
-The strategy's own callback: first in line at the moments a strategy alone would come to too late.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
-
-import lightning.pytorch as pl
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
-
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
+
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import WorkerSession
-from lightning_bytescheduler.diloco.world import WorkerGroup
 
-__all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "SharedData"]
+__all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +29,44 @@ CHECKPOINT_KEY = "lightning_bytescheduler.diloco"
 """Where a checkpoint keeps the outer state."""
 
 
+class Rounds(Protocol):
+    """The rounds of a training, as a strategy runs them."""
+
+    def begin_rounds(self) -> None:
+        """Wait for the other workers, and begin the first round."""
+
+    def begin_epoch(self) -> bool:
+        """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
+
+    def go_on(self) -> bool:
+        """Go on after all workers stood still; returns whether training goes on."""
+
+    def end_epoch(self) -> None:
+        """See to it that the epoch ends for all workers."""
+
+    def end_rounds(self) -> None:
+        """End the training for all workers, with the global weights on each."""
+
+    def outer_state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps beside the weights."""
+
+    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Have the rounds carry on from what a checkpoint kept."""
+
+    def publish_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails."""
+
+
 class RoundHooks(pl.Callback):
     """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
+
+    The strategy's own callback: first in line at the moments a strategy alone would come to too late.
 
     Args:
         strategy: Whose hooks these are.
     """
 
-    def __init__(self, strategy: DiLoCoStrategy) -> None:
+    def __init__(self, strategy: Rounds) -> None:
         self._strategy = strategy
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -166,7 +189,7 @@ class RoundBoundaries:
         self._loop.__dict__.pop("_should_check_val_fx", None)
         self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
 
-    def note_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
         self._samples += samples
         self._tokens += tokens
@@ -206,7 +229,7 @@ class RoundBoundaries:
                 trainer.validating = True
                 self._loop.val_loop.run()
                 trainer.training = True
-            to_end = session.halted and session.boundary is not None and not session.boundary.epoch
+            to_end = session.halted and session.round_end is not None and not session.round_end.epoch
         self._epoch_ended = False
 
     def after_validation(self) -> None:
@@ -242,10 +265,10 @@ class RoundBoundaries:
         stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
         if epoch and not stop:
             self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
-            self._epoch_to_end = session.boundary is not None and not session.boundary.epoch
+            self._epoch_to_end = session.round_end is not None and not session.round_end.epoch
         elif stop:
             session.end_round_for_all(epoch=epoch, validate=wants_validation, stop=stop)
-            self._epoch_to_end = epoch and session.boundary is not None and not session.boundary.epoch
+            self._epoch_to_end = epoch and session.round_end is not None and not session.round_end.epoch
         else:
             if wants_validation and self._first_worker:
                 session.ask(validate=True)
@@ -278,10 +301,10 @@ class RoundBoundaries:
         has done so far, which is nothing after the first one.
         """
         session = self._session
-        session.settle()
+        session.merge_sent()
         while used_up and self._awaits_others():
             session.end_round()
-            session.settle()
+            session.merge_sent()
         if not session.halted and not session.over:
             session.end_round_for_all(epoch=True, validate=validate)
 
@@ -301,22 +324,22 @@ class RoundBoundaries:
 
     def _halt(self, own_epoch_ends: bool) -> bool:
         """All workers stand still: do here what the end of this round is for. Returns whether to validate."""
-        boundary = self._session.boundary
-        if boundary is None:
+        ended = self._session.round_end
+        if ended is None:
             return False
-        if boundary.epoch and self._shared_data is not None:
+        if ended.epoch and self._shared_data is not None:
             self._epoch_ended = True
-            if not boundary.stop:  # else worker 0 may be through with everything
+            if not ended.stop:  # else worker 0 may be through with everything
                 self._shared_data.end_epoch()
-        if boundary.epoch and not own_epoch_ends:
+        if ended.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if boundary.stop:
+        if ended.stop:
             self._stop()
-        if boundary.validate:
+        if ended.validate:
             self._open.enter_context(self._together())
-        return boundary.validate
+        return ended.validate
 
     def _stop(self) -> None:
         """Leave the loops, also if this worker has not done what it was to do at least."""

@@ -1,74 +1,58 @@
-"""Runs the batch scheduler for a job: one thread on worker 0, fed by a mailbox.
+"""The thread that runs the batch scheduler for a job, on worker 0; a mailbox feeds it.
 
 Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used
-up, or for a validation. The host tells the others, and says with each round's end what is to happen there. Where
+up, or for a validation. The thread tells the others, and says with each round's end what is to happen there. Where
 anything is, nobody starts the next round before all have passed. Where all workers take equally many steps in a round,
 those that are behind the one that asks go on until they have taken as many.
 
-What workers that exchange updates with one another did in a round, from what the batch scheduler saw.
-
-A worker that is through before the others can send nothing until they come: to the scheduler it is sending.
+In its records a worker that is through before the others is waiting until they come: it can send nothing before, though
+to the scheduler it is sending.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 from torchmetrics import MeanMetric
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
-from lightning_bytescheduler.diloco.mailbox import Boundary, Control, EndRound, Passed, RoundStatus, StepMetrics
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
-    Done,
+    EndRound,
     Envelope,
-    MergeUpdates,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
     Message,
-    Report,
-    ScheduleUpdate,
-    SendingUpdate,
-    UpdateArrived,
-    UpdateNow,
-    UpdateReceived,
+    PassedRoundEnd,
+    PseudoGradientArrived,
+    RoundEnded,
+    RoundStarted,
+    RoundStatus,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
+    StepMetrics,
+    StepReport,
+    TrainingOver,
 )
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
-from lightning_bytescheduler.diloco.round_target import FixedSteps, RoundTarget
 
-__all__ = ["RoundHost", "with_common_waiting"]
-
-
-def with_common_waiting(record: RoundRecord, sent_at: Mapping[str, float]) -> RoundRecord:
-    """The same round, in which a worker waits until all are through, and sends only from then on.
-
-    Args:
-        record: By the batch scheduler.
-        sent_at: When each worker was through, by the same clock.
-    """
-    last = max(sent_at.values(), default=record.end)
-    workers = []
-    for worker in record.workers:
-        spans: list[tuple[Activity, float, float]] = []
-        for activity, start, end in worker.spans:
-            if activity == "sending" and start < last:
-                spans.append(("waiting", start, min(last, end)))
-                start = min(last, end)
-            if start < end:
-                spans.append((activity, start, end))
-        workers.append(replace(worker, spans=tuple(spans)))
-    return replace(record, workers=tuple(workers))
-
+__all__ = ["BatchSchedulerThread"]
 
 _LOOK_S = 1.0
 _STATUS_EVERY_S = 0.5
 _SILENT_STEPS = 3
 
 
-class RoundHost:
+class BatchSchedulerThread:
     """The batch scheduler with its thread, ``bytescheduler-batch-scheduler``.
 
     Args:
@@ -89,7 +73,7 @@ class RoundHost:
         options: RoundOptions,
         *,
         workers: Sequence[str],
-        post: Callable[[str, Message | Control], None],
+        post: Callable[[str, Message], None],
         on_round: Callable[[RoundRecord], object],
         on_silence: Callable[[list[str]], object],
         on_error: Callable[[BaseException], object],
@@ -106,11 +90,11 @@ class RoundHost:
         self._on_error = on_error
         self._silent_after = silent_after
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Message | Control | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
         # What follows is the thread's.
-        self._wishes = EndRound(worker="", round=0)
-        self._ending: UpdateNow | ScheduleUpdate | None = None  # what all were told when one asked for a round's end
+        self._wishes: set[str] = set()  # what is to happen at the end of the round
+        self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._passing: dict[str, bool] | None = None  # who has passed the end of a round, and whether it stops
         self._held: list[Envelope] = []
         self._sent_at: dict[str, float] = {}
@@ -121,12 +105,12 @@ class RoundHost:
         self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
-        """Begin, or carry on from what :attr:`state` was."""
+        """Begin, or carry on from what :meth:`state_dict` gave."""
         if state is not None:
             self._scheduler.load_state_dict(state)
         self._thread.start()
 
-    def handle(self, message: Message | Control) -> None:
+    def handle(self, message: Message) -> None:
         """Take in a message; returns at once."""
         self._inbox.put(message)
 
@@ -163,22 +147,24 @@ class RoundHost:
         except BaseException as error:
             self._on_error(error)
 
-    def _take(self, message: Message | Control) -> None:
+    def _take(self, message: Message) -> None:
         now = self._clock()
         if isinstance(message, EndRound):
-            self._note_wish(message)
-        elif isinstance(message, Passed):
-            self._note_passed(message)
+            self._take_wish(message)
+        elif isinstance(message, PassedRoundEnd):
+            self._take_passed(message)
         elif isinstance(message, StepMetrics):
-            self._note_metrics(message)
-        elif isinstance(message, (Report, SendingUpdate, UpdateArrived, UpdateReceived)):
-            if isinstance(message, SendingUpdate):
+            self._take_step_metrics(message)
+        elif isinstance(message, (StepReport, SendingPseudoGradient, PseudoGradientArrived, RoundStarted)):
+            if isinstance(message, SendingPseudoGradient):
                 self._sent_at[message.worker] = now
             self._deliver(self._scheduler.handle(message, now=now))
-            if isinstance(message, (Report, UpdateReceived)):
+            if isinstance(message, (StepReport, RoundStarted)):
                 self._answer(message.worker, message.round, now)
+        elif isinstance(message, (JoinRounds, LeaveRounds)):
+            self._deliver(self._scheduler.handle(message, now=now))
         else:
-            self._deliver(self._scheduler.handle(message, now=now))  # type: ignore[arg-type]  # Join or Leave
+            raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
 
     def _answer(self, worker: str, round: int, now: float) -> None:
         if self._ending is not None and round == self._ending.round:
@@ -187,21 +173,15 @@ class RoundHost:
             self._told[worker] = now
             self._post(worker, RoundStatus(round=self._scheduler.round, left=max(self._scheduler.left, 0)))
 
-    def _note_wish(self, wish: EndRound) -> None:
-        held = self._wishes
-        self._wishes = replace(
-            held,
-            epoch=held.epoch or wish.epoch,
-            validate=held.validate or wish.validate,
-            stop=held.stop or wish.stop,
-        )
+    def _take_wish(self, wish: EndRound) -> None:
+        self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(wish, name)}
         round = self._scheduler.round
         if wish.now and (self._ending is None or self._ending.round != round):
-            self._ending = ScheduleUpdate(round=round, counter=wish.steps) if self._equal else UpdateNow(round=round)
+            self._ending = SendAfter(round=round, steps=wish.steps) if self._equal else SendNow(round=round)
             for worker in self._workers:
                 self._post(worker, self._ending)
 
-    def _note_passed(self, message: Passed) -> None:
+    def _take_passed(self, message: PassedRoundEnd) -> None:
         if self._passing is None:
             return
         self._passing[message.worker] = message.stop
@@ -210,43 +190,43 @@ class RoundHost:
         stops, self._passing = any(self._passing.values()), None
         held, self._held = self._held, []
         if stops:
-            held = [Envelope(worker, Done(round=message.round)) for worker in self._workers]
-        self._deliver(tuple(held))
+            held = [Envelope(worker, TrainingOver(round=message.round)) for worker in self._workers]
+        self._deliver(held)
 
-    def _note_metrics(self, message: StepMetrics) -> None:
+    def _take_step_metrics(self, message: StepMetrics) -> None:
         rate = self._rates.setdefault(message.worker, _own_mean())
         rate.update(message.seconds / message.samples, message.samples)
         if message.loss is not None:
             self._loss.update(message.loss, message.samples)
 
     def _deliver(self, envelopes: Sequence[Envelope]) -> None:
-        over = any(isinstance(envelope.message, Done) for envelope in envelopes)
+        over = any(isinstance(envelope.message, TrainingOver) for envelope in envelopes)
         for envelope in envelopes:
             if envelope.to != PARAMETER_SERVER:
                 if self._passing is None:
                     self._post(envelope.to, envelope.message)
                 else:
                     self._held.append(envelope)
-            elif isinstance(envelope.message, MergeUpdates):
+            elif isinstance(envelope.message, MergePseudoGradients):
                 self._announce(envelope.message.round, over=over)
 
     def _announce(self, round: int, *, over: bool) -> None:
         """Tell everybody that a round is over, before they hear of the next one."""
         samples = self._ended.samples
-        boundary = Boundary(
+        ended = RoundEnded(
             round=round,
             samples=samples,
             shares={one.worker: one.samples / samples for one in self._ended.workers} if samples else {},
             metrics=self._take_metrics(),
-            epoch=self._wishes.epoch,
-            validate=self._wishes.validate,
-            stop=self._wishes.stop or over,
+            epoch="epoch" in self._wishes,
+            validate="validate" in self._wishes,
+            stop="stop" in self._wishes or over,
         )
-        self._wishes = EndRound(worker="", round=0)
+        self._wishes = set()
         self._ending = None
         for worker in self._workers:
-            self._post(worker, boundary)
-        if boundary.halts:
+            self._post(worker, ended)
+        if ended.halts:
             self._passing = {}
 
     def _take_metrics(self) -> dict[str, float]:
@@ -258,10 +238,10 @@ class RoundHost:
             metrics["loss"] = float(self._loss.compute())
         self._rates = {}
         self._loss.reset()
-        return metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # no other travels as JSON
 
     def _round_ended(self, record: RoundRecord) -> None:
-        self._ended = with_common_waiting(record, self._sent_at)
+        self._ended = _with_common_waiting(record, self._sent_at)
         self._sent_at = {}
         self._on_round(self._ended)
 
@@ -284,3 +264,24 @@ class RoundHost:
 def _own_mean() -> MeanMetric:
     """A mean that is not reduced over the default group, whose other ranks know nothing of it."""
     return MeanMetric(sync_on_compute=False)
+
+
+def _with_common_waiting(record: RoundRecord, sent_at: Mapping[str, float]) -> RoundRecord:
+    """The same round, in which a worker waits until all are through, and sends only from then on.
+
+    Args:
+        record: By the batch scheduler.
+        sent_at: When each worker was through, by the same clock.
+    """
+    last = max(sent_at.values(), default=record.end)
+    workers = []
+    for worker in record.workers:
+        spans: list[tuple[Activity, float, float]] = []
+        for activity, start, end in worker.spans:
+            if activity == "sending" and start < last:
+                spans.append(("waiting", start, min(last, end)))
+                start = min(last, end)
+            if start < end:
+                spans.append((activity, start, end))
+        workers.append(msgspec.structs.replace(worker, spans=tuple(spans)))
+    return msgspec.structs.replace(record, workers=tuple(workers))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_bytescheduler import SchedulerTimeoutError
-from lightning_bytescheduler.diloco.world import WorkerGroup, WorkerWorld
+from lightning_bytescheduler import SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
 from tests.support.rank_pool import RankPool, let_go
 
 
@@ -33,7 +34,7 @@ def three_together(rank: int) -> tuple[Any, ...]:
     if rank == 0:
         tensors[0][0, 0] = torch.nan
     group.share(tensors)
-    places = world.worker, world.workers, group.size, group.leads, world.updates is None
+    places = world.worker, world.workers, group.size, group.leads, world.leaders is None
     let_go()
     world.leave(idle=True)
     return total, anybody, heard, [tensor.tolist() for tensor in tensors], places
@@ -70,3 +71,17 @@ def rank_that_waits(rank: int, aborts: bool) -> str:
 def test_waiting_ends_without_the_leader(aborts: bool, says: str, three_plain_ranks: RankPool) -> None:
     _, *others = three_plain_ranks.run(rank_that_waits, aborts=aborts)
     assert all(says in message for message in others)
+
+
+def join_twice(rank: int) -> str:
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
+    assert dist.get_world_size() == 1
+    with pytest.raises(UnsupportedError) as twice:
+        WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
+    world.leave(idle=True)
+    return str(twice.value)
+
+
+def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
+    for twice in three_plain_ranks.run(join_twice):
+        assert "destroy_process_group()" in twice

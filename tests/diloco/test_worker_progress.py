@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.diloco.worker_progress import RobustMean, StepTime
+from lightning_bytescheduler.diloco.messages import StepReport
+from lightning_bytescheduler.diloco.worker_progress import RobustMean, StepTime, WorkerProgress
 
 
 def after(*seconds):
@@ -19,10 +20,10 @@ def test_the_first_step_after_a_synchronisation_does_not_count() -> None:
     assert times.seconds is None
     times.observe(30.0, 8, first=True)
     assert times.seconds == 30.0  # better than nothing
-    assert not times.settled
+    assert not times.is_known
     times.observe(1.0, 8)
     assert times.seconds == 1.0
-    assert times.settled
+    assert times.is_known
     times.observe(30.0, 8, first=True)
     assert times.seconds == 1.0
 
@@ -32,7 +33,7 @@ def test_a_worker_of_one_step_a_round_is_known_by_its_first_steps() -> None:
     for seconds in (30.0, 2.0, 2.1):
         times.observe(seconds, 8, first=True)
     assert times.seconds == 2.0
-    assert times.settled
+    assert times.is_known
 
 
 def test_only_the_last_four_first_steps_are_kept() -> None:
@@ -86,7 +87,7 @@ def test_it_survives_a_restart() -> None:
     times, again = after(1.0, 2.0, 4.0), StepTime()
     times.observe(9.0, 8, first=True)
     again.load_state_dict(times.state_dict())
-    assert (again.seconds, again.batch_size, again.settled) == (times.seconds, times.batch_size, True)
+    assert (again.seconds, again.batch_size, again.is_known) == (times.seconds, times.batch_size, True)
     assert again.state_dict() == times.state_dict()
 
 
@@ -97,3 +98,28 @@ def test_zeros_are_values_too() -> None:
     for _ in range(5):
         mean.observe(1.0)
     assert mean.mean == 1.0
+
+
+def reported(worker: WorkerProgress, *seconds: float) -> None:
+    """Reports of one round, in order."""
+    worker.tell_to_start(0.0)
+    worker.start(0.0)
+    for step, took in enumerate(seconds, start=1):
+        report = StepReport(worker="a", round=1, steps=step, samples=8 * step, seconds=took, batch_size=8)
+        worker.take_report(report, float(step))
+
+
+def test_the_first_step_of_each_round_does_not_count() -> None:
+    worker = WorkerProgress(name="a", heard=0.0)
+    reported(worker, 30.0, 1.0)
+    assert worker.step_time.seconds == 1.0
+    reported(worker, 20.0, 1.2)
+    assert worker.step_time.seconds == pytest.approx(1.1)
+    reported(worker, 25.0)
+    assert worker.step_time.seconds == pytest.approx(1.1)
+
+
+def test_only_the_first_step_does_not_count() -> None:
+    worker = WorkerProgress(name="a", heard=0.0)
+    reported(worker, 1.0, 3.0)
+    assert worker.step_time.seconds == 3.0

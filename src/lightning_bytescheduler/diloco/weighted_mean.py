@@ -1,15 +1,12 @@
-"""How much a worker's update counts in the merge.
-
-Weights are whole numbers until the very end, so that they add up exactly in any order.
-
-Adds updates up as they come, with the same result for any order of arrival and in memory for one sum.
+"""The weighted mean of pseudo-gradients, in memory for one sum and the same for any order of arrival.
 
 The weighted sum of each element is kept in fixed point, as two 64-bit whole numbers: multiples of 2^-24, and what is
-left of those in multiples of 2^-64. Whole numbers add up to the same in any order, which floating-point numbers do not.
+left of those in multiples of 2^-64. Whole numbers add up to the same in any order, which floating-point numbers do not;
+weights are whole numbers too.
 
-Bound: an update of weight w adds w times its fp32 value with an error of 2^-65 at most, and of 0 if the value is 0 or
-2^-40 or more. The mean differs from the exact one by ``updates * 2^-65 / total weight`` at most before it is rounded,
-relatively by 2^-51, and then to fp32.
+Bound: a pseudo-gradient of weight w adds w times its fp32 value with an error of 2^-65 at most, and of 0 if the value
+is 0 or 2^-40 or more. The mean differs from the exact one by ``n * 2^-65 / total weight`` at most for n of them before
+it is rounded, relatively by 2^-51, and then to fp32.
 """
 
 from __future__ import annotations
@@ -22,16 +19,19 @@ from torch import Tensor
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["WEIGHTINGS", "UpdateAccumulator", "require_weighting", "update_weight", "weight_shares"]
+__all__ = ["WEIGHTINGS", "WeightedMean", "pseudo_gradient_weight", "require_weighting"]
+
+WEIGHTINGS = ("samples", "tokens", "uniform")
+"""Ways to weight pseudo-gradients."""
 
 _COARSE_BITS, _FINE_BITS = 24, 40
 _LARGEST = 2.0**38  # of the weighted sum: 2^62 multiples of 2^-24
 _MOST_WEIGHT = 2**28  # times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact
-_MOST_UPDATES = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
+_MOST_ADDED = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
 _CHUNK = 1 << 20  # elements that are worked on at once, so that what is needed besides the sum is small
 
 
-class UpdateAccumulator:
+class WeightedMean:
     """Weighted mean of pseudo-gradients.
 
     Args:
@@ -44,7 +44,7 @@ class UpdateAccumulator:
         self._fine = {name: _zeros(tensor) for name, tensor in like.items()}
         self._largest = dict.fromkeys(like, 0.0)
         self._weight = 0
-        self._updates = 0
+        self._added = 0
 
     @property
     def weight(self) -> int:
@@ -52,15 +52,15 @@ class UpdateAccumulator:
         return self._weight
 
     @property
-    def updates(self) -> int:
+    def added(self) -> int:
         """How many were added."""
-        return self._updates
+        return self._added
 
-    def add(self, update: Mapping[str, Tensor], *, weight: int) -> None:
-        """Add an update. If it is refused, nothing of it was added.
+    def add(self, pseudo_gradient: Mapping[str, Tensor], *, weight: int) -> None:
+        """Add a pseudo-gradient. If it is refused, nothing of it was added.
 
         Args:
-            update: A tensor of each shape, by name; taken as fp32.
+            pseudo_gradient: A tensor of each shape, by name; taken as fp32.
             weight: Relative to the others', 1 or more.
 
         Raises:
@@ -69,21 +69,23 @@ class UpdateAccumulator:
                 stay below 2^38.
         """
         require_whole("weight", weight, 1)
-        if weight > _MOST_WEIGHT or self._updates >= _MOST_UPDATES:
-            raise OptionError("weight", weight, f"{_MOST_WEIGHT} at most, and that of {_MOST_UPDATES} updates at most")
+        if weight > _MOST_WEIGHT or self._added >= _MOST_ADDED:
+            raise OptionError(
+                "weight", weight, f"{_MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
+            )
         largest = {}
-        for name in self._check_names(update):
-            tensor = update[name]
+        for name in self._check_names(pseudo_gradient):
+            tensor = pseudo_gradient[name]
             extent = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
             largest[name] = self._largest[name] + extent * weight
             if not largest[name] < _LARGEST:  # NaN is not less, either
-                raise ValueError(f"The update of {name!r} was not added: its largest value is {extent:g}.")
+                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
         self._largest = largest
         self._weight += weight
-        self._updates += 1
+        self._added += 1
         for name in self._shapes:
             coarse, fine = self._coarse[name], self._fine[name]
-            values = update[name].detach().reshape(-1)
+            values = pseudo_gradient[name].detach().reshape(-1)
             for part in _chunks(values.numel()):
                 scaled = values[part].to(device=coarse.device, dtype=torch.float32).to(torch.float64)
                 scaled.mul_(weight * 2.0**_COARSE_BITS)
@@ -97,8 +99,8 @@ class UpdateAccumulator:
         Raises:
             ValueError: If nothing was added.
         """
-        if not self._updates:
-            raise ValueError("There is no mean: no update was added.")
+        if not self._added:
+            raise ValueError("There is no mean: no pseudo-gradient was added.")
         means = {}
         for name, shape in self._shapes.items():
             coarse, fine = self._coarse[name], self._fine[name]
@@ -112,18 +114,11 @@ class UpdateAccumulator:
             means[name] = mean.reshape(shape)
         return means
 
-    def clear(self) -> None:
-        """Forget what was added."""
-        for total in (*self._coarse.values(), *self._fine.values()):
-            total.zero_()
-        self._largest = dict.fromkeys(self._shapes, 0.0)
-        self._weight = self._updates = 0
-
-    def _check_names(self, update: Mapping[str, Tensor]) -> list[str]:
-        shapes = {name: tensor.shape for name, tensor in update.items()}
+    def _check_names(self, pseudo_gradient: Mapping[str, Tensor]) -> list[str]:
+        shapes = {name: tensor.shape for name, tensor in pseudo_gradient.items()}
         if shapes != self._shapes:
             names = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
-            raise ValueError(f"The update was not added: it does not fit the weights in {', '.join(names)}.")
+            raise ValueError(f"The pseudo-gradient was not added: it does not fit the weights in {', '.join(names)}.")
         return list(shapes)
 
 
@@ -134,10 +129,6 @@ def _zeros(like: Tensor) -> Tensor:
 def _chunks(size: int) -> Iterator[slice]:
     for start in range(0, size, _CHUNK):
         yield slice(start, start + _CHUNK)
-
-
-WEIGHTINGS = ("samples", "tokens", "uniform")
-"""Ways to weight updates."""
 
 
 def require_weighting(option: str, value: object) -> str:
@@ -151,8 +142,8 @@ def require_weighting(option: str, value: object) -> str:
     return str(value)
 
 
-def update_weight(weighting: str, *, samples: int, tokens: int = 0) -> int:
-    """Weight of one worker's update, relative to the others'.
+def pseudo_gradient_weight(weighting: str, *, samples: int, tokens: int = 0) -> int:
+    """Weight of one worker's pseudo-gradient, relative to the others'.
 
     Args:
         weighting: One of ``WEIGHTINGS``.
@@ -173,15 +164,3 @@ def update_weight(weighting: str, *, samples: int, tokens: int = 0) -> int:
             raise OptionError("weighting", weighting, "'samples' or 'uniform' where steps do not say how many tokens")
         return tokens
     return samples if weighting == "samples" else int(samples > 0)
-
-
-def weight_shares(weights: Mapping[str, int]) -> dict[str, float]:
-    """Each worker's share in the merged update; they sum to one.
-
-    Raises:
-        OptionError: If all weights are 0, or one is not a whole number from 0 on.
-    """
-    total = sum(require_whole("weight", weight, 0) for weight in weights.values())
-    if not total:
-        raise OptionError("weights", dict(weights), "of workers one of which has processed something")
-    return {worker: weight / total for worker, weight in weights.items()}

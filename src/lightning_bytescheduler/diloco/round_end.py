@@ -1,10 +1,10 @@
-"""When a round is over: after so many samples, after so many steps of the fastest worker, or of every worker.
+"""When a round ends: its target, the projection of when that is reached, and the time limits.
 
-Projects when a round reaches its number of samples: the simulation of seed 004, generalised.
-
-What differs from the seed: a worker's next finish counts from its last report, not from the moment of the projection;
-steps that end at the same instant are counted together; limits are relative to now, so that an old round can still be
-projected; and the step that a worker is in the middle of counts, because it will be finished whatever is decided.
+A target is a number of samples of all workers together, or of steps of the fastest worker, or of every worker. For
+samples, the workers' steps are played forward until enough are processed. A worker's next finish counts from its last
+report, not from the moment of the projection; steps that end at the same instant are counted together; limits are
+relative to now, so that an old round can still be projected; and the step that a worker is in the middle of counts,
+because it will be finished whatever is decided.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from lightning_bytescheduler.checks import require_positive, require_seconds, require_whole
+from lightning_bytescheduler.checks import require_positive, require_seconds, require_share, require_whole
 
 __all__ = [
     "FastestSteps",
     "FixedSteps",
     "Pace",
     "Projection",
+    "RoundOptions",
     "RoundPlan",
     "RoundTarget",
     "SampleTarget",
@@ -30,6 +31,49 @@ __all__ = [
 ]
 
 _TIE = 1e-9  # of a step's time: finishes closer than this are one instant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOptions:
+    """When the batch scheduler decides on the end of a round, and how long it waits for whom; validated when made.
+
+    Attributes:
+        outer_steps: Rounds after which the training is over; ``None`` for no end.
+        start_workers: Workers that the first round waits for. Whoever joins later counts from the next round.
+        restart_workers: The same for the first round after a restart.
+        step_cap: Steps that no worker exceeds in a round, or ``None``. A worker that has raced ahead waits there.
+        lead_steps: The end of a round is decided when it is this many steps of the slowest worker away. Fewer make a
+            better forecast; with one, a worker may be in the middle of a step that it should not have begun.
+        quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
+            they are.
+        grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
+            the longest transfer so far. It must cover a first transfer.
+        silent_after: Seconds of silence, on top of three steps, after which a worker is no longer counted on.
+        first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    outer_steps: int | None = None
+    start_workers: int = 1
+    restart_workers: int = 1
+    step_cap: int | None = None
+    lead_steps: int = 3
+    quorum: float = 0.5
+    grace: float = 60.0
+    silent_after: float = 10.0
+    first_step_limit: float = 600.0
+
+    def __post_init__(self) -> None:
+        for option in ("outer_steps", "step_cap"):
+            if getattr(self, option) is not None:
+                require_whole(option, getattr(self, option), 1)
+        for option in ("start_workers", "restart_workers", "lead_steps"):
+            require_whole(option, getattr(self, option), 1)
+        require_share("quorum", self.quorum)
+        for option in ("grace", "silent_after", "first_step_limit"):
+            require_seconds(option, getattr(self, option))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +158,8 @@ def project(
         to_go: Samples to go.
         paces: The workers.
         now: In seconds, from the clock that ``Pace.began`` is read from.
-        step_limit: Stop when a worker has taken this many steps from now on (the seed's ``time_steps``).
-        time_limit: Stop with the first step that ends this many seconds from now or later (the seed's ``time_cap``).
+        step_limit: Stop when a worker has taken this many steps from now on.
+        time_limit: Stop with the first step that ends this many seconds from now or later.
 
     Raises:
         OptionError: Names the limit that is not allowed.
@@ -199,7 +243,7 @@ class RoundTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
-    """A round is over when all workers together have processed ``samples`` samples (seed 004).
+    """A round is over when all workers together have processed ``samples`` samples.
 
     Raises:
         OptionError: If ``samples`` is not a positive whole number.
@@ -209,15 +253,6 @@ class SampleTarget:
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1)
-
-    @classmethod
-    def of_steps(cls, *, batch_size: int, steps: int) -> SampleTarget:
-        """The seed's way to say it: as many as ``steps`` steps of a theoretical ``batch_size`` would process.
-
-        Raises:
-            OptionError: Names the value that is not a positive whole number.
-        """
-        return cls(require_whole("batch_size", batch_size, 1) * require_whole("steps", steps, 1))
 
     @property
     def step_cap(self) -> int | None:

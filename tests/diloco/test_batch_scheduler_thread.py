@@ -1,0 +1,155 @@
+"""The thread of the batch scheduler: what a worker asks for happens at the end of a round, on all workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
+from lightning_bytescheduler.diloco.messages import (
+    EndRound,
+    JoinRounds,
+    PassedRoundEnd,
+    PseudoGradientArrived,
+    RoundEnded,
+    RoundStarted,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
+    StartRound,
+    StepMetrics,
+    StepReport,
+    TrainingOver,
+    decode,
+    encode,
+)
+from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, SampleTarget
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+
+OPTIONS = RoundOptions(quorum=0.0, grace=100.0, silent_after=100.0)
+WORKERS = ("a", "b")
+
+
+class Mail:
+    """Keeps what each worker was told, and waits for it."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[Any]] = {name: [] for name in WORKERS}
+        self.changed = threading.Condition()
+
+    def post(self, name: str, message: Any) -> None:
+        with self.changed:
+            self.told[name].append(message)
+            self.changed.notify_all()
+
+    def wait(self, name: str, wanted: Callable[[Any], bool]) -> Any:
+        with self.changed:
+            assert self.changed.wait_for(lambda: any(map(wanted, self.told[name])), 5.0), self.told
+            return next(message for message in self.told[name] if wanted(message))
+
+
+def hosted(target: Any, **options: Any) -> tuple[BatchSchedulerThread, Mail, list[RoundRecord], list[BaseException]]:
+    mail, records, errors = Mail(), [], []  # type: Mail, list[RoundRecord], list[BaseException]
+    thread = BatchSchedulerThread(
+        target,
+        OPTIONS,
+        workers=WORKERS,
+        post=mail.post,
+        on_round=records.append,
+        on_silence=lambda silent: None,
+        on_error=errors.append,
+        **options,
+    )
+    thread.start()
+    return thread, mail, records, errors
+
+
+def start(thread: BatchSchedulerThread, mail: Mail, round: int) -> None:
+    for name in WORKERS:
+        mail.wait(name, lambda message: isinstance(message, StartRound) and message.round == round)
+        thread.handle(RoundStarted(worker=name, round=round))
+
+
+def end(thread: BatchSchedulerThread, round: int, samples: int = 4) -> None:
+    for name in WORKERS:
+        thread.handle(SendingPseudoGradient(worker=name, round=round, steps=2, samples=samples))
+    for name in WORKERS:
+        thread.handle(PseudoGradientArrived(worker=name, round=round))
+
+
+def join(thread: BatchSchedulerThread) -> None:
+    for name in WORKERS:
+        thread.handle(JoinRounds(worker=name))
+
+
+def test_rounds_follow_one_another_until_somebody_asks() -> None:
+    thread, mail, records, errors = hosted(FixedSteps(2))
+    join(thread)
+    start(thread, mail, 1)
+    thread.handle(StepMetrics(worker="a", round=1, samples=4, seconds=0.5, loss=2.0))
+    thread.handle(StepMetrics(worker="b", round=1, samples=4, seconds=1.0, loss=4.0))
+    end(thread, 1)
+    first = mail.wait("a", lambda message: isinstance(message, RoundEnded))
+    assert not first.halts
+    assert first.samples == 8
+    assert first.shares == {"a": 0.5, "b": 0.5}
+    assert first.metrics == {"loss": 3.0, "samples_per_second": 12.0}
+    start(thread, mail, 2)
+    thread.handle(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
+    for name in WORKERS:  # whoever is behind goes on until it has taken as many
+        assert mail.wait(name, lambda message: isinstance(message, SendAfter) and message.round == 2).steps == 1
+    thread.handle(StepReport(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1))
+    end(thread, 2)
+    second = mail.wait("b", lambda message: isinstance(message, RoundEnded) and message.round == 2)
+    assert second.epoch
+    assert not second.stop
+    assert not any(isinstance(message, StartRound) and message.round == 3 for message in mail.told["a"])
+    for name in WORKERS:
+        thread.handle(PassedRoundEnd(worker=name, round=2))
+    start(thread, mail, 3)
+    assert thread.stop(5.0)
+    assert [record.round for record in records] == [1, 2]
+    assert not errors
+
+
+def test_one_that_stops_after_a_halt_stops_all() -> None:
+    thread, mail, _, errors = hosted(SampleTarget(1000))
+    join(thread)
+    start(thread, mail, 1)
+    thread.handle(EndRound(worker="a", round=1, now=True, steps=1, validate=True))
+    for name in WORKERS:  # however many steps it has taken
+        assert mail.wait(name, lambda message: isinstance(message, SendNow)).round == 1
+    end(thread, 1)
+    assert mail.wait("a", lambda message: isinstance(message, RoundEnded)).validate
+    thread.handle(PassedRoundEnd(worker="a", round=1))
+    thread.handle(PassedRoundEnd(worker="b", round=1, stop=True))
+    for name in WORKERS:
+        mail.wait(name, lambda message: isinstance(message, TrainingOver))
+    assert thread.stop(5.0)
+    assert not errors
+
+
+def test_a_scheduler_that_fails_says_so() -> None:
+    thread, _, _, errors = hosted(FixedSteps(2))
+    thread.handle(object())  # type: ignore[arg-type]
+    thread.stop(5.0)
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("loss", [3e38, None])
+def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
+    """As JSON has none, and a training that diverges is to be told as always."""
+    thread, mail, _, errors = hosted(FixedSteps(2))
+    join(thread)
+    start(thread, mail, 1)
+    for name in WORKERS:
+        thread.handle(StepMetrics(worker=name, round=1, samples=4, seconds=0.5, loss=loss))
+    end(thread, 1)
+    ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
+    assert ended.metrics == {"samples_per_second": 16.0}
+    assert decode(encode(ended)) == ended
+    assert thread.stop(5.0)
+    assert not errors

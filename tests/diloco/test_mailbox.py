@@ -1,0 +1,191 @@
+"""Mailboxes over a store, in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bytescheduler.diloco.mailbox import (
+    Caller,
+    Mailbox,
+    Postman,
+    _connection,
+    _without_overtaken,
+    with_messages,
+)
+from lightning_bytescheduler.diloco.messages import (
+    Message,
+    SendingPseudoGradient,
+    SendNow,
+    StepMetrics,
+    StepReport,
+)
+from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
+
+LONG = 30.0
+NAME = "bytescheduler-test-answers"
+
+
+def answer(sender: str, text: str) -> str:
+    if text == "bad":
+        raise ValueError("no such thing")
+    return text[::-1]
+
+
+def nothing() -> None:
+    pass
+
+
+def unexpected(error: BaseException) -> None:
+    raise AssertionError from error
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def server(store: dist.Store) -> Iterator[Mailbox]:
+    server = Mailbox(store, "here", thread=NAME, handle=answer, on_error=unexpected)
+    yield server
+    assert server.stop(LONG)
+    assert server.stop(LONG)
+    assert NAME not in {thread.name for thread in threading.enumerate()}
+
+
+def caller_of(store: dist.Store) -> Caller:
+    return Caller(store, "here", sender="worker1", timeout=LONG, check=nothing)
+
+
+def test_each_caller_gets_its_own_answers(store: dist.Store, server: Mailbox) -> None:
+    first, second = caller_of(store), caller_of(store)
+    assert [first.call("abc"), second.call(""), first.call("a\nb"), second.call("xy")] == ["cba", "", "b\na", "yx"]
+
+
+def test_a_caller_may_come_before_the_server(store: dist.Store) -> None:
+    answers: list[str] = []
+    caller = caller_of(store)
+    thread = threading.Thread(target=lambda: answers.append(caller.call("ab")))
+    thread.start()
+    server = Mailbox(store, "here", thread=NAME, handle=answer, on_error=unexpected)
+    thread.join(LONG)
+    assert answers == ["ba"]
+    assert server.stop(LONG)
+
+
+def test_what_cannot_be_answered_is_the_caller_s(store: dist.Store, server: Mailbox) -> None:
+    caller = caller_of(store)
+    with pytest.raises(RuntimeError, match="ValueError: no such thing"):
+        caller.call("bad")
+    assert caller.call("good") == "doog"
+
+
+def test_nobody_answers(store: dist.Store) -> None:
+    seconds = iter(range(100))
+    with pytest.raises(SchedulerTimeoutError, match="Nobody answered at 'here' for 5 s"):
+        Caller(store, "here", sender="worker1", timeout=5, check=nothing, clock=lambda: next(seconds)).call("a")
+
+
+def test_a_failure_ends_the_waiting(store: dist.Store, server: Mailbox) -> None:
+    def failed() -> None:
+        raise RankFailedError(1, "on purpose")
+
+    with pytest.raises(RankFailedError, match="on purpose"):
+        Caller(store, "nowhere", sender="worker1", timeout=LONG, check=failed).call("a")
+    with pytest.raises(RankFailedError, match="on purpose"):
+        server.await_farewells(1, timeout=LONG, check=failed)
+
+
+def test_farewells_are_counted(store: dist.Store, server: Mailbox) -> None:
+    callers = [caller_of(store) for _ in range(2)]
+    assert server.await_farewells(0, timeout=0.0, check=nothing)
+    assert not server.await_farewells(1, timeout=0.0, check=nothing)
+    for caller in callers:
+        assert caller.call("ab") == "ba"
+        caller.bid_farewell()
+    assert server.await_farewells(2, timeout=LONG, check=nothing)
+
+
+class Inbox:
+    """What a mailbox was sent, by whom, and what ended its reading."""
+
+    def __init__(self, store: dist.Store, postman: Postman | None = None) -> None:
+        self.heard: list[tuple[str, Message]] = []
+        self.errors: list[BaseException] = []
+        self.ended = threading.Event()
+        self.mailbox = Mailbox(store, "worker0", thread=NAME, handle=self.handle, on_error=self.fail, postman=postman)
+
+    def handle(self, sender: str, text: str) -> None:
+        with_messages(lambda message: self.heard.append((sender, message)))(sender, text)
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.ended.set()
+
+
+def test_what_was_posted_is_read_in_order_before_the_end(store: dist.Store) -> None:
+    postman = Postman(store, "worker3", unexpected)
+    inbox = Inbox(store, postman)
+    messages = [SendNow(round=number) for number in range(20)]
+    for message in messages:
+        postman.post("worker0", message)
+    assert inbox.mailbox.stop(LONG)
+    assert postman.stop(LONG)
+    assert inbox.heard == [("worker3", message) for message in messages]
+    assert not inbox.errors
+
+
+@pytest.mark.parametrize(
+    ("letter", "says"),
+    [
+        ('{"letter": "told", "sender": "worker3", "text": "{}"}', "message of worker3=.*required field `kind`"),
+        ('{"letter": "told", "sender": "worker3", "text": "{\\"kind\\": \\"SendNow\\""}', "worker3.*truncated"),
+        ('{"letter": "told", "sender": "worker3"', "letter to worker0=.*truncated"),
+        ('{"letter": "told", "sender": 3, "text": ""}', r"letter to worker0=.*\$\.sender"),
+        ('{"letter": "other", "sender": "worker3"}', "letter to worker0="),
+    ],
+)
+def test_a_damaged_letter_ends_the_reading_with_its_sender_or_field(store: dist.Store, letter: str, says: str) -> None:
+    inbox = Inbox(store)
+    post_raw(store, "worker0", letter)
+    assert inbox.ended.wait(LONG)
+    with pytest.raises(OptionError, match=says):
+        raise inbox.errors[0]
+    assert inbox.mailbox.stop(LONG)
+
+
+def post_raw(store: dist.Store, mailbox: str, text: str) -> None:
+    connection = _connection(store)
+    connection.set(f"{mailbox}/{connection.add(mailbox, 1)}", text)
+
+
+def test_letters_of_many_at_once_are_each_heard_once(store: dist.Store) -> None:
+    inbox = Inbox(store)
+    postmen = [Postman(store, f"worker{number}", unexpected) for number in range(3)]
+    for round in range(10):
+        for postman in postmen:
+            postman.post("worker0", SendNow(round=round))
+    assert all(postman.stop(LONG) for postman in postmen)
+    assert inbox.mailbox.stop(LONG)
+    for number in range(3):
+        own = [message for sender, message in inbox.heard if sender == f"worker{number}"]
+        assert own == [SendNow(round=round) for round in range(10)]
+    assert len(inbox.heard) == 30
+
+
+def test_only_the_last_of_reports_that_piled_up_is_posted() -> None:
+    reports = [StepReport(worker="a", round=1, steps=n, samples=n, batch_size=1, seconds=0.1) for n in (1, 2, 3)]
+    metrics = StepMetrics(worker="a", round=1, samples=1, seconds=0.1)
+    sending = SendingPseudoGradient(worker="a", round=1, steps=2, samples=2)
+    letters = [("scheduler", message) for message in (reports[0], metrics, reports[1], metrics, sending, reports[2])]
+    assert [message for _, message in _without_overtaken(letters)] == [
+        metrics,
+        reports[1],
+        metrics,
+        sending,
+        reports[2],
+    ]
