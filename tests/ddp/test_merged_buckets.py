@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, merged_bytes
+from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, merged_bytes
+from lightning_bytescheduler.ddp.steps import BucketFutures
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 

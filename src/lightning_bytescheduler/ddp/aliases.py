@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.partial_step import attributes_of
 
-__all__ = ["AliasDetector", "held_beside", "is_foreign", "references_to_memory", "state_is_kept"]
+__all__ = ["AliasDetector", "note_script", "references_to_memory", "scripted_parameters", "state_is_kept"]
 
 _storage_of = torch.Tensor.untyped_storage
 _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
@@ -209,3 +210,20 @@ _holder = vars(_Holder())
 _ALONE_AS_ATTRIBUTE = sys.getrefcount(_holder["state"])
 _ALONE_IN_MAPPING = _most_references(_holder["state"].values())
 _ALONE_IN_LIST = _most_references(_tensors(_holder["state"]))
+
+
+_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # made of modules, with the ids of their parameters
+
+
+def note_script(script: object, module: nn.Module) -> None:
+    """``script`` was made of ``module``: for as long as it lives, it reads the memory of its parameters unseen."""
+    if ids := [id(parameter) for parameter in module.parameters()]:
+        _scripts.append((weakref.ref(script), ids))
+
+
+def scripted_parameters() -> set[int]:
+    """Ids of parameters of modules that were scripted or traced while that was watched, while such scripts live."""
+    if not _scripts:
+        return set()
+    _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]
+    return {key for _, ids in _scripts for key in ids}

@@ -40,10 +40,10 @@ from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
+from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import (
-    DdpModeStep,
     ForwardPass,
     StepContext,
     StepListener,
@@ -238,7 +238,8 @@ class GradientEngine:
         step = self._step
         if bucket.is_last():
             self.steps_offered = step.number
-        return step.reduce_sparse(bucket) if bucket.buffer().is_sparse else step.reduce(bucket)
+        buffer = bucket.buffer()
+        return step.reduce_sparse(bucket, buffer) if buffer.is_sparse else step.reduce(bucket, buffer)
 
     def _begin_step(self) -> None:
         if self._step.is_pending:

@@ -53,10 +53,11 @@ from torch._functorch import utils
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_bytescheduler.ddp import compiled_calls
+from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
 
-__all__ = ["Forkable", "FunctionTouches", "before_forks", "scripted_parameters", "watch_entry_points"]
+__all__ = ["Forkable", "FunctionTouches", "before_forks", "watch_entry_points"]
 
 _NAME = "unwrap_dead_wrappers"
 _functions_lock = threading.Lock()
@@ -182,8 +183,6 @@ _NEED_ALL_OPEN = {
     ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
 }
 
-_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # made of modules, with the ids of their parameters
-
 _lock = threading.Lock()
 _watchers = 0
 _replaced: list[tuple[Any, str, Any]] = []
@@ -225,23 +224,11 @@ def _replace_all() -> None:
         setattr(owner, name, make(original))
 
 
-def scripted_parameters() -> set[int]:
-    """Ids of parameters of modules that were scripted or traced while entry points were watched, while scripts live.
-
-    A script reads the memory of its parameters, which are those of the module that it was made of, without a touch.
-    """
-    if not _scripts:
-        return set()
-    _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]
-    return {key for _, ids in _scripts for key in ids}
-
-
 def _noting_scripts(original: Any) -> Any:
     @functools.wraps(original)
     def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         script = original(module, *args, **kwargs)
-        if ids := [id(parameter) for parameter in module.parameters()]:
-            _scripts.append((weakref.ref(script), ids))
+        note_script(script, module)
         return script
 
     return noting

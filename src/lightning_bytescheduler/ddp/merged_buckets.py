@@ -1,4 +1,4 @@
-"""What DDP is given for a bucket, and buckets merged to messages about as large as DDP's, for steps as DDP takes them.
+"""Steps as DDP's: buckets merged to messages about as large as DDP's, and waited for at the end of backward.
 
 The buckets are smaller than DDP's, as they are what gates a layer, and cannot be changed after DDP has made them. So a
 step without gates reduces them at once, merges them as they come, and waits at the end of the backward pass. On a CPU
@@ -7,9 +7,7 @@ beside its bytes (:func:`merged_bytes`).
 
 Where nothing is to be hidden, whatever is done beside DDP's own work is lost. On a CPU, DDP is given futures that are
 completed already, and the hook of the last bucket waits for what is under way: a future that a thread of gloo completes
-takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait: a future goes
-with the streams that are current when it gets its result, and whoever waits for it waits for what is queued on them
-then, by stream and not on the host (``torch.futures.Future``).
+takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait.
 
 Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
 data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
@@ -20,71 +18,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import wait_unless
-from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["BucketFutures", "MergedBuckets", "complete", "merged_bytes", "reduce_sparse"]
-
-
-def reduce_sparse(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Average a sparse bucket over all ranks; returns a future of it.
-
-    The default group is in order here: hooks run on the training thread, by bucket index.
-    """
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("The default process group is gone.")
-    buffer.div_(group.size())
-    reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
-    return reduced
-
-
-def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor
-
-
-class BucketFutures:
-    """Makes the futures of one engine.
-
-    Args:
-        device: Where gradients live.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
-        self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
-
-    def new(self) -> torch.futures.Future[torch.Tensor]:
-        """One without a result."""
-        return torch.futures.Future(devices=self._devices)
-
-    def completed(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
-        made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
-        known, future = self._completed.get(index, (None, None))
-        if future is None or known != made_for:
-            future = self.new()
-            future.set_result(buffer)
-            self._completed[index] = (made_for, future)
-        return future
-
-
-def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
-    """Give ``future`` the buffer that ``task`` has reduced, or what it failed with."""
-    if task.error is None:
-        future.set_result(buffer)
-    else:
-        future.set_exception(task.error)  # type: ignore[arg-type]
+__all__ = ["DdpModeStep", "MergedBuckets", "merged_bytes"]
 
 
 _Waiting = list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]]
@@ -240,3 +186,57 @@ def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(buffer)
+
+
+class DdpModeStep(TrainingStep):
+    """As DDP takes it: past the scheduler, see ``merged_buckets.py`` and :class:`TrainingStep`.
+
+    Args:
+        context: Shared with all steps of the fit.
+        number: See :class:`TrainingStep`.
+        merged_bytes: Bytes from which a message is sent, the same on all ranks.
+        processors: That this rank has for itself.
+        on_exposed: Told for how many seconds training has waited at the end with nothing to do.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        number: int,
+        *,
+        merged_bytes: int,
+        processors: int,
+        on_exposed: Callable[[float], None],
+    ) -> None:
+        super().__init__(context, number)
+        if context.transport.streams is not None:
+            context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
+        group = context.transport.group
+        self._on_exposed = on_exposed
+        self._wire_share = 2.0 * (group.size() - 1) / group.size()
+        self._merged = MergedBuckets(group, context.device, context.futures, limit=merged_bytes, processors=processors)
+
+    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        context, last = self.context, bucket.is_last()
+        self._waits_from = context.clock()
+        context.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
+        future = self._merged.reduce(buffer, index=bucket.index(), last=last)
+        if last:
+            self._on_exposed(self._merged.hideable_s)
+        return future
+
+    def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        if bucket.is_last():
+            self._merged.finish()
+        return super().reduce_sparse(bucket, buffer)
+
+    def fail(self, error: BaseException) -> None:
+        """See :class:`TrainingStep`."""
+        self._merged.fail(error)
+
+    @property
+    def under_way(self) -> bool:
+        """See :class:`TrainingStep`."""
+        return self._merged.under_way

@@ -248,9 +248,9 @@ class OverlappedStep(TrainingStep):
 
     # ------------------------------------------------------------------ the backward pass
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`; DDP does not wait."""
-        index, buffer = bucket.index(), bucket.buffer()
+        index = bucket.index()
         future = self.context.futures.completed(index, buffer)
         if buffer.numel():
             parameters = cast("list[nn.Parameter]", bucket.parameters())

@@ -4,7 +4,8 @@ A step begins with the first bucket of its backward pass and ends before the nex
 engine, is of one kind from then on, and has all that is known of it alone:
 
 - *synchronised* (:class:`SynchronisedStep`): DDP waits for its gradients at the end of the backward pass;
-- *as DDP's* (:class:`DdpModeStep`): the same, with messages about as large as DDP's, past the scheduler;
+- *as DDP's* (:class:`~lightning_bytescheduler.ddp.merged_buckets.DdpModeStep`): the same, past the scheduler, with
+  messages about as large as DDP's;
 - *overlapped* (:class:`~lightning_bytescheduler.ddp.overlapped_step.OverlappedStep`): its updates are applied as
   parameters are used, under the next forward pass.
 """
@@ -24,11 +25,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.aliases import AliasDetector
-from lightning_bytescheduler.ddp.entry_points import scripted_parameters
+from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.gates import Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
-from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, complete, reduce_sparse
 from lightning_bytescheduler.ddp.reduction import AllReduction, Bucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
@@ -36,7 +35,15 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import GATE, Timeline
 
-__all__ = ["DdpModeStep", "ForwardPass", "StepContext", "StepListener", "SynchronisedStep", "TrainingStep"]
+__all__ = [
+    "BucketFutures",
+    "ForwardPass",
+    "StepContext",
+    "StepListener",
+    "SynchronisedStep",
+    "TrainingStep",
+    "TrainingStream",
+]
 
 _HERE: AbstractContextManager[None] = nullcontext()
 _LANE = "training thread"
@@ -53,6 +60,61 @@ class StepListener:
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
         """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
+
+
+def reduce_sparse(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average a sparse bucket over all ranks; returns a future of it.
+
+    The default group is in order here: hooks run on the training thread, by bucket index.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("The default process group is gone.")
+    buffer.div_(group.size())
+    reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
+    return reduced
+
+
+def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor
+
+
+class BucketFutures:
+    """What DDP is given for each bucket: a future of the bucket's own buffer.
+
+    On a GPU a future goes with the streams that are current when it gets its result: whoever waits for it waits for
+    what is queued on them then, by stream and not on the host (``torch.futures.Future``).
+
+    Args:
+        device: Where gradients live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
+        self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
+
+    def new(self) -> torch.futures.Future[torch.Tensor]:
+        """One without a result."""
+        return torch.futures.Future(devices=self._devices)
+
+    def completed(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
+        made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
+        known, future = self._completed.get(index, (None, None))
+        if future is None or known != made_for:
+            future = self.new()
+            future.set_result(buffer)
+            self._completed[index] = (made_for, future)
+        return future
+
+
+def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
+    """Give ``future`` the buffer that ``task`` has reduced, or what it failed with."""
+    if task.error is None:
+        future.set_result(buffer)
+    else:
+        future.set_exception(task.error)  # type: ignore[arg-type]
 
 
 class TrainingStream:
@@ -252,13 +314,21 @@ class TrainingStep:
 
     # ------------------------------------------------------------------ the backward pass
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over all ranks; returns what DDP waits for."""
+    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over all ranks.
+
+        Args:
+            bucket: Of DDP.
+            buffer: The bucket's.
+
+        Returns:
+            What DDP waits for.
+        """
         raise NotImplementedError
 
-    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """The same, of sparse gradients, which cannot be cut into partitions."""
-        return reduce_sparse(bucket.buffer())
+        return reduce_sparse(buffer)
 
     def count_exposed(self) -> None:
         """The backward pass has ended just now: DDP has waited for what it was given."""
@@ -370,9 +440,9 @@ class SynchronisedStep(TrainingStep):
         self._position_of = position_of
         self._reduction = AllReduction(context.core, context.transport, number, context.device)
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`."""
-        context, index, buffer = self.context, bucket.index(), bucket.buffer()
+        context, index = self.context, bucket.index()
         parameters = cast("list[nn.Parameter]", bucket.parameters())
         if buffer.numel():
             future = context.futures.new()
@@ -382,57 +452,3 @@ class SynchronisedStep(TrainingStep):
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
         self._waits_from = context.clock()
         return future
-
-
-class DdpModeStep(TrainingStep):
-    """As DDP takes it: past the scheduler, see ``merged_buckets.py`` and :class:`TrainingStep`.
-
-    Args:
-        context: Shared with all steps of the fit.
-        number: See :class:`TrainingStep`.
-        merged_bytes: Bytes from which a message is sent, the same on all ranks.
-        processors: That this rank has for itself.
-        on_exposed: Told for how many seconds training has waited at the end with nothing to do.
-    """
-
-    def __init__(
-        self,
-        context: StepContext,
-        number: int,
-        *,
-        merged_bytes: int,
-        processors: int,
-        on_exposed: Callable[[float], None],
-    ) -> None:
-        super().__init__(context, number)
-        if context.transport.streams is not None:
-            context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
-        group = context.transport.group
-        self._on_exposed = on_exposed
-        self._wire_share = 2.0 * (group.size() - 1) / group.size()
-        self._merged = MergedBuckets(group, context.device, context.futures, limit=merged_bytes, processors=processors)
-
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See :class:`TrainingStep`."""
-        context, buffer, last = self.context, bucket.buffer(), bucket.is_last()
-        self._waits_from = context.clock()
-        context.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
-        future = self._merged.reduce(buffer, index=bucket.index(), last=last)
-        if last:
-            self._on_exposed(self._merged.hideable_s)
-        return future
-
-    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See :class:`TrainingStep`."""
-        if bucket.is_last():
-            self._merged.finish()
-        return super().reduce_sparse(bucket)
-
-    def fail(self, error: BaseException) -> None:
-        """See :class:`TrainingStep`."""
-        self._merged.fail(error)
-
-    @property
-    def under_way(self) -> bool:
-        """See :class:`TrainingStep`."""
-        return self._merged.under_way
