@@ -142,9 +142,7 @@ class LeadingRuntime:
                 on_silence=self._examine,
                 on_error=self._on_error,
             )
-            self._mailboxes.append(
-                self._open(world, _SCHEDULER, "bytescheduler-host-mail", self._scheduler.handle)
-            )
+            self._mailboxes.append(self._open(world, _SCHEDULER, "bytescheduler-host-mail", self._scheduler.handle))
         board.watch(self)
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
