@@ -77,3 +77,14 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other").write_text(text)
     with pytest.raises(OptionError, match="line 1 is not"):
         read_rounds(tmp_path / "other")
+
+
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").write_text(
+        '{"round": 1, "start": 0, "end": 10.0, "decided": null, "workers": [{"worker": "a", "steps": 3, "samples": 30, '
+        '"merged": true, "spans": [["working", 0, 10.0]]}]}\n'
+    )
+    worker = WorkerRound(worker="a", steps=3, samples=30, merged=True, spans=(("working", 0.0, 10.0),))
+    assert read_rounds(tmp_path / "rounds.jsonl") == [
+        RoundRecord(round=1, start=0.0, end=10.0, decided=None, workers=(worker,))
+    ]
