@@ -21,7 +21,7 @@ from lightning_bytescheduler.simulation import command as predict_command
 from lightning_bytescheduler.slices import command as slices_command
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
-from lightning_bytescheduler.tuning import command as tuning_command
+from lightning_bytescheduler.tuning import picture as tuning_command
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction["_Parser"]

@@ -16,13 +16,7 @@ from lightning_bytescheduler.diloco.mailbox import (
     _without_overtaken,
     with_messages,
 )
-from lightning_bytescheduler.diloco.messages import (
-    Message,
-    SendingPseudoGradient,
-    SendNow,
-    StepMetrics,
-    StepReport,
-)
+from lightning_bytescheduler.diloco.messages import Message, SendingPseudoGradient, SendNow, StepMetrics, StepReport
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
 LONG = 30.0

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_bytescheduler import DiLoCoStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
-from lightning_bytescheduler.diloco.batch_size_trial import with_batch_size
+from lightning_bytescheduler.diloco.batch_size import with_batch_size
 
 
 @pytest.mark.parametrize(

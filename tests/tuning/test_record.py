@@ -8,8 +8,7 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
-from lightning_bytescheduler.tuning.command import add_arguments, fixed_options, tuning_table
-from lightning_bytescheduler.tuning.picture import draw_tuning
+from lightning_bytescheduler.tuning.picture import add_arguments, draw_tuning, fixed_options, tuning_table
 from lightning_bytescheduler.tuning.record import RECORD_NAME
 from tests.tuning.test_decisions import OPTIMUM, bowl
 from tests.tuning.training import PARAMETERS, START, Training, tuning

@@ -13,8 +13,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.expectations import MeasuredStep, ceiling, communication_seconds, expectations
-from lightning_bytescheduler.advice.figures import AdviceFigures
+from lightning_bytescheduler.advice.expectations import (
+    AdviceFigures,
+    MeasuredStep,
+    ceiling,
+    communication_seconds,
+    expectations,
+)
 from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.profiled_fit import measure_step
 from lightning_bytescheduler.advice.words import network, sentences, table

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO, DILOCO_OVERHEAD
-from lightning_bytescheduler.advice.figures import AdviceFigures
+from lightning_bytescheduler.advice.expectations import (
+    BF16,
+    BYTESCHEDULER,
+    DDP,
+    DDP_BEST,
+    DILOCO,
+    DILOCO_OVERHEAD,
+    AdviceFigures,
+)
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["network", "sentences", "table"]

@@ -43,13 +43,7 @@ from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscal
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import (
-    ForwardPass,
-    StepContext,
-    StepListener,
-    SynchronisedStep,
-    TrainingStep,
-)
+from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import COMPUTE, Timeline

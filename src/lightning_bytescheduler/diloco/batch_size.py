@@ -1,21 +1,43 @@
-"""Each worker's batch size: given, from the environment, or found by growing it until memory or throughput stops it."""
+"""Each worker's batch size: given, from the environment, or found by growing it until memory or throughput stops it.
+
+It is found by taking a few steps of the model with batches of growing size, before training begins. The optimizer takes
+no step; gradients, buffers and random numbers are as before afterwards. Limits: whatever else ``training_step`` changes
+stays changed, and a module that optimizes manually is not tried. The loader of the training data then gets that size,
+as it does one that was given.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "resolve_batch_size"]
+__all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "measured_batch_size", "resolve_batch_size", "with_batch_size"]
 
 BATCH_SIZE_VARIABLE = "BYTESCHEDULER_BATCH_SIZE"
 """The batch size of one worker: a number, or ``auto``."""
 
 _ALLOWED = "a positive whole number or 'auto'"
 _REFINED_TO = 8  # when memory is the limit, the size is found to an eighth
+_STEPS = 3  # that are measured of each size
+_MESSAGE = (
+    "Strategy 'diloco' cannot change the batch size of a {what}. Leave batch_size out, and give each worker's loader "
+    "its batch size where you make it; trainer.global_rank says which worker it is."
+)
+_CANNOT = "A batch size cannot be found with batch_size='auto'; give batch_size as a number"
 
 
 def resolve_batch_size(
@@ -115,3 +137,103 @@ def _one(option: str, value: object) -> int | Literal["auto"]:
     if not is_whole(value, 1):
         raise OptionError(option, value, _ALLOWED)
     return value
+
+
+def with_batch_size(loader: object, batch_size: int) -> object:
+    """The same loader with batches of another size.
+
+    Raises:
+        UnsupportedError: If it is not a plain ``DataLoader`` that makes its batches itself.
+    """
+    if type(loader) is not DataLoader or (loader.batch_sampler is None and loader.batch_size is None):
+        raise UnsupportedError(_MESSAGE.format(what=type(loader).__name__))
+    if loader.batch_size == batch_size:
+        return loader
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if isinstance(loader.dataset, IterableDataset):
+        return DataLoader(loader.dataset, batch_size=batch_size, drop_last=loader.drop_last, **options)
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise UnsupportedError(_MESSAGE.format(what=f"DataLoader with a {type(loader.batch_sampler).__name__}"))
+    sampler = BatchSampler(loader.batch_sampler.sampler, batch_size, loader.batch_sampler.drop_last)
+    return DataLoader(loader.dataset, batch_sampler=sampler, **options)
+
+
+def measured_batch_size(module: pl.LightningModule, loader: object, *, workers: int) -> int:
+    """The smallest batch size that this worker computes about as fast as any.
+
+    Args:
+        module: Set up for training, on its device.
+        loader: Its only training data.
+        workers: Among whom the data are shared out: a batch is no larger than a worker's share.
+
+    Raises:
+        UnsupportedError: If such steps cannot be taken; says why and what to do instead.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedError(f"{_CANNOT}: the training data do not come from a DataLoader with numbered samples.")
+    if not module.automatic_optimization:
+        raise UnsupportedError(f"{_CANNOT}: the module optimizes manually.")
+    dataset: Any = loader.dataset
+    collate, length = loader.collate_fn, len(dataset)
+
+    def try_batch(size: int) -> float | None:
+        batch = collate([dataset[index % length] for index in range(size)])
+        batch = module.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        try:
+            seconds = [_step(module, batch) for _ in range(1 + _STEPS)]
+        except RuntimeError as error:
+            if not is_oom_error(error):
+                raise
+            return None
+        finally:
+            module.zero_grad(set_to_none=True)
+            garbage_collection_cuda()
+        return statistics.median(seconds[1:])
+
+    with _unchanged(module):
+        return find_batch_size(try_batch, limit=max(length // workers, 1))
+
+
+def _step(module: pl.LightningModule, batch: Any) -> float:
+    _synchronize(module.device)
+    began = time.perf_counter()
+    arguments = (batch, 0) if len(inspect.signature(module.training_step).parameters) > 1 else (batch,)
+    output = module.trainer.strategy.training_step(*arguments)
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        loss.backward()
+    _synchronize(module.device)
+    return time.perf_counter() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _unchanged(module: pl.LightningModule) -> Iterator[None]:
+    """Put back what steps change, and have nothing logged meanwhile."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    devices = [module.device] if module.device.type == "cuda" else []
+    silenced = {"log": lambda *_, **__: None, "log_dict": lambda *_, **__: None}
+    with torch.random.fork_rng(devices=devices):
+        vars(module).update(silenced)
+        try:
+            yield
+        finally:
+            for name in silenced:
+                vars(module).pop(name, None)
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])

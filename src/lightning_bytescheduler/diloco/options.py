@@ -30,13 +30,7 @@ from lightning_bytescheduler.ddp.ddp_options import (
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.round_end import (
-    FastestSteps,
-    FixedSteps,
-    RoundOptions,
-    RoundTarget,
-    SampleTarget,
-)
+from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.diloco.wire_dtype import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.exceptions import OptionError

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
-from lightning_bytescheduler.diloco.batch_size_trial import measured_batch_size, with_batch_size
+from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
 from lightning_bytescheduler.diloco.options import (
     DiLoCoOptions,
     common_options,
