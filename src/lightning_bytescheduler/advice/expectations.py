@@ -1,7 +1,7 @@
 """What to expect of a model on a network, as figures.
 
-What was measured of a user's model, how long a step of it takes with each strategy on a modelled link, and which of them
-is recommended.
+What was measured of a user's model, how long a step of it takes with each strategy on a modelled link, and which of
+them is recommended.
 """
 
 from __future__ import annotations
