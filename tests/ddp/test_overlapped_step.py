@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.partial_step import DueStep
-from lightning_bytescheduler.ddp.reduction import Bucket
+from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepContext, StepListener
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
@@ -77,7 +77,7 @@ def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
     task = CommTask("bucket 0", 3, launch=lambda _: None, key=TaskKey(step.number))
     task._conclude()
     buffer = torch.ones(3)
-    update = BucketUpdate(step, Bucket(0, [parameter], buffer, 0), task)
+    update = BucketUpdate(step, GradientBucket(0, [parameter], buffer, 0), task)
     parameter.grad = buffer.view(3)
     step.updates.append(update)
     step._gates_closed = True

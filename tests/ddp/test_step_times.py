@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.ddp_mode import StepTimes
+from lightning_bytescheduler.ddp.ddp_mode import StepTimer
 
 
 class Event:
@@ -49,7 +49,7 @@ class Cuda:
 
 def test_on_a_cpu() -> None:
     now, notes = [10.0], []
-    times = StepTimes(torch.device("cpu"), lambda: now[0])
+    times = StepTimer(torch.device("cpu"), lambda: now[0])
     for step in range(1, 4):
         now[0] += step
         times.begin(step, lambda *note: notes.append(note))
@@ -63,7 +63,7 @@ def test_on_a_gpu_that_lags_behind() -> None:
     def note(step: int, seconds: float) -> None:
         notes.append((step, seconds))
 
-    times = StepTimes(torch.device("cuda", 0), lambda: pytest.fail("the host's clock"), cuda=cuda)
+    times = StepTimer(torch.device("cuda", 0), lambda: pytest.fail("the host's clock"), cuda=cuda)
     for step in range(1, 6):
         times.begin(step, note)
         cuda.passed = max(0, step - 2)
@@ -76,7 +76,7 @@ def test_on_a_gpu_that_lags_behind() -> None:
 
 def test_what_is_not_read_does_not_pile_up() -> None:
     cuda = Cuda()
-    times: Any = StepTimes(torch.device("cuda", 0), lambda: 0.0, cuda=cuda)
+    times: Any = StepTimer(torch.device("cuda", 0), lambda: 0.0, cuda=cuda)
     for step in range(1, 500):
         times.begin(step, lambda *_: None)
         cuda.passed = cuda.recorded

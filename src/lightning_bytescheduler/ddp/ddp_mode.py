@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepMode", "StepTimes", "TriedMode"]
+__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepMode", "StepTimer", "TriedMode"]
 
 
 class StepMode:
@@ -63,7 +63,7 @@ SeenStep = Callable[[int, float], None]
 """Told the number of a step and how long it took, in seconds."""
 
 
-class StepTimes:
+class StepTimer:
     """Takes the time of one engine's steps, from one backward pass to the next one.
 
     On a GPU by what it has done, not by what it has been told: the host may be whole steps ahead. Events on the
@@ -329,7 +329,7 @@ class TriedMode(StepMode):
         self._trial = trial
         self._device = device
         self._on_found = on_found
-        self._times = StepTimes(device, clock)
+        self._times = StepTimer(device, clock)
 
     @property
     def ddp_mode(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp.reduction import Bucket, Reduction, ShardedReduction, total_norm
+from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction, total_norm
 from lightning_bytescheduler.scheduler.task import CommTask
 
 __all__ = ["ClipNorm", "ClipValue", "PendingScale", "StepTransforms", "Unscale"]
@@ -162,14 +162,18 @@ class StepTransforms:
         wait: Waits for a task.
     """
 
-    def __init__(self, reduction: Reduction, buckets: Sequence[Bucket], wait: Callable[[CommTask], None]) -> None:
+    def __init__(
+        self, reduction: Reduction, buckets: Sequence[GradientBucket], wait: Callable[[CommTask], None]
+    ) -> None:
         self._reduction = reduction
         self._buckets = buckets
         self._wait = wait
         self._transforms: list[GradientTransform] = []
         self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: what is transformed
         self._applied: dict[int, int] = {}  # by index of the bucket: how many of the transforms
-        self._handed_out: dict[int, tuple[Bucket, torch.Tensor | None]] = {}  # with its norm, where norms are known
+        self._handed_out: dict[
+            int, tuple[GradientBucket, torch.Tensor | None]
+        ] = {}  # with its norm, where norms are known
         self._unscale: Unscale | None = None
         self._pending_scale: PendingScale | None = None
 
@@ -202,7 +206,7 @@ class StepTransforms:
         """Update a loss scale as soon as it is known how."""
         self._pending_scale = pending
 
-    def apply(self, bucket: Bucket) -> None:
+    def apply(self, bucket: GradientBucket) -> None:
         """Transform the gradients of a bucket that has arrived."""
         if self._transforms:
             gradients = self._gradients.get(bucket.index, [])
@@ -210,7 +214,7 @@ class StepTransforms:
                 transform.apply(gradients)
             self._applied[bucket.index] = len(self._transforms)
 
-    def hand_out(self, bucket: Bucket) -> None:
+    def hand_out(self, bucket: GradientBucket) -> None:
         """Transform the gradients of a bucket that has arrived, and that somebody may read or change from here on."""
         self.apply(bucket)
         norm = _norm(bucket) if isinstance(self._reduction, ShardedReduction) else None
@@ -285,13 +289,13 @@ class StepTransforms:
         return parameters
 
 
-def _norm(bucket: Bucket) -> torch.Tensor:
+def _norm(bucket: GradientBucket) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         norm: torch.Tensor = torch.linalg.vector_norm(bucket.buffer)
         return norm.double()
 
 
-def _any_changed(handed_out: Iterable[tuple[Bucket, torch.Tensor | None]]) -> bool:
+def _any_changed(handed_out: Iterable[tuple[GradientBucket, torch.Tensor | None]]) -> bool:
     """Whether the norm of what was handed out has changed; a change that leaves the norm as it was does no harm."""
     norms = [each for bucket, norm in handed_out if norm is not None for each in (norm, _norm(bucket))]
     if not norms:

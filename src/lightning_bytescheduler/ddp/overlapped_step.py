@@ -47,7 +47,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     step_partially,
     wants_whole_steps,
 )
-from lightning_bytescheduler.ddp.reduction import AllReduction, Bucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.ddp.steps import StepContext, TrainingStep
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -80,7 +80,7 @@ class BucketUpdate:
 
     __slots__ = ("bucket", "chosen", "due", "state", "step", "task", "touched_by")
 
-    def __init__(self, step: OverlappedStep, bucket: Bucket, task: CommTask) -> None:
+    def __init__(self, step: OverlappedStep, bucket: GradientBucket, task: CommTask) -> None:
         self.step = step
         self.bucket = bucket
         self.task = task
@@ -238,7 +238,7 @@ class OverlappedStep(TrainingStep):
         super().__init__(context, number)
         kind = ShardedReduction if sharded else AllReduction
         self.updates: list[BucketUpdate] = []
-        self._buckets: list[Bucket] = []
+        self._buckets: list[GradientBucket] = []
         self._reduction = kind(context.core, context.transport, number, context.device)
         self.transforms = StepTransforms(self._reduction, self._buckets, context.wait)
         self._position_of = position_of
@@ -254,7 +254,7 @@ class OverlappedStep(TrainingStep):
         future = self.context.futures.completed(index, buffer)
         if buffer.numel():
             parameters = cast("list[nn.Parameter]", bucket.parameters())
-            known = Bucket(index, parameters, buffer, self._position_of(index, parameters))
+            known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
             task = self._reduction.reduce(known)
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))

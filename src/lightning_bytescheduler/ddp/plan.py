@@ -1,15 +1,10 @@
-"""What is overlapped in a fit, what is not, and why: decided from what the fit is made of, shown by ``strategy.plan``.
-
-Here too: how an optimizer's step, and what comes before it, is handed to the engine through the calls that Lightning
-makes anyway (:func:`deferring`).
-"""
+"""What is overlapped in a fit, what is not, and why: decided from what it is made of, shown by ``strategy.plan``."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,9 +20,8 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
-from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.gates import can_be_gated
-from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled, scaling_later
+from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled
 from lightning_bytescheduler.ddp.partial_step import (
     can_have_a_gate,
     has_step_hooks,
@@ -37,7 +31,6 @@ from lightning_bytescheduler.ddp.partial_step import (
 
 __all__ = [
     "OverlapPlan",
-    "deferring",
     "make_plan",
     "model_reasons",
     "names_of",
@@ -46,7 +39,6 @@ __all__ = [
     "precision_reasons",
     "scales_losses",
     "steps_plainly",
-    "then",
     "unseen_parameters",
 ]
 
@@ -302,72 +294,6 @@ def steps_plainly(plugin: Precision) -> bool:
 def scales_losses(plugin: Precision) -> bool:
     """Whether the plugin scales losses, and leaves out steps with gradients that are not finite."""
     return isinstance(plugin, MixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler)
-
-
-def then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
-
-    def run() -> Any:
-        output = closure()
-        after()
-        return output
-
-    return run
-
-
-@contextmanager
-def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
-    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``.
-
-    So do the plugin's clipping and the scaler's unscaling. Attributes of the instances are replaced, as learning-rate
-    schedules do with ``optimizer.step``, so precision plugins, hooks and user code see the optimizer itself.
-    """
-    own_step = optimizer.step
-
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        output = None
-        if closure is not None:
-            with torch.enable_grad():
-                output = closure()
-        engine.step(optimizer, own_step)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
-        return output
-
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(optimizer, "step", step))
-        for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
-            if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
-                stack.enter_context(_replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
-        if isinstance(plugin, MixedPrecision) and scaler is not None:
-            plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
-            stack.callback(setattr, plugin, "scaler", scaler)
-        yield
-
-
-def _or_else(
-    defer: Callable[[Optimizer, float], bool], clip: Callable[[Optimizer, float], None]
-) -> Callable[[Optimizer, float], None]:
-    def clip_later(optimizer: Optimizer, clip_val: float) -> None:
-        if not defer(optimizer, clip_val):
-            clip(optimizer, clip_val)
-
-    return clip_later
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
-    absent = object()
-    before = attributes.get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def make_plan(

@@ -44,7 +44,7 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKe
 
 __all__ = [
     "AllReduction",
-    "Bucket",
+    "GradientBucket",
     "Phase",
     "Reduction",
     "ShardedReduction",
@@ -74,7 +74,7 @@ def total_norm(norms: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, parts)) else math.hypot(*parts)  # C's says infinity for (nan, inf)
 
 
-class Bucket:
+class GradientBucket:
     """One of DDP's, in one step.
 
     Args:
@@ -103,7 +103,7 @@ class Bucket:
 class Reduction(Protocol):
     """Turns the buckets of one backward pass into tasks."""
 
-    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """Average the buffer of ``bucket`` over all ranks, in place.
 
         Args:
@@ -131,7 +131,7 @@ class AllReduction:
     def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
         self._tasks = StepTasks(core, transport, step, device)
 
-    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
         tasks = self._tasks
         ready = ReadyMark(tasks.device)
@@ -182,7 +182,7 @@ class ShardedReduction:
         self._rows: torch.Tensor | None = None
         self._norms: list[float] | None = None
 
-    def reduce(self, bucket: Bucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
         tasks, index, buffer, parameters = self._tasks, bucket.index, bucket.buffer, bucket.parameters
         first = len(self._position)

@@ -9,38 +9,35 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.ddp_options import check_module
-from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
+from lightning_bytescheduler.ddp.early_reads import EarlyReads
+from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.loss_scaler import scaling_later
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
-    deferring,
     make_plan,
     names_of,
     norm_needed_by,
-    then,
+    scales_losses,
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
@@ -53,11 +50,7 @@ from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["EarlyReads", "ScheduledGradients", "announce", "announce_mode", "reason_for", "say_unseen"]
-
-log = logging.getLogger(__name__)
-
-_NAMES_SHOWN = 3
+__all__ = ["ScheduledGradients", "announce"]
 
 
 def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) -> None:
@@ -116,112 +109,6 @@ def announce_mode(found: ModeFound) -> None:
     """
     way = "steps as ddp's" if found.ddp_mode else "steps overlap"
     rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
-
-
-def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
-    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
-
-    Args:
-        names: Of the parameters.
-        step: In which it was found.
-        certain: Whether they were the weights of the step before; else they may have been.
-        rank: Of this process.
-    """
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
-    message = (
-        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
-        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
-        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
-        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
-    )
-    if rank == 0:
-        rank_zero_warn(message)
-    else:
-        log.error("rank %d: %s", rank, message)
-
-
-_ENOUGH = 20  # steps of which most were read early, before it is worth a line
-_OWNERS = (pl.Callback, pl.LightningModule, Logger)
-
-
-class EarlyReads(StepListener):
-    """Counts the steps whose updates or gradients were waited for between steps, by who did, and what else costs.
-
-    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
-    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
-
-    Args:
-        trainer: Reads while it validates, tests or predicts are none of ours.
-        names: Of the parameters, by their ids.
-        rank: Of this process.
-    """
-
-    def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
-        self._trainer = trainer
-        self._names = names or {}
-        self._rank = rank
-        self._steps: Counter[str] = Counter()
-        self._whole: Counter[str] = Counter()
-        self._unseen: dict[str, int] = {}
-        self._first_step: dict[str, int] = {}
-        self._told: set[str] = set()
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``."""
-        return dict(self._steps)
-
-    @property
-    def whole_steps(self) -> dict[str, int]:
-        """How many steps were taken whole, by why."""
-        return dict(self._whole)
-
-    @property
-    def unseen(self) -> dict[str, int]:
-        """In which step each parameter was found to have been read past its gate, by its name."""
-        return dict(self._unseen)
-
-    def stepped_whole(self, why: str) -> None:
-        """See :class:`StepListener`."""
-        self._whole[why] += 1
-        if self._whole[why] == _ENOUGH:
-            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
-
-    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """See :class:`StepListener`."""
-        found = [self._names[id(p)] for p in parameters]
-        self._unseen.update(dict.fromkeys(found, step))
-        say_unseen(found, step, certain=certain, rank=self._rank)
-
-    def waited_early(self) -> None:
-        """See :class:`StepListener`."""
-        if not self._trainer.training:
-            return
-        reader = _reader(sys._getframe(1))
-        if reader is None:
-            return
-        step = self._trainer.global_step
-        self._steps[reader] += 1
-        since = step - self._first_step.setdefault(reader, step) + 1
-        if reader not in self._told and self._steps[reader] >= _ENOUGH and 2 * self._steps[reader] > since:
-            self._told.add(reader)
-            rank_zero_info(
-                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self._steps[reader]} of the "
-                f"last {since}. They are what DDP would show, but these steps wait for all gradients; looking less "
-                "often keeps the overlap."
-            )
-
-
-def _reader(frame: FrameType | None) -> str | None:
-    """The innermost method of a callback, module or logger on the stack that is not Lightning's own plumbing."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
-            return f"{type(owner).__name__}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return None
 
 
 class ScheduledGradients:
@@ -452,10 +339,10 @@ class ScheduledGradients:
         if not overlapped or not deferrable or why_whole:
             if why_whole and self._early_reads is not None:
                 self._early_reads.stepped_whole(why_whole)
-            output = take(closure if deferrable and not why_whole else then(closure, engine.flush))
+            output = take(closure if deferrable and not why_whole else _then(closure, engine.flush))
             engine.count_whole_step(optimizer)
             return output
-        with deferring(optimizer, engine, self._strategy.precision_plugin):
+        with _deferring(optimizer, engine, self._strategy.precision_plugin):
             return take(closure)
 
     def flush(self) -> None:
@@ -483,3 +370,69 @@ def _own_processors(ranks_on_host: int) -> int:
     """How many processors a rank has for itself: its share of what it may run on."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(allowed // max(ranks_on_host, 1), 1)
+
+
+def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
+
+    def run() -> Any:
+        output = closure()
+        after()
+        return output
+
+    return run
+
+
+@contextmanager
+def _deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
+    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``.
+
+    So do the plugin's clipping and the scaler's unscaling. Attributes of the instances are replaced, as learning-rate
+    schedules do with ``optimizer.step``, so precision plugins, hooks and user code see the optimizer itself.
+    """
+    own_step = optimizer.step
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        output = None
+        if closure is not None:
+            with torch.enable_grad():
+                output = closure()
+        engine.step(optimizer, own_step)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
+        return output
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(optimizer, "step", step))
+        for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
+            if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
+                stack.enter_context(_replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
+        if isinstance(plugin, MixedPrecision) and scaler is not None:
+            plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
+            stack.callback(setattr, plugin, "scaler", scaler)
+        yield
+
+
+def _or_else(
+    defer: Callable[[Optimizer, float], bool], clip: Callable[[Optimizer, float], None]
+) -> Callable[[Optimizer, float], None]:
+    def clip_later(optimizer: Optimizer, clip_val: float) -> None:
+        if not defer(optimizer, clip_val):
+            clip(optimizer, clip_val)
+
+    return clip_later
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
+    absent = object()
+    before = attributes.get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -28,7 +28,7 @@ from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.gates import Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
-from lightning_bytescheduler.ddp.reduction import AllReduction, Bucket
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -446,7 +446,7 @@ class SynchronisedStep(TrainingStep):
         parameters = cast("list[nn.Parameter]", bucket.parameters())
         if buffer.numel():
             future = context.futures.new()
-            known = Bucket(index, parameters, buffer, self._position_of(index, parameters))
+            known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
             self._reduction.reduce(known, partial(complete, future, buffer))
         else:
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for

@@ -1,0 +1,128 @@
+"""Who reads weights or gradients between steps, or unseen, and so costs overlap or exactness; told once, by name."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_bytescheduler.ddp.steps import StepListener
+
+__all__ = ["EarlyReads"]
+
+log = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 3
+
+
+def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
+    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
+
+    Args:
+        names: Of the parameters.
+        step: In which it was found.
+        certain: Whether they were the weights of the step before; else they may have been.
+        rank: Of this process.
+    """
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
+    message = (
+        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
+        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
+        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
+        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
+    )
+    if rank == 0:
+        rank_zero_warn(message)
+    else:
+        log.error("rank %d: %s", rank, message)
+
+
+_ENOUGH = 20  # steps of which most were read early, before it is worth a line
+_OWNERS = (pl.Callback, pl.LightningModule, Logger)
+
+
+class EarlyReads(StepListener):
+    """Counts the steps whose updates or gradients were waited for between steps, by who did, and what else costs.
+
+    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
+    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
+
+    Args:
+        trainer: Reads while it validates, tests or predicts are none of ours.
+        names: Of the parameters, by their ids.
+        rank: Of this process.
+    """
+
+    def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
+        self._trainer = trainer
+        self._names = names or {}
+        self._rank = rank
+        self._steps: Counter[str] = Counter()
+        self._whole: Counter[str] = Counter()
+        self._unseen: dict[str, int] = {}
+        self._first_step: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``."""
+        return dict(self._steps)
+
+    @property
+    def whole_steps(self) -> dict[str, int]:
+        """How many steps were taken whole, by why."""
+        return dict(self._whole)
+
+    @property
+    def unseen(self) -> dict[str, int]:
+        """In which step each parameter was found to have been read past its gate, by its name."""
+        return dict(self._unseen)
+
+    def stepped_whole(self, why: str) -> None:
+        """See :class:`StepListener`."""
+        self._whole[why] += 1
+        if self._whole[why] == _ENOUGH:
+            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """See :class:`StepListener`."""
+        found = [self._names[id(p)] for p in parameters]
+        self._unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._rank)
+
+    def waited_early(self) -> None:
+        """See :class:`StepListener`."""
+        if not self._trainer.training:
+            return
+        reader = _reader(sys._getframe(1))
+        if reader is None:
+            return
+        step = self._trainer.global_step
+        self._steps[reader] += 1
+        since = step - self._first_step.setdefault(reader, step) + 1
+        if reader not in self._told and self._steps[reader] >= _ENOUGH and 2 * self._steps[reader] > since:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self._steps[reader]} of the "
+                f"last {since}. They are what DDP would show, but these steps wait for all gradients; looking less "
+                "often keeps the overlap."
+            )
+
+
+def _reader(frame: FrameType | None) -> str | None:
+    """The innermost method of a callback, module or logger on the stack that is not Lightning's own plumbing."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
