@@ -10,7 +10,6 @@ from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
 from lightning_bytescheduler.diloco.round_end import FastestSteps
 from lightning_bytescheduler.failures import roll_call
-from lightning_bytescheduler.failures import roll_call as roll_call_module
 
 
 def defaults(strategy: type) -> dict[str, object]:
@@ -60,4 +59,4 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_is_missing_is_named_after_half_a_minute() -> None:
-    assert roll_call._WARN_S == roll_call_module._WARN_S == 30.0
+    assert roll_call._WARN_S == 30.0
