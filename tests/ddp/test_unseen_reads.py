@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.gates import is_armed
-from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
+from lightning_bytescheduler.ddp.gates import UnseenReads, is_armed
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
 from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
 
 __all__ = [

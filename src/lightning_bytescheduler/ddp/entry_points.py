@@ -23,7 +23,7 @@ only where steps are deferred; and where Dynamo has given up on a custom functio
 into what is around it: the replacement is one object for good, and Dynamo is told to leave it alone.
 
 Not seen: weights that the arguments only lead to, such as a module's, and kernels that are called without a custom
-function. The first iteration finds those (``gates.py``), later ones ``unseen_reads.py``. What a version of PyTorch does
+function. The first iteration finds those, and later ones do (``gates.py``). What a version of PyTorch does
 not have is left out, and found that way too. Calls of ``torch.compile`` are in ``compiled_calls.py``.
 
 A forked child has its parent's memory and none of its threads: a gate that is closed there would wait forever. So all

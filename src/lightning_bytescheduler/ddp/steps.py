@@ -26,11 +26,10 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
-from lightning_bytescheduler.ddp.gates import Opening
+from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
-from lightning_bytescheduler.ddp.unseen_reads import UnseenReads
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import GATE, Timeline
