@@ -1,6 +1,6 @@
 """What becomes of each option of DDPStrategy and DistributedDataParallel that touches gradients.
 
-Honoured options are passed on and not listed here; the README has the whole table.
+Honoured options are passed on and not listed here; the documentation has the whole table (Options).
 """
 
 from __future__ import annotations

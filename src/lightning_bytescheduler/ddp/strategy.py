@@ -155,7 +155,7 @@ class ByteSchedulerStrategy(RankStrategy):
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
-        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the README's table.
+        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the documentation's page on options.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
