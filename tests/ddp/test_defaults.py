@@ -9,7 +9,7 @@ import pytest
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
 from lightning_bytescheduler.diloco.round_end import FastestSteps
-from lightning_bytescheduler.failures import roll_call
+from lightning_bytescheduler.failures import startup_check
 
 
 def defaults(strategy: type) -> dict[str, object]:
@@ -59,4 +59,4 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_is_missing_is_named_after_half_a_minute() -> None:
-    assert roll_call._WARN_S == 30.0
+    assert startup_check._WARN_S == 30.0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
-from lightning_bytescheduler.ddp.ddp_options import check_module
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
 
 
 @pytest.mark.parametrize("option", ["partition_size", "credit"])

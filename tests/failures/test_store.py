@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures import store as store_module
-from lightning_bytescheduler.failures.notice import FaultNotice
+from lightning_bytescheduler.failures.messages import FaultNotice
 from lightning_bytescheduler.failures.store import StorePresence, connect_to_store, open_board
 
 

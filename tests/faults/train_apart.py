@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
-from lightning_bytescheduler.failures import roll_call
+from lightning_bytescheduler.failures import startup_check
 
 Options = dict[str, Any]
 
@@ -117,7 +117,7 @@ def main(options: Options) -> None:
         return
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    roll_call._WARN_S = options.get("warn_after", 30.0)
+    startup_check._WARN_S = options.get("warn_after", 30.0)
     callbacks: list[Callback] = [Ends()]
     if "checkpoint" in options:
         callbacks.append(ModelCheckpoint(options["checkpoint"], filename="saved"))

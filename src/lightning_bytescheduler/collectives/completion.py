@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.failures.notice import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask

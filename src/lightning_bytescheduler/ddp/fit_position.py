@@ -20,8 +20,8 @@ from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.failures.roll_call import Introduction
 from lightning_bytescheduler.failures.standstill import Standing
+from lightning_bytescheduler.failures.startup_check import Introduction
 
 __all__ = ["FitPosition", "introduce", "parameter_facts", "place_of"]
 

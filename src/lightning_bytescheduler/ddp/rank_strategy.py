@@ -29,7 +29,7 @@ from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.roll_call import Introduction, RendezvousWatch, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 
 __all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of", "refuse_foreign_trainer"]
 

@@ -30,7 +30,7 @@ from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.notice import is_communication_error
+from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns

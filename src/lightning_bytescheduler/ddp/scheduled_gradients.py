@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
-from lightning_bytescheduler.ddp.ddp_options import check_module
-from lightning_bytescheduler.ddp.early_reads import EarlyReads
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
 from lightning_bytescheduler.ddp.loss_scaler import scaling_later
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
@@ -40,6 +39,7 @@ from lightning_bytescheduler.ddp.plan import (
     scales_losses,
     unseen_parameters,
 )
+from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener

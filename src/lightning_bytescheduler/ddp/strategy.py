@@ -21,7 +21,7 @@ from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.checks import require_bool
-from lightning_bytescheduler.ddp.ddp_options import (
+from lightning_bytescheduler.ddp.ddp_arguments import (
     SAID_BY_THE_STRATEGY,
     check_bucket_cap,
     check_ddp_options,
@@ -37,7 +37,7 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.roll_call import Introduction
+from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]

@@ -22,7 +22,7 @@ from lightning_bytescheduler.checks import (
     require_size,
     require_whole,
 )
-from lightning_bytescheduler.ddp.ddp_options import (
+from lightning_bytescheduler.ddp.ddp_arguments import (
     check_bucket_cap,
     check_ddp_options,
     known_ddp_options,

@@ -28,7 +28,7 @@ from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.notice import is_communication_error
+from lightning_bytescheduler.failures.messages import is_communication_error
 
 __all__ = ["FollowingRuntime", "LeadingRuntime", "make_runtime"]
 

@@ -44,7 +44,7 @@ from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundH
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.roll_call import hold_roll_call, require_alike
+from lightning_bytescheduler.failures.startup_check import hold_roll_call, require_alike
 
 __all__ = ["DiLoCoStrategy"]
 

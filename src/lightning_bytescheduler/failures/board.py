@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.notice import FaultNotice, brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import explain_death
 from lightning_bytescheduler.failures.store import (
     StorePresence,

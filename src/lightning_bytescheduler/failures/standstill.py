@@ -29,7 +29,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.failures.notice import StoreMessage
+from lightning_bytescheduler.failures.messages import StoreMessage
 
 __all__ = [
     "Blocked",

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError
-from lightning_bytescheduler.failures.notice import FaultNotice
+from lightning_bytescheduler.failures.messages import FaultNotice
 
 __all__ = ["StorePresence", "connect_to_store", "open_board", "store_lives_with_rank_zero"]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
-from lightning_bytescheduler.failures.notice import FaultNotice, is_communication_error
+from lightning_bytescheduler.failures.messages import FaultNotice, is_communication_error
 from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, blocked_in, break_connections
 from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.failures.watchdog import Watchdog

@@ -2,7 +2,7 @@
 
 - A slice and its bytes: ``slice``, ``checksums``, ``catalogue``, ``formats``, ``shuffle``.
 - Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``prefetch``, ``cache``, ``store``.
-- Batches: ``open_slice``, ``batches``, ``lock_step`` (ranks that step together), ``tracker_plan`` (workers that take
+- Batches: ``open_slice``, ``batches``, ``lock_step`` (ranks that step together), ``tracked_batches`` (workers that take
   slices as they need them), ``loader``, ``dataset``.
 - The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracked_workers``,
   ``tracker_state``.

@@ -19,9 +19,9 @@ from lightning_bytescheduler.slices.fetch import SliceStatistics
 from lightning_bytescheduler.slices.lock_step import LockStepPlan
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.store import SliceStore
+from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
-from lightning_bytescheduler.slices.tracker_plan import TrackerPlan
 
 __all__ = [
     "CoordinatedDataModule",

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.notice import FaultNotice, brief, is_communication_error, is_timeout, phrase
+from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout, phrase
 
 CLOSED = (
     "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14227. "

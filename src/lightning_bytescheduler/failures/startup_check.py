@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.notice import StoreMessage
+from lightning_bytescheduler.failures.messages import StoreMessage
 
 __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.roll_call import Introduction, hold_roll_call, names_of, require_alike
+from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call, names_of, require_alike
 
 
 def introduction(rank: int, *, noted: dict[str, str] | None = None, **facts: str) -> Introduction:
