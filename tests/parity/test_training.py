@@ -161,7 +161,7 @@ def test_validation_in_mid_epoch(two_ranks: RankPool, model: Any) -> None:
     trainer = {"val_check_interval": 3, "limit_val_batches": 1.0, "num_sanity_val_steps": 2}
     recipe = Recipe(model=partial(model, optimizer=adam), trainer=trainer)
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late")
-    assert len(ddp[0].notes) > 10
+    assert len(ddp[0].notes) > 6
 
 
 def test_gradients_that_are_zeroed_but_kept(two_ranks: RankPool) -> None:
