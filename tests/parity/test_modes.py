@@ -118,7 +118,7 @@ def sent_together(rank: int, recipe: Recipe, **ddp: Any) -> list[int]:
 
 
 def test_buckets_of_a_size_that_was_chosen_are_not_merged(two_ranks: RankPool) -> None:
-    counts = two_ranks.run(sent_together, recipe=Recipe(model=Tower), bucket_cap_mb=1e-4)[0]
+    counts = two_ranks.run(sent_together, recipe=Recipe(model=Tower, steps=20), bucket_cap_mb=1e-4)[0]
     assert len(counts) > 100
     assert set(counts) == {1}
 
