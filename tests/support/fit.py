@@ -51,7 +51,7 @@ class Recipe:
     """
 
     model: Callable[[], Any]
-    steps: int = 12
+    steps: int = 20
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], Callback], ...] = ()
     plugins: tuple[Callable[[], Any], ...] = ()
