@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _CONTROL_TIMEOUT = timedelta(days=30)
 _CALLED_OFF_S = 0.1
 
+_under_way: list[dist.ProcessGroup] = []  # left while something was, by this process
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerGroups:
@@ -98,12 +100,15 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     try:
         if not idle and dist.get_backend(group) == "gloo":
-            atexit.register(_call_off, group)
+            if not _under_way:
+                atexit.register(_call_off_all)
+            _under_way.append(group)
         dist.destroy_process_group(group)
     except Exception:  # the default group was destroyed first, and took this one along
         log.debug("could not leave a process group", exc_info=True)
 
 
-def _call_off(group: dist.ProcessGroup) -> None:
-    break_connections(group)
+def _call_off_all() -> None:
+    for group in _under_way:
+        break_connections(group)
     time.sleep(_CALLED_OFF_S)  # without Python's lock, which gloo's threads want now

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -25,7 +26,7 @@ from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession
+from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -78,7 +79,53 @@ def make_runtime(
     )
 
 
-class LeadingRuntime:
+class _SessionRuntime(ABC):
+    """What runs beside a session, and is watched by the fault board.
+
+    Attributes:
+        session: The rounds of this rank.
+    """
+
+    session: WorkerSession
+
+    # What the fault board asks and tells (Watched), on its own thread.
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank has failed."""
+        self.session.fail(fault)
+
+    @abstractmethod
+    def own_failure(self) -> BaseException | None:
+        """What has stopped this rank, on whichever thread."""
+
+    def phase(self) -> str:
+        """What this rank is doing, in words."""
+        return f"in round {self.session.round}, step {self.session.statistics.steps}"
+
+    def steps_handed_over(self) -> int:
+        """How many rounds' pseudo-gradients were merged."""
+        return self.session.statistics.rounds
+
+    # What the strategy calls.
+
+    def fail(self, error: BaseException) -> None:
+        """Stop for good, because of this rank's failure or another's."""
+        self.session.fail(error)
+        self.stop(failed=True)
+
+    @abstractmethod
+    def stop(self, *, failed: bool) -> bool:
+        """Stop every thread; bounded, never raises, idempotent.
+
+        Args:
+            failed: Whether training ended with an error: then nobody is waited for.
+
+        Returns:
+            Whether nothing is under way on the group of the leaders.
+        """
+
+
+class LeadingRuntime(_SessionRuntime):
     """A leader's threads and connections.
 
     Args:
@@ -120,7 +167,7 @@ class LeadingRuntime:
             credit=options.credit,
             on_error=self._on_error,
         )
-        self.session = LeadingSession(
+        self.session: LeadingSession = LeadingSession(
             worker=self._name,
             group=group,
             state=state,
@@ -164,30 +211,9 @@ class LeadingRuntime:
             return None
         return {"outer": self.state.state_dict(), "rounds": self._scheduler.state_dict()}
 
-    # What the fault board asks and tells (Watched), on its own thread.
-
-    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
-        """Stop: another rank has failed."""
-        self.session.fail(fault)
-
     def own_failure(self) -> BaseException | None:
         """What has stopped the exchange, on whichever thread."""
         return self._exchange.abort_cause
-
-    def phase(self) -> str:
-        """What this rank is doing, in words."""
-        return f"in round {self.session.round}, step {self.session.statistics.steps}"
-
-    def steps_handed_over(self) -> int:
-        """How many rounds' pseudo-gradients were merged."""
-        return self.session.statistics.rounds
-
-    # What the strategy calls.
-
-    def fail(self, error: BaseException) -> None:
-        """Stop for good, because of this rank's failure or another's."""
-        self.session.fail(error)
-        self.stop(failed=True)
 
     def stop(self, *, failed: bool) -> bool:
         """Stop every thread; bounded, never raises, idempotent.
@@ -246,7 +272,7 @@ class LeadingRuntime:
         return cause
 
 
-class FollowingRuntime:
+class FollowingRuntime(_SessionRuntime):
     """What a rank has whose leader speaks for it: no threads, no connections, no global weights.
 
     Args:
@@ -282,30 +308,9 @@ class FollowingRuntime:
         """Wait for the first round. What there is to carry on from is the leader's."""
         self.session.begin()
 
-    # What the fault board asks and tells (Watched), on its own thread.
-
-    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
-        """Stop: another rank has failed."""
-        self.session.fail(fault)
-
     def own_failure(self) -> BaseException | None:
         """None: nothing runs here but the training thread."""
         return None
-
-    def phase(self) -> str:
-        """What this rank is doing, in words."""
-        return f"in round {self.session.round}, step {self.session.statistics.steps}"
-
-    def steps_handed_over(self) -> int:
-        """How many rounds' pseudo-gradients were merged."""
-        return self.session.statistics.rounds
-
-    # What the strategy calls.
-
-    def fail(self, error: BaseException) -> None:
-        """Stop for good, because of this rank's failure or another's."""
-        self.session.fail(error)
-        self.stop(failed=True)
 
     def stop(self, *, failed: bool) -> bool:
         """Leave the board; returns whether nothing is under way."""

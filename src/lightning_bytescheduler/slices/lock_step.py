@@ -23,6 +23,7 @@ from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch, cut_ba
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.options import require_shortage
 from lightning_bytescheduler.slices.shuffle import slice_order
+from lightning_bytescheduler.slices.tracker_state import read_state
 
 __all__ = ["LockStepEpoch", "LockStepPlan", "Stage"]
 
@@ -172,16 +173,7 @@ class LockStepPlan:
             TrackerStateError: If the state is damaged, or of the middle of an epoch of other slices or another order.
                 Nothing changed then.
         """
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if not is_whole(version) or version != _VERSION:
-            raise TrackerStateError(
-                f"The state of the slices is of version {version!r}, and this release reads version {_VERSION}: "
-                "resume with the release that saved it."
-            )
-        try:
-            saved = msgspec.convert(state, _SavedPosition)
-        except msgspec.ValidationError as error:
-            raise TrackerStateError(f"The state of the slices is damaged: {error}.") from error
+        saved = read_state(state, _SavedPosition, version=_VERSION, what="The state of the slices")
         if saved.stages:
             self._require_same_order(saved)
         before = (self.epoch, self._left_out)

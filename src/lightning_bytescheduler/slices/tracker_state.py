@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,9 +23,11 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
-__all__ = ["EpochSlices", "SavedEpoch", "pack", "unpack"]
+__all__ = ["EpochSlices", "SavedEpoch", "pack", "read_state", "unpack"]
 
 _VERSION = 1
+
+_Saved = TypeVar("_Saved")
 
 
 class EpochSlices:
@@ -266,22 +268,37 @@ class _SavedState(msgspec.Struct):
     next_session: Natural
 
 
+def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
+    """A saved state, typed and checked.
+
+    Args:
+        state: As it was saved.
+        kind: What it should be.
+        version: That this release reads.
+        what: It is, to begin a sentence with.
+
+    Raises:
+        TrackerStateError: If it is of another version, or damaged.
+    """
+    found = state.get("version") if isinstance(state, Mapping) else None
+    if not is_whole(found) or found != version:
+        raise TrackerStateError(
+            f"{what} is of version {found!r}, and this release reads version {version}: "
+            "resume with the release that saved it."
+        )
+    try:
+        return msgspec.convert(state, kind)
+    except msgspec.ValidationError as error:
+        raise TrackerStateError(f"{what} is damaged: {error}.") from error
+
+
 def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions) -> SavedEpoch:
     """The epoch that was saved.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
     """
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not is_whole(version) or version != _VERSION:
-        raise TrackerStateError(
-            f"The state is of version {version!r}, and this release reads version {_VERSION}: "
-            "resume with the release that saved it."
-        )
-    try:
-        saved = msgspec.convert(state, _SavedState)
-    except msgspec.ValidationError as error:
-        raise TrackerStateError(f"The state is damaged: {error}.") from error
+    saved = read_state(state, _SavedState, version=_VERSION, what="The state")
     _require_same_data(saved.catalogue, catalogue)
     for option in ("seed", "shuffle"):
         if getattr(saved, option) != getattr(options, option):
