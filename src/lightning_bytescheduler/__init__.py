@@ -1,17 +1,14 @@
-"""ByteScheduler and DiLoCo for PyTorch Lightning. Importing this package registers its strategies by name."""
+"""ByteScheduler and DiLoCo for PyTorch Lightning. Importing this package registers its strategies by name.
 
-from lightning.pytorch.strategies import StrategyRegistry
+What derives from Lightning's classes is imported at its first use, and with it torch and Lightning: the command line
+starts without them, and by then it is known which Lightning a project uses (see
+:mod:`~lightning_bytescheduler.registration`).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.advice.advice import Advice, advise
-from lightning_bytescheduler.checking.notebook import check
-from lightning_bytescheduler.checking.report import CheckReport
-from lightning_bytescheduler.ddp.plan import OverlapPlan
-from lightning_bytescheduler.ddp.rank_strategy import refuse_foreign_trainer
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
-from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
-from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     LaunchOrderError,
@@ -28,11 +25,22 @@ from lightning_bytescheduler.exceptions import (
     TrackerStateError,
     UnsupportedError,
 )
-from lightning_bytescheduler.simulation import LinkModel
-from lightning_bytescheduler.slices.data_module import SliceDataModule
-from lightning_bytescheduler.slices.dataset import SliceDataset
-from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
-from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
+from lightning_bytescheduler.registration import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.advice.advice import Advice, advise
+    from lightning_bytescheduler.checking.notebook import check
+    from lightning_bytescheduler.checking.report import CheckReport
+    from lightning_bytescheduler.ddp.plan import OverlapPlan
+    from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+    from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
+    from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
+    from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
+    from lightning_bytescheduler.simulation.link import LinkModel
+    from lightning_bytescheduler.slices.data_module import SliceDataModule
+    from lightning_bytescheduler.slices.dataset import SliceDataset
+    from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
+    from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
     "Advice",
@@ -66,7 +74,35 @@ __all__ = [
     "check",
 ]
 
-if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
-    ByteSchedulerStrategy.register_strategies(StrategyRegistry)
-    DiLoCoStrategy.register_strategies(StrategyRegistry)
-refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco")))
+_IMPORTED_AT_FIRST_USE = {
+    "Advice": "advice.advice",
+    "ByteSchedulerStrategy": "ddp.strategy",
+    "CheckReport": "checking.report",
+    "CreditTuner": "tuning.credit_tuner",
+    "DiLoCoStrategy": "diloco.strategy",
+    "LinkModel": "simulation.link",
+    "OverlapPlan": "ddp.plan",
+    "PerformanceMonitor": "diloco.performance_monitor",
+    "SchedulerStatistics": "ddp.statistics",
+    "SliceCoordinator": "slices.slice_coordinator",
+    "SliceDataModule": "slices.data_module",
+    "SliceDataset": "slices.dataset",
+    "advise": "advice.advice",
+    "check": "checking.notebook",
+}
+
+
+def __getattr__(name: str) -> Any:
+    place = _IMPORTED_AT_FIRST_USE.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_IMPORTED_AT_FIRST_USE})
+
+
+register_strategies()

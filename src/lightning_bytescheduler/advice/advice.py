@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
@@ -26,6 +25,8 @@ from lightning_bytescheduler.advice.words import network, sentences, table
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["STEPS", "Advice", "advise", "give_advice"]
@@ -66,9 +67,11 @@ def advise(
 
     Raises:
         OptionError: If an option's value is not allowed.
-        UnsupportedError: If the training cannot be measured, or there is no link to measure.
+        UnsupportedError: If the training cannot be measured, there is no link to measure, or ``module`` is of the
+            other package of Lightning.
     """
     require_whole("steps", steps, 1)
+    require_same_package(module, "advise()")
     where = _device(device)
     probed = link is None
     if link is None:

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.advice.advice import STEPS, Advice, advise
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
+from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.simulation.command import add_link_arguments, link_of
 
 __all__ = ["add_arguments", "advice_for", "call_target", "load_target"]

@@ -18,16 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +27,18 @@ from lightning_bytescheduler.advice.measured_profile import StepParts, make_prof
 from lightning_bytescheduler.advice.step_recorder import DeviceClock, StepRecorder
 from lightning_bytescheduler.ddp.plan import model_reasons, norm_needed_by, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import (
+    CombinedLoader,
+    DummyLogger,
+    Fabric,
+    LightningEnvironment,
+    MisconfigurationException,
+    SingleDeviceStrategy,
+    extract_batch_size,
+    is_overridden,
+    isolate_rng,
+    pl,
+)
 
 __all__ = ["measure_step"]
 
@@ -324,7 +327,7 @@ def _random_state_restored() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what a Trainer says at the start of a fit: it is not the user's."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in (pl.__name__, Fabric.__module__.rpartition(".")[0])]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -10,30 +10,22 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.trainer import trainer as trainer_module
 
 from lightning_bytescheduler.checking.recorder import Recorder
-from lightning_bytescheduler.checking.runs import SPEC_VARIABLE, RunSpec
+from lightning_bytescheduler.checking.runs import SPEC_VARIABLE, RunSpec, refuse
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
-
-__all__ = ["install", "refuse", "refuse_foreign", "strategy_for", "watch_fits"]
-
-_STARTED = "started.txt"
-"""Made when Lightning was imported."""
-
-_REFUSED = "refused.txt"
-"""Where a run says why the training cannot be checked."""
-
-_FOREIGN = (
-    "The script trains with the separate 'pytorch_lightning' package, which lightning-bytescheduler does not extend. "
-    "Use `import lightning as L` (or `from lightning import pytorch as pl`)."
+from lightning_bytescheduler.lightning_api import (
+    DDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+    pl,
+    trainer_module,
 )
-_FABRIC = "The script trains with Fabric, which has no strategy 'bytescheduler'. The check is for Lightning's Trainer."
+
+__all__ = ["install", "strategy_for", "watch_fits"]
 
 _HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -125,26 +117,8 @@ def _not_comparable(name: str) -> str:
 def install() -> None:
     """Take over what this process does with Lightning, as the environment says."""
     spec, folder = RunSpec.load(Path(os.environ[SPEC_VARIABLE]))
-    (folder / _STARTED).touch()
     _choose_strategies(spec, folder)
     watch_fits(spec, folder)
-    _patch(Fabric, "backward", lambda _: _refusing(folder, _FABRIC))
-
-
-def refuse_foreign() -> None:
-    """See to it that ``pytorch_lightning``'s Trainer says why it is not checked."""
-    _, folder = RunSpec.load(Path(os.environ[SPEC_VARIABLE]))
-    _patch(sys.modules["pytorch_lightning"].Trainer, "fit", lambda _: _refusing(folder, _FOREIGN))
-
-
-def refuse(folder: Path, reason: str) -> None:
-    """End this process, as the training cannot be checked."""
-    (folder / _REFUSED).write_text(reason)
-    raise SystemExit(2)
-
-
-def _refusing(folder: Path, reason: str) -> Callable[..., None]:
-    return lambda *_, **__: refuse(folder, reason)
 
 
 def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

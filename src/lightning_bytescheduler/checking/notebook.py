@@ -17,25 +17,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer import trainer as trainer_module
 
 from lightning_bytescheduler.checking.command import STEPS, TIMEOUT, check_numbers
-from lightning_bytescheduler.checking.injected import refuse, strategy_for, watch_fits
+from lightning_bytescheduler.checking.injected import strategy_for, watch_fits
 from lightning_bytescheduler.checking.procedure import investigate
 from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.checking.runs import (
+    STARTED,
     RunFolders,
     RunProgress,
     RunResult,
     RunSpec,
     end_processes,
+    refuse,
     result_of,
     wait_for,
 )
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, trainer_module
+from lightning_bytescheduler.registration import require_same_package
 
 __all__ = ["check"]
 
@@ -74,9 +76,11 @@ def check(
 
     Raises:
         OptionError: If an option's value is not allowed.
-        UnsupportedError: If this process is one of several ranks, or cannot be forked.
+        UnsupportedError: If this process is one of several ranks, or cannot be forked; or ``trainer`` is of the other
+            package of Lightning.
     """
     check_numbers(steps, devices, timeout, seed)
+    require_same_package(trainer, "check()")
     if (dist.is_available() and dist.is_initialized()) or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         raise UnsupportedError("check() starts the ranks itself: call it in one process, before any training with ddp.")
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -128,7 +132,7 @@ def _train(spec: RunSpec, folder: Path, trainer: pl.Trainer, fit: Callable[[], N
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.environ.pop("BYTESCHEDULER_TIMELINE", None)
-    (folder / "started.txt").touch()
+    (folder / STARTED).touch()
     with open(folder / "output.txt", "w", buffering=1) as output, contextlib.redirect_stdout(output):
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

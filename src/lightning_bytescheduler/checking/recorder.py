@@ -5,21 +5,19 @@ Of a traced run also what opened each parameter's gate: the line that touched it
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import xxhash
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
 from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
+from lightning_bytescheduler.lightning_api import Checkpoint, DummyLogger, pl
 
 __all__ = ["PROGRESS", "GateWatch", "Recorder", "digest"]
 
@@ -90,8 +88,8 @@ def digest(value: Any) -> str:
     if value.layout != torch.strided:
         value = value.to_dense()
     flat = value.cpu().contiguous().reshape(-1)
-    bits = xxhash.xxh3_64_hexdigest(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
-    return f"{value.dtype} {tuple(value.shape)} {bits}"
+    bits = hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"", digest_size=8)
+    return f"{value.dtype} {tuple(value.shape)} {bits.hexdigest()}"
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,12 +20,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TextIO
+from typing import Literal, NoReturn, TextIO
 
 import msgspec
 
 __all__ = [
     "SPEC_VARIABLE",
+    "STARTED",
     "RankRecord",
     "RunFolders",
     "RunProgress",
@@ -33,12 +34,19 @@ __all__ = [
     "RunSpec",
     "ScriptRuns",
     "end_processes",
+    "refuse",
     "result_of",
     "wait_for",
 ]
 
 SPEC_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
 """Environment variable with the path of a :class:`RunSpec`; set in the user's processes only."""
+
+STARTED = "started.txt"
+"""Made in a run's folder when Lightning was imported."""
+
+_REFUSED = "refused.txt"
+"""Where a run says why the training cannot be checked."""
 
 StrategyName = Literal["ddp", "configured", "strict", "synchronised"]
 
@@ -258,7 +266,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool,
         result.ranks = records
         return result
     with contextlib.suppress(OSError):
-        result.refused = (folder / "refused.txt").read_text()
+        result.refused = (folder / _REFUSED).read_text()
         return result
     errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
     told = _steps_taken(folder)
@@ -268,13 +276,19 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool,
     elif errors:
         result.error = errors[0]
     elif code == 0 and not records:
-        result.refused = _NO_FIT if (folder / "started.txt").exists() else _NO_HOOK
+        result.refused = _NO_FIT if (folder / STARTED).exists() else _NO_HOOK
     else:
         result.error = f"exit code {code}"
     tail = _tail(folder / "output.txt")
     if result.error and tail:
         result.error += f"\n{tail}"
     return result
+
+
+def refuse(folder: Path, reason: str) -> NoReturn:
+    """End this process, as the training cannot be checked."""
+    (folder / _REFUSED).write_text(reason)
+    raise SystemExit(2)
 
 
 def _records(folder: Path) -> list[RankRecord]:

@@ -12,8 +12,6 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 
-import lightning
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +20,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.failures.startup_check import Introduction
+from lightning_bytescheduler.lightning_api import PACKAGE, pl
 
 __all__ = ["FitPosition", "introduce", "parameter_facts", "place_of"]
 
@@ -150,7 +149,7 @@ def introduce(
         facts={name: _text(value) for name, value in facts.items()},
         noted={
             "torch": torch.__version__,
-            "lightning": lightning.__version__,
+            PACKAGE: pl.__version__,
             "Python": ".".join(platform.python_version_tuple()[:2]),
             **variables,
         },

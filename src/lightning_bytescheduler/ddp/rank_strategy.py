@@ -3,60 +3,33 @@
 With Lightning's launchers for processes that the main process starts and joins (spawn, fork), Lightning calls
 ``on_exception`` and tears down in the main process, when the workers are gone: the other ranks have to hear of a
 failure from the worker it happens in, before it dies.
-
-For the separate ``pytorch_lightning`` package there is a clear error. Its Trainer accepts only strategies derived from
-its own classes: where it is already imported, the names are registered there too, bound to an error that says what to
-import instead.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
-
-__all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of", "refuse_foreign_trainer"]
-
-_MESSAGE = (
-    "strategy={name!r} was given to pytorch_lightning's Trainer, but lightning-bytescheduler extends the 'lightning' "
-    "package. Use `import lightning as L` (or `from lightning import pytorch as pl`) for Trainer, LightningModule and "
-    "callbacks alike."
+from lightning_bytescheduler.lightning_api import (
+    PACKAGE,
+    DDPStrategy,
+    SIGTERMException,
+    _MultiProcessingLauncher,
+    pl,
+    rank_zero_warn,
 )
 
-
-def refuse_foreign_trainer(names: Iterable[str]) -> None:
-    """Register ``names`` with ``pytorch_lightning``, if it is imported, as an error with the way out."""
-    foreign = sys.modules.get("pytorch_lightning.strategies")
-    registry = getattr(foreign, "StrategyRegistry", None)
-    if foreign is None or registry is None:
-        return
-    for name in names:
-        if name in registry:
-            continue
-
-        class Refused(foreign.Strategy):  # type: ignore[name-defined, misc]
-            _name = name
-
-            def __new__(cls, **_: Any) -> Any:
-                raise UnsupportedError(_MESSAGE.format(name=cls._name))
-
-        registry.register(name, Refused, description="lightning-bytescheduler needs the 'lightning' package")
+__all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of"]
 
 
 class PublishingLauncher(_MultiProcessingLauncher):
@@ -99,6 +72,10 @@ class RankStrategy(DDPStrategy):
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
         super().__init__(**options)
+
+    def __repr__(self) -> str:
+        # The other package's Trainer takes it for a wrong name, and says no more than this.
+        return f"<{type(self).__name__} of {PACKAGE!r}>"
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

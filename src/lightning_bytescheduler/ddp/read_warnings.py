@@ -8,12 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_bytescheduler.ddp.steps import StepListener
+from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
 
 __all__ = ["EarlyReads"]
 

@@ -15,12 +15,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -46,6 +42,14 @@ from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.lightning_api import (
+    DDPStrategy,
+    MixedPrecision,
+    Precision,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint

@@ -13,12 +13,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.ddp_arguments import (
@@ -38,6 +33,13 @@ from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
+from lightning_bytescheduler.lightning_api import (
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    default_pg_timeout,
+    pl,
+)
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]
@@ -364,20 +366,3 @@ class ByteSchedulerStrategy(RankStrategy):
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(*args, **kwargs)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register ``bytescheduler`` and its variants, named as DDP's are."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            name = f"bytescheduler{suffix}"
-            strategy_registry.register(
-                name, cls, description=f"DDP scheduled by ByteScheduler ({start_method})", start_method=start_method
-            )
-            for unused in (False, True):
-                strategy_registry.register(
-                    f"{name}_find_unused_parameters_{str(unused).lower()}",
-                    cls,
-                    description=f"DDP scheduled by ByteScheduler ({start_method}), find_unused_parameters={unused}",
-                    find_unused_parameters=unused,
-                    start_method=start_method,
-                )

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl
 
 __all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "measured_batch_size", "resolve_batch_size", "with_batch_size"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import pl
 
 __all__ = ["PerformanceMonitor", "TakesBatchReports"]
 

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Answer,
@@ -35,7 +34,7 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
 
-__all__ = ["SharedSlices", "share_slices", "training_of"]
+__all__ = ["SharedSlices", "share_slices"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class SharedSlices:
     Epochs of the data are the strategy's, which ends them for all workers at once: see ``RoundBoundaries``.
 
     Args:
+        data: Whose slices they are.
         store: That all workers share.
         worker: Number of this one.
         workers: How many there are.
@@ -61,8 +61,16 @@ class SharedSlices:
     waits = False
 
     def __init__(
-        self, store: dist.Store, *, worker: int, workers: int, timeout: float, check: Callable[[], None]
+        self,
+        data: SliceDataModule,
+        store: dist.Store,
+        *,
+        worker: int,
+        workers: int,
+        timeout: float,
+        check: Callable[[], None],
     ) -> None:
+        self._data = data
         self.worker = worker
         self.workers = workers
         self._store = store
@@ -91,6 +99,12 @@ class SharedSlices:
                 self._store, _MAILBOX, thread=_THREAD, handle=lambda _, text: answers(text), on_error=_reading_ended
             )
         return tracker
+
+    @property
+    def training(self) -> TrackedTraining | None:
+        """What workers share in a fit, after its setup."""
+        training = self._data.training
+        return training if isinstance(training, TrackedTraining) else None
 
     def finish(self) -> None:
         """The training is over here: ask nothing more. Worker 0 waits for the others, which may be in their last step.
@@ -124,30 +138,18 @@ def share_slices(
     Raises:
         UnsupportedError: If several ranks train together as one worker: they need equally many batches.
     """
-    data = _slices_of(trainer)
-    if data is None:
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    if not isinstance(data, SliceDataModule):
         return None
     if world.inner_size > 1:
         raise UnsupportedError(
             "A SliceDataModule hands its slices out to workers of one process. Leave inner out, or use data loaders, "
             "whose samples are split among all processes."
         )
-    slices = SharedSlices(world.store, worker=world.worker, workers=world.workers, timeout=timeout, check=check)
+    slices = SharedSlices(data, world.store, worker=world.worker, workers=world.workers, timeout=timeout, check=check)
     data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
     data.bind_tracker(slices)
     return slices
-
-
-def _slices_of(trainer: pl.Trainer) -> SliceDataModule | None:
-    data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-    return data if isinstance(data, SliceDataModule) else None
-
-
-def training_of(trainer: pl.Trainer) -> TrackedTraining | None:
-    """What workers share in a fit, after its setup."""
-    data = _slices_of(trainer)
-    training = None if data is None else data.training
-    return training if isinstance(training, TrackedTraining) else None
 
 
 def _reading_ended(error: BaseException) -> None:

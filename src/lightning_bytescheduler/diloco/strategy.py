@@ -8,18 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,12 +31,25 @@ from lightning_bytescheduler.diloco.process_groups import JointCollectives, Work
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
 from lightning_bytescheduler.diloco.session import SessionStatistics
-from lightning_bytescheduler.diloco.shared_slices import SharedSlices, share_slices, training_of
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import hold_roll_call, require_alike
+from lightning_bytescheduler.lightning_api import (
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    RunningStage,
+    TrainerFn,
+    default_pg_timeout,
+    pl,
+    rank_zero_warn,
+    reset_seed,
+)
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
 __all__ = ["DiLoCoStrategy"]
 
@@ -246,7 +251,11 @@ class DiLoCoStrategy(WorkerStrategy):
                 monitor = PerformanceMonitor()
                 callbacks_of(trainer).insert(1, monitor)
                 self._added.append(monitor)
-            if self._world is not None:
+            if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
+                from lightning_bytescheduler.diloco.shared_slices import (
+                    share_slices,  # only with data, as it takes time
+                )
+
                 seconds = self._options.outer(self._timeout).timeout
                 self._slices = share_slices(trainer, self._world, timeout=seconds, check=self._check_others)
 
@@ -383,7 +392,7 @@ class DiLoCoStrategy(WorkerStrategy):
             group=group,
             first_worker=world.worker == 0,
             together=self._validating_together,
-            shared_data=None if self._slices is None else training_of(trainer),
+            shared_data=None if self._slices is None else self._slices.training,
         )
         with self._explained():
             self._runtime.start(self._kept_state)
@@ -477,14 +486,3 @@ class DiLoCoStrategy(WorkerStrategy):
             self._slices.close(failed=True)
         if self._runtime is not None:
             self._runtime.fail(cause)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register ``diloco`` and its variants, named as DDP's are."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            strategy_registry.register(
-                f"diloco{suffix}",
-                cls,
-                description=f"Low-communication training of uneven workers ({start_method})",
-                start_method=start_method,
-            )

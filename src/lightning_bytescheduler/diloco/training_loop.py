@@ -16,10 +16,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import WorkerSession
+from lightning_bytescheduler.lightning_api import pl
 
 __all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
 

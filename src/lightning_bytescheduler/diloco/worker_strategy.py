@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
 from lightning_bytescheduler.diloco.process_groups import JointCollectives
+from lightning_bytescheduler.lightning_api import TrainerFn, pl
 
 __all__ = ["WorkerStrategy", "own_sigterm", "shared_metrics"]
 

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import rank_zero_info
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.slices.fetch import SliceStatistics
 from lightning_bytescheduler.slices.training import CoordinatedDataModule
 
@@ -75,8 +75,9 @@ class SliceCoordinator(pl.Callback):
         """Require the data module that this is for.
 
         Raises:
-            UnsupportedError: If the Trainer has another one, or none.
+            UnsupportedError: If the Trainer has another one, or none, or is of the other package of Lightning.
         """
+        require_same_package(trainer, "SliceCoordinator")
         if stage == "fit":
             data = self._data(trainer)
             self._logged, self._waited, self._steps = data.statistics, data.waited, 0

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_bytescheduler.checks import require_path, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.tuning.decisions import CreditTuning
 from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, TuningIdentity, append_entries
 from lightning_bytescheduler.tuning.search import TuningOptions, prepare
@@ -251,8 +250,9 @@ class CreditTuner(pl.Callback):
         """Refuse strategies that have nothing to tune.
 
         Raises:
-            UnsupportedError: If the strategy is another one.
+            UnsupportedError: If the strategy is another one, or the Trainer is of the other package of Lightning.
         """
+        require_same_package(trainer, "CreditTuner")
         if stage == "fit" and not hasattr(trainer.strategy, "runtime"):
             raise UnsupportedError(
                 f"CreditTuner tunes ByteSchedulerStrategy, not {type(trainer.strategy).__name__}: use "

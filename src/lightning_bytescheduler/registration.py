@@ -1,0 +1,237 @@
+"""The strategies by name, and which Lightning they belong to.
+
+Lightning is published as ``lightning`` and as ``pytorch_lightning``, with classes of their own: the Trainer of one
+accepts no strategy of the other. Where one is installed, so is the other. The adapters take all of Lightning's names
+from :mod:`~lightning_bytescheduler.lightning_api`, and that is imported, with them, when it is known which of the two
+a project uses:
+
+* A strategy is asked for by name: that of the Trainer that asks.
+* A name such as ``ByteSchedulerStrategy`` is imported: what ``BYTESCHEDULER_LIGHTNING`` says; else the one that the
+  importing file imports too, whichever line comes first; else the one that has been imported; else ``lightning``.
+
+After that it is settled for the process, and the other one's Trainer gets an error that says why. Processes that this
+one starts find the answer in the variable.
+
+This module imports neither Lightning nor torch. It registers the names in each of the two once that is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, cast
+
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+__all__ = [
+    "VARIABLE",
+    "LightningPackage",
+    "choose_package",
+    "register_strategies",
+    "require_same_package",
+    "use_package",
+]
+
+LightningPackage = Literal["lightning", "pytorch_lightning"]
+
+VARIABLE = "BYTESCHEDULER_LIGHTNING"
+
+_TRAINERS: dict[str, LightningPackage] = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+"""The modules whose Trainers there are, and the package of each."""
+
+
+class _Choice(NamedTuple):
+    package: LightningPackage
+    reason: str
+
+
+_choice: _Choice | None = None
+
+
+def choose_package() -> LightningPackage:
+    """The package whose names the adapters take, decided at the first call.
+
+    Raises:
+        OptionError: If ``BYTESCHEDULER_LIGHTNING`` names neither.
+    """
+    global _choice
+    if _choice is None:
+        _choice = _from_environment() or _from_importing_file() or _from_what_is_imported()
+    return _choice.package
+
+
+def use_package(package: LightningPackage, asked: str) -> None:
+    """Have the adapters take their names from ``package``, if nothing else is decided yet.
+
+    Args:
+        package: The one of a Trainer.
+        asked: What the Trainer has to do with us, as a sentence.
+
+    Raises:
+        UnsupportedError: If the adapters belong to the other one already.
+    """
+    global _choice
+    if _choice is None:
+        _choice = _Choice(package, f"a Trainer of {package} had asked for a strategy before")
+        os.environ[VARIABLE] = package  # for ranks that are started as new processes
+    if _choice.package != package:
+        raise UnsupportedError(
+            f"{asked}, but lightning-bytescheduler works with '{_choice.package}' in this process, as "
+            f"{_choice.reason}. Use one of the two throughout, for Trainer, LightningModule and callbacks alike; to "
+            f"say which, set {VARIABLE}={package} before Python starts."
+        )
+
+
+def require_same_package(trainer: object, ours: str) -> None:
+    """See to it that a Trainer, or a LightningModule, and ``ours`` belong to one package.
+
+    Raises:
+        UnsupportedError: If they do not.
+    """
+    for base in type(trainer).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in _TRAINERS.values():
+            use_package(cast(LightningPackage, package), f"{ours} was given a {base.__name__} of {package}")
+            return
+
+
+def _from_environment() -> _Choice | None:
+    value = os.environ.get(VARIABLE, "")
+    if not value:
+        return None
+    if value not in _TRAINERS.values():
+        raise OptionError(VARIABLE, value, "'lightning' or 'pytorch_lightning'")
+    return _Choice(cast(LightningPackage, value), f"{VARIABLE} says")
+
+
+def _from_importing_file() -> _Choice | None:
+    """What the file imports that imports from here, or failing that, the file that imports that one."""
+    for frame in _frames():
+        # Of a file's own code, these are the names of its variables and of the modules it imports.
+        named = {name.partition(".")[0] for name in frame.f_code.co_names}
+        packages = [package for package in _TRAINERS.values() if package in named]
+        if frame.f_code.co_name == "<module>" and len(packages) == 1:
+            return _Choice(packages[0], f"{os.path.basename(frame.f_code.co_filename)} imports that")
+    return None
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != __package__:
+            yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _from_what_is_imported() -> _Choice:
+    imported = [package for module, package in _TRAINERS.items() if module in sys.modules]
+    if len(imported) == 1:
+        return _Choice(imported[0], f"only that had been imported when {__package__}'s names were")
+    return _Choice("lightning", f"nothing else was known when {__package__}'s names were imported")
+
+
+# ---------------------------------------------------------------------- the names
+
+
+class _Place(NamedTuple):
+    """Where a strategy's class is."""
+
+    module: str
+    name: str
+    description: str
+
+
+_BYTESCHEDULER = _Place(
+    "lightning_bytescheduler.ddp.strategy", "ByteSchedulerStrategy", "DDP scheduled by ByteScheduler"
+)
+_DILOCO = _Place(
+    "lightning_bytescheduler.diloco.strategy", "DiLoCoStrategy", "Low-communication training of uneven workers"
+)
+_STARTS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
+
+
+def _named() -> Iterator[tuple[str, _Place, dict[str, Any]]]:
+    """Each strategy by name, with its options; named as DDP's are."""
+    for suffix, start_method in _STARTS:
+        yield f"bytescheduler{suffix}", _BYTESCHEDULER, {"start_method": start_method}
+        for unused in (False, True):
+            options = {"start_method": start_method, "find_unused_parameters": unused}
+            yield f"bytescheduler{suffix}_find_unused_parameters_{str(unused).lower()}", _BYTESCHEDULER, options
+    for suffix, start_method in _STARTS:
+        yield f"diloco{suffix}", _DILOCO, {"start_method": start_method}
+
+
+class _Registered:
+    """In a package's registry in a strategy's place: imports its class when a Trainer asks for it.
+
+    Args:
+        package: Whose registry it is in.
+        name: The name there.
+        place: Where the class is.
+    """
+
+    def __init__(self, package: LightningPackage, name: str, place: _Place) -> None:
+        self._package = package
+        self._name = name
+        self._place = place
+
+    def __call__(self, **options: Any) -> Any:
+        use_package(self._package, f"strategy={self._name!r} was given to {self._package}'s Trainer")
+        return getattr(importlib.import_module(self._place.module), self._place.name)(**options)
+
+
+def register_strategies() -> None:
+    """Register all strategies with each of the two packages, at once or when it is imported."""
+    waiting = {}
+    for module, package in _TRAINERS.items():
+        registry = getattr(sys.modules.get(f"{module}.strategies"), "StrategyRegistry", None)
+        if registry is None:
+            waiting[module] = package
+        else:
+            _register(registry, package)
+    if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(waiting))
+
+
+def _register(registry: Any, package: LightningPackage) -> None:
+    for name, place, options in _named():
+        if name not in registry:  # importing twice, as after a reload, must not raise
+            description = ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
+            registry.register(name, _Registered(package, name, place), description=description, **options)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Registers the strategies with a package when its import has ended.
+
+    Args:
+        waiting: The modules to wait for, each with its package.
+    """
+
+    def __init__(self, waiting: dict[str, LightningPackage]) -> None:
+        self._waiting = waiting
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        package = self._waiting.pop(fullname, None)
+        if package is None:
+            return None
+        spec = importlib.util.find_spec(fullname)  # found by the others: it is no longer waited for here
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        execute = spec.loader.exec_module
+
+        def then(module: ModuleType) -> None:
+            try:
+                execute(module)
+            except BaseException:
+                self._waiting[fullname] = package  # the project may mend what failed, and import it again
+                raise
+            _register(module.strategies.StrategyRegistry, package)
+
+        spec.loader.exec_module = then  # type: ignore[method-assign]
+        return spec
