@@ -42,7 +42,7 @@ LightningPackage = Literal["lightning", "pytorch_lightning"]
 
 VARIABLE = "BYTESCHEDULER_LIGHTNING"
 
-_TRAINERS: dict[str, LightningPackage] = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+_TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
 """The modules whose Trainers there are, and the package of each."""
 
 
@@ -226,12 +226,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def then(module: ModuleType) -> None:
+            this = module.__spec__ is spec  # a loader may load others too, as that of a zip file does
             try:
                 execute(module)
             except BaseException:
-                self._waiting[fullname] = package  # the project may mend what failed, and import it again
+                if this:
+                    self._waiting[fullname] = package  # the project may mend what failed, and import it again
                 raise
-            _register(module.strategies.StrategyRegistry, package)
+            if this:
+                _register(module.strategies.StrategyRegistry, package)
 
         spec.loader.exec_module = then  # type: ignore[method-assign]
         return spec

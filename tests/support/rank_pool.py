@@ -200,7 +200,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
         **_ONE_THREAD,
     )
     for name in list(os.environ):
-        if name.startswith("BYTESCHEDULER_"):
+        if name.startswith("BYTESCHEDULER_") and name != "BYTESCHEDULER_LIGHTNING":
             del os.environ[name]
     os.environ["BYTESCHEDULER_CREDIT_TUNING"] = "0"  # clocks decide nothing, unless a test asks for it
     stack_file = open(stacks, "w")  # noqa: SIM115  # open for as long as the process lives

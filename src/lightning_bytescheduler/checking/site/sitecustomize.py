@@ -50,8 +50,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def then(module: ModuleType) -> None:
+            this = module.__spec__ is spec  # a loader may load others too, as that of a zip file does
             execute(module)
-            action(module)
+            if this:
+                action(module)
 
         spec.loader.exec_module = then  # type: ignore[method-assign]
         return spec
