@@ -23,7 +23,7 @@ import lightning_bytescheduler
 
 DISTRIBUTION = "lightning-bytescheduler"
 # What the extras bring: a module of the package may need one of these, and nothing else that is not there.
-NEEDS_EXTRA = {"matplotlib", "rich", "jsonargparse"}
+NEEDS_EXTRA: set[str] = set()
 
 
 def check(holds: bool, otherwise: str) -> None:
