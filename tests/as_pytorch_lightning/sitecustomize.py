@@ -49,10 +49,9 @@ class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._spec = module.__spec__
             return module
         module = ModuleType("lightning")
-        module.__dict__.update(
-            {k: v for k, v in vars(importlib.import_module("pytorch_lightning")).items() if k[0] != "_"}
-        )
-        module.__dict__.update(__version__=importlib.import_module("pytorch_lightning").__version__, __path__=[])
+        other = importlib.import_module("pytorch_lightning")
+        vars(module).update({name: value for name, value in vars(other).items() if not name.startswith("_")})
+        vars(module).update(__version__=other.__version__, __path__=[])
         self._spec = spec
         return module
 

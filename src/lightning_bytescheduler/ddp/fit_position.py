@@ -118,7 +118,7 @@ def _launched() -> int:
 
 _OF_ONE_RANK = ("BYTESCHEDULER_BATCH_SIZE",)  # by design
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs from process to process
-_LOCAL = ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")  # ignored anyway
+_LOCAL = ("BYTESCHEDULER_LIGHTNING", "BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")  # said otherwise, or ignored
 
 
 def introduce(
