@@ -9,6 +9,7 @@ ByteSchedulerError
 ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
 ├── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
 │   └── RanksDivergedError               no rank failed, but they wait for each other in different places
+├── RanksUnreachableError (ConnectionError)  ranks found each other at the store, and cannot connect
 ├── RanksDifferError                     the ranks are not in the same training: another version, other options
 ├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
 ├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
@@ -25,6 +26,7 @@ __all__ = [
     "RankFailedError",
     "RanksDifferError",
     "RanksDivergedError",
+    "RanksUnreachableError",
     "SchedulerClosedError",
     "SchedulerTimeoutError",
     "SliceCorruptError",
@@ -114,6 +116,10 @@ class RanksDivergedError(RankFailedError):
 
     def __reduce__(self) -> tuple[type[RanksDivergedError], tuple[str]]:  # type: ignore[override]
         return (type(self), (self.cause,))
+
+
+class RanksUnreachableError(ByteSchedulerError, ConnectionError):
+    """This rank cannot connect to another one, or another one failed while the ranks connected."""
 
 
 class RanksDifferError(ByteSchedulerError):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
@@ -26,6 +27,7 @@ from lightning_bytescheduler.lightning_api import (
     SIGTERMException,
     _MultiProcessingLauncher,
     pl,
+    rank_zero_info,
     rank_zero_warn,
 )
 
@@ -85,11 +87,18 @@ class RankStrategy(DDPStrategy):
     # ------------------------------------------------------------------ who takes part
 
     def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
-        """Around the wait for the other ranks: who is missing is said."""
+        """Around the wait for the other ranks: who is missing is said, and that one of them failed."""
         environment = self.cluster_environment
         if environment is None or ranks == 1 or dist.is_initialized():
             return nullcontext()
         self.set_world_ranks()
+        if self.num_nodes > 1:
+            interface = choose_interface(environment.main_address)
+            if interface is not None:
+                rank_zero_info(
+                    f"bytescheduler: ranks connect through {interface}, which leads to {environment.main_address}, as "
+                    f"this machine's name does not ({VARIABLE} chooses another one)."
+                )
         return RendezvousWatch(
             environment.main_address,
             environment.main_port,

@@ -3,7 +3,9 @@
 *Before there is a process group*, while the ranks look for each other, torch waits in silence.
 :class:`RendezvousWatch` has a thread, ``bytescheduler-rendezvous``, which writes to the same store, on a connection of
 its own, that this rank has come, and says now and then who has not. Nothing happens in the first two seconds, in which
-most jobs meet. The thread ends within seconds of the wait that it watches.
+most jobs meet. A rank that fails there, as one that cannot connect to another, writes that too. The others may then
+stand in torch's native code for half an hour, where no exception reaches them: they end, and nothing is lost yet. The
+thread ends within seconds of the wait that it watches.
 
 *Before ranks wait for each other in a training*, each introduces itself with a few facts and reads what all others say
 (:func:`hold_roll_call`). A fact that has to be equal and is not is an error on every rank, which names ranks, hosts and
@@ -14,9 +16,12 @@ groups.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +31,7 @@ from types import TracebackType
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RanksDifferError, RanksUnreachableError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import StoreMessage
 
 __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
@@ -38,7 +43,11 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks of the roll call
 _FIRST_S, _LOOK_S = 2.0, 1.0  # before the rendezvous thread's first look, and between two
 _CONNECT_S = 2.0
 _STOP_S = 5.0
+_LEAVE_S = 5.0  # for this rank to come out of the wait by itself, after another one has failed
 _RANKS_SHOWN = 16
+_LONGEST_TEXT = 2000
+_NO_CONNECTION = "connectFullMesh failed"  # as gloo says it
+_watches = itertools.count()
 _ABSENT = "nothing"
 
 
@@ -187,6 +196,10 @@ class RendezvousWatch:
         self._rank, self._world_size, self._strategy = rank, world_size, strategy
         self._warn_after = _WARN_S if warn_after is None else warn_after
         self._met = threading.Event()
+        # As a rank may try again, with the store of torchrun still there.
+        self._failed = f"failed/{next(_watches)}"
+        self._error: BaseException | None = None  # this rank's
+        self._elsewhere = ""  # another rank's
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
 
@@ -197,8 +210,16 @@ class RendezvousWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            self._error = error
         self._met.set()
         self._thread.join(_STOP_S)
+        if self._error is None:
+            return
+        if self._elsewhere:
+            raise RanksUnreachableError(self._elsewhere) from error
+        if _NO_CONNECTION in str(error):
+            raise RanksUnreachableError(self._unreachable(str(error))) from error
 
     def _run(self) -> None:
         started, warn_at = time.monotonic(), self._warn_after
@@ -216,8 +237,42 @@ class RendezvousWatch:
                 if waited >= warn_at or new:
                     warn_at *= 2 if waited >= warn_at else 1
                     self._say(store is not None, here, waited)
+                if store is not None and store.check([self._failed]):
+                    self._leave(store.get(self._failed).decode())
+                    return
             except RuntimeError:  # the store has gone; whoever waits for it will say so
                 store = None
+        if self._error is not None:
+            self._tell(store)
+
+    def _tell(self, store: dist.Store | None) -> None:
+        """The others, that this rank has failed."""
+        text = f"rank {self._rank} on {socket.gethostname()} failed while the ranks connected: {self._error}"
+        try:
+            store = store or self._connect()
+            if store is not None:
+                store.set(self._failed, text[:_LONGEST_TEXT])
+        except RuntimeError:
+            log.debug("The others could not be told.", exc_info=True)
+
+    def _leave(self, text: str) -> None:
+        """Another rank has failed, so that this one waits in vain."""
+        self._elsewhere = text
+        if self._met.wait(_LEAVE_S):
+            return
+        log.error("bytescheduler: %s. Rank %d ends, as it would wait for it.", text, self._rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _unreachable(self, error: str) -> str:
+        where = re.search(r"remote=\[(.*?)\]", error)
+        return (
+            f"Rank {self._rank} on {socket.gethostname()} found the others at {self._host}:{self._port}, but cannot "
+            f"connect to {'one of them' if where is None else f'the one at {where[1]}'}. Gloo connects through the "
+            "address that a machine's name resolves to: on each machine, name the interface that leads to the others, "
+            "such as GLOO_SOCKET_IFNAME=eth0, and let the machines connect to each other on all TCP ports."
+        )
 
     def _connect(self) -> dist.Store | None:
         """The store, once it is there, with this rank's name in it."""
