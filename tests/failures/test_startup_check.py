@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -102,3 +105,46 @@ def test_what_may_differ_is_said() -> None:
 def test_many_ranks_are_counted() -> None:
     assert names_of([4]) == "rank 4"
     assert names_of(range(20)).endswith("15 and 4 more")
+
+
+WATCHED = """
+import sys, time
+from lightning_bytescheduler.failures import startup_check
+from lightning_bytescheduler.failures.startup_check import RendezvousWatch
+import torch.distributed as dist
+startup_check._LEAVE_S = float(sys.argv[3])
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+with RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy="bytescheduler", warn_after=0.2):
+    if rank == 0:
+        time.sleep(float(sys.argv[4]))  # as in native code, where nobody can be reached
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(1.0)
+    raise RuntimeError("connectFullMesh failed with refused, remote=[127.0.1.1]:80")
+"""
+
+
+@pytest.mark.parametrize(("leave", "waits"), [(0.2, 60.0), (30.0, 6.0)], ids=["stands", "comes back"])
+def test_a_rank_that_cannot_connect_ends_the_others(leave: float, waits: float) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WATCHED, str(rank), str(port), str(leave), str(waits)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    waiting, failing = (rank.communicate(timeout=50)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "RanksUnreachableError: Rank 1 on " in failing
+    assert "cannot connect to the one at 127.0.1.1" in failing
+    assert "GLOO_SOCKET_IFNAME=eth0" in failing
+    assert "rank 1 on " in waiting
+    assert "failed while the ranks connected: connectFullMesh failed" in waiting
+    if waits > leave:
+        assert "Rank 0 ends, as it would wait for it." in waiting
+    else:
+        assert "RanksUnreachableError: rank 1 on " in waiting
