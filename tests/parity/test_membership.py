@@ -138,7 +138,7 @@ def test_layers_unfrozen_later_are_stepped_though_in_no_bucket(two_ranks: RankPo
 
 def test_layers_frozen_after_the_wrap_are_averaged_when_they_learn(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(FreezesLate,), ddp=UNUSED)
-    ddp, ours = assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, network="late", broken=nobody_sits_out)
     assert torch.equal(ddp[0].weights["first.weight"], ddp[1].weights["first.weight"])
     assert not [warning for warning in ours[0].warnings if "not averaged over ranks" in warning]
 

@@ -111,11 +111,12 @@ class KeepsCheckpoints(FTSCheckpoint):  # type: ignore[misc]
         folder: For the checkpoints, a folder for each strategy.
     """
 
+    dirpath: Any
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, filename="{epoch}", monitor="validation_loss", save_top_k=-1)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        assert self.dirpath is not None
         strategy = trainer.strategy
         name = strategy._options.mode if isinstance(strategy, ByteSchedulerStrategy) else "ddp"
         self.dirpath = str(Path(self.dirpath, name))
@@ -124,7 +125,7 @@ class KeepsCheckpoints(FTSCheckpoint):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
         trainer.strategy.barrier()  # written by one rank, read by all
-        for path in sorted(Path(str(self.dirpath)).iterdir()):
+        for path in sorted(Path(self.dirpath).iterdir()):
             saved = torch.load(path, weights_only=False)
             phases = next(state for name, state in saved["callbacks"].items() if name.startswith("Phases"))
             parts = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers")

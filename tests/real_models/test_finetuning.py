@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.parity.checks import DDP, assert_same, train_on
@@ -126,7 +125,12 @@ def test_phases_are_ddps(
 
 def test_by_epoch_alone(two_ranks: RankPool, tmp_path: Path) -> None:
     """Without early stopping, and with a schedule that is a dictionary."""
-    fts = partial(Phases, tmp_path, ft_schedule=yaml.safe_load(BY_EPOCH), epoch_transitions_only=True)
+    schedule = {
+        0: {"params": ["last.weight", "last.bias"], "max_transition_epoch": 2},
+        1: {"params": ["layers.*"], "max_transition_epoch": 5},
+        2: {"params": ["first.weight", "first.bias"], "max_transition_epoch": 8},
+    }
+    fts = partial(Phases, tmp_path, ft_schedule=schedule, epoch_transitions_only=True)
     callbacks = (fts, NotesPhases, partial(KeepsCheckpoints, tmp_path / "checkpoints"))
     recipes = recipe(partial(Tower, optimizer=adamw), tmp_path, fts, callbacks=callbacks)
     expected, actual = train_on(two_ranks, recipes, DDP, OVERLAPPED)
