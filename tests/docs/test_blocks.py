@@ -14,9 +14,11 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import create_autospec
 
 import lightning as L
@@ -77,6 +79,8 @@ def test_python(page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for function in ("advise", "check"):
         replaced = create_autospec(getattr(lightning_bytescheduler, function))
         monkeypatch.setattr(lightning_bytescheduler, function, replaced)
+    for name, module in _third_parties().items():
+        monkeypatch.setitem(sys.modules, name, module)
     names: dict[str, object] = {
         "L": L,
         "model": BoringModel(),
@@ -89,6 +93,19 @@ def test_python(page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         if block.language == "python":
             source = "\n" * block.line + block.text  # so that a traceback names the page's line
             exec(compile(source, page.path, "exec"), names)
+
+
+def _third_parties() -> dict[str, ModuleType]:
+    """In the place of packages that only `make real-models` installs; what they do is tested there."""
+
+    class FinetuningScheduler(L.Callback):
+        def __init__(self, *, allow_untested: bool, custom_strategy_adapters: dict[str, str] | None = None) -> None:
+            assert allow_untested
+
+    package, adapters = ModuleType("finetuning_scheduler"), ModuleType("finetuning_scheduler.strategy_adapters")
+    vars(package).update(FinetuningScheduler=FinetuningScheduler)
+    vars(adapters).update(StrategyAdapter=object)
+    return {module.__name__: module for module in (package, adapters)}
 
 
 # -------------------------------------------------------------------- commands

@@ -61,7 +61,7 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
         Mode.PARTLY,
         "",
         "DDP does not reduce what was frozen when it wrapped the model; each rank steps that at the step, as with DDP",
-        "a new `fit` once they are unfrozen",
+        "[freeze them in `on_fit_start`](#layers-that-learn-later)",
     ),
     ("loop", "reads-gradients"): Effect(
         Mode.READ, "", "what is read has to be there", "read them every few steps only"

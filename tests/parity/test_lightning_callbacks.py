@@ -149,6 +149,9 @@ def test_finetuning(two_ranks: RankPool) -> None:
     assert len(ddp[0].optimizers[0]["param_groups"]) == 2
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_updates > 0
+    said = [warning for warning in ours[0].warnings if "not averaged over ranks" in warning]
+    assert len(said) == 1
+    assert "'first.weight', 'first.bias' and 8 more" in said[0]
 
 
 def test_accumulation_that_changes_with_the_epoch(two_ranks: RankPool) -> None:

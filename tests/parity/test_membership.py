@@ -31,6 +31,13 @@ class Unfreezes(Callback):
             module.first.requires_grad_(True)
 
 
+class FreezesLate(Unfreezes):
+    """Freezes them until then, once DDP has wrapped the model: it averages their gradients when there are some."""
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        module.first.requires_grad_(False)
+
+
 class AddsGroup(Callback):
     """Hands the optimizer a group of parameters in mid-training, as Lightning's finetuning callback does."""
 
@@ -127,6 +134,13 @@ def test_layers_unfrozen_later_are_stepped_though_in_no_bucket(two_ranks: RankPo
     recipe = Recipe(model=partial(PartlyFrozen, optimizer=adamw), steps=STEPS, callbacks=(Unfreezes,))
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=only_buckets_step)
     assert not torch.equal(ddp[0].weights["first.weight"], ddp[1].weights["first.weight"])
+
+
+def test_layers_frozen_after_the_wrap_are_averaged_when_they_learn(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(FreezesLate,), ddp=UNUSED)
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, network="late", broken=nobody_sits_out)
+    assert torch.equal(ddp[0].weights["first.weight"], ddp[1].weights["first.weight"])
+    assert not [warning for warning in ours[0].warnings if "not averaged over ranks" in warning]
 
 
 def test_group_added_later(two_ranks: RankPool) -> None:

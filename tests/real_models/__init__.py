@@ -1,4 +1,4 @@
-"""Trainings of networks and optimizers of third parties, compared with DDP's."""
+"""Trainings with networks, optimizers and callbacks of third parties, compared with DDP's."""
 
 from __future__ import annotations
 

@@ -13,7 +13,16 @@ from tests.support.rank_pool import RankPool
 # Configurations are made here: nothing is ever downloaded. The ranks inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-_PACKAGES = ("diffusers", "lion_pytorch", "peft", "prodigyopt", "schedulefree", "torchvision", "transformers")
+_PACKAGES = (
+    "diffusers",
+    "finetuning_scheduler",
+    "lion_pytorch",
+    "peft",
+    "prodigyopt",
+    "schedulefree",
+    "torchvision",
+    "transformers",
+)
 _MISSING = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
 # First what makes torchvision importable, as Lightning's metrics import it when they find it.
 _PRELOADED = ("tests.real_models", "tests.real_models.language_models", "tests.real_models.image_models")

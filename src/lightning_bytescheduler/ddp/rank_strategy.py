@@ -143,6 +143,8 @@ class RankStrategy(DDPStrategy):
         """An epoch begins."""
         if self._position is not None:
             self._position.begin_epoch()
+        if self._gradients is not None:
+            self._gradients.begin_epoch()
 
     def count_batch(self) -> None:
         """A batch begins, unless the ranks have been found to wait for each other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -115,6 +115,25 @@ def announce_mode(found: ModeFound) -> None:
     rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
 
 
+_NAMES_SHOWN = 2
+
+
+def warn_unaveraged(names: Sequence[str]) -> None:
+    """Say that ranks train parameters alone: DDP averages what required gradients when it wrapped the model.
+
+    Args:
+        names: Of the parameters.
+    """
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    rank_zero_warn(
+        f"bytescheduler: the gradients of {shown} are not averaged over ranks: they require gradients now, and did not "
+        "when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and the ranks' "
+        "weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
+        "find_unused_parameters=True."
+    )
+
+
 class ScheduledGradients:
     """One strategy's scheduler, fit after fit.
 
@@ -146,6 +165,8 @@ class ScheduledGradients:
         self._early_reads: EarlyReads | None = None
         self._opened_for: Mapping[str, int] = {}
         self._lost_weights: SchedulerClosedError | None = None
+        self._known: set[int] = set()  # ids of parameters that DDP averages, and of those said not to be
+        self._epoch_begins = False
 
     @property
     def plan(self) -> OverlapPlan | None:
@@ -184,6 +205,7 @@ class ScheduledGradients:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             return  # DDP has an error for it
+        self._known = set(map(id, parameters))
         groups = SchedulerGroups.create(timeout=self._timeout)
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))
         agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards)
@@ -305,6 +327,20 @@ class ScheduledGradients:
 
     # ------------------------------------------------------------------ one step
 
+    def begin_epoch(self) -> None:
+        """An epoch begins: callbacks may let more layers learn, until its first step."""
+        self._epoch_begins = True
+
+    def _find_unaveraged(self) -> None:
+        module = self._strategy.lightning_module
+        if module is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # not opening gates
+            found = {n: id(p) for n, p in module.named_parameters() if p.requires_grad and id(p) not in self._known}
+        if found:
+            self._known.update(found.values())
+            warn_unaveraged(list(found))
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass that trains."""
@@ -337,6 +373,9 @@ class ScheduledGradients:
         runtime = self.runtime
         if runtime is None:
             return take(closure)
+        if self._epoch_begins:
+            self._epoch_begins = False
+            self._find_unaveraged()
         engine = runtime.engine
         overlapped = engine.options.overlapped
         why_whole = wants_whole_steps(optimizer) if overlapped else None  # as of now: it may be another one
