@@ -30,6 +30,7 @@ from lightning_bytescheduler.ddp.partial_step import (
 )
 
 __all__ = [
+    "ONE_RANK",
     "OverlapPlan",
     "make_plan",
     "model_reasons",
@@ -42,7 +43,11 @@ __all__ = [
     "unseen_parameters",
 ]
 
+ONE_RANK = "1 rank: nothing to schedule"
+"""Why steps of a training on one process are as they are."""
+
 _NAMES_SHOWN = 3
+_NO_OPTIMIZER = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
 _HELD = (
     "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
     "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
@@ -66,7 +71,7 @@ class OverlapPlan:
             itself, as it cannot be seen when they are read.
         as_ddp: Whether steps are taken as DDP takes them at present: because of ``mode="ddp"``, because they cannot
             overlap, or because little could be hidden or a trial found that faster.
-        pace: Why they are taken as DDP's, or overlap, as far as that was measured; in a few words.
+        pace: Why they are taken as DDP's, or overlap, with what was measured so far; in a few words.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
         read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
@@ -104,12 +109,15 @@ class OverlapPlan:
 
     def summary(self) -> str:
         """One line for the log."""
+        if self.reasons == (ONE_RANK,):
+            return f"{ONE_RANK}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp else ""
             return f"steps are synchronised{how}, because {'; '.join(self.reasons)}."
+        because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
-            return f"steps as ddp's: {self.pace}." if self.pace else "steps are taken as DDP takes them."
-        line = "updates cross the step boundary"
+            return f"steps are taken as DDP takes them{because}."
+        line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
@@ -119,12 +127,14 @@ class OverlapPlan:
         return f"{line}."
 
     def __repr__(self) -> str:
+        if self.reasons == (ONE_RANK,):
+            return f"OverlapPlan(\n  {ONE_RANK}\n)"
         how = ", except the first" if self.overlapped else ""
         lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.pace:
             lines.append(f"because {self.pace}")
-        if self.overlapped:
+        if self.overlapped and not self.as_ddp:
             lines.append(
                 "gradients: all-reduce"
                 if self.gradients == "all-reduce"
@@ -134,7 +144,7 @@ class OverlapPlan:
             lines.append(f"updated early: {_some_of(self.gated_at_start)}")
         if self.held_elsewhere:
             lines.append(f"{_some_of(self.held_elsewhere)} {_HELD}")
-        if self.overlapped and self.deferred_share is not None:
+        if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
         lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
@@ -157,6 +167,8 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
             f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
         ]
     optimizer = optimizers[0]
+    if type(optimizer).__name__ == _NO_OPTIMIZER:
+        return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
     reasons = []
     name = type(optimizer).__name__
     if not is_per_parameter(optimizer):

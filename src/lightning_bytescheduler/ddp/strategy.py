@@ -19,6 +19,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.ddp_arguments import (
@@ -29,6 +30,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     require_known,
 )
 from lightning_bytescheduler.ddp.fit_position import FitPosition, introduce, parameter_facts
+from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
@@ -106,6 +108,7 @@ class SchedulerHooks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
+        self._strategy.say_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""
@@ -164,6 +167,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
     sigterm_patience_s = 10.0
+    own_names = OwnNames("bytescheduler", with_option="ByteSchedulerStrategy({option}=True)")
     _gradients: ScheduledGradients
 
     def __init__(
@@ -248,7 +252,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in the current fit, or did in the last one, and why not; ``None`` on one process."""
+        """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         return self._gradients.plan
 
     @property
@@ -296,6 +300,8 @@ class ByteSchedulerStrategy(RankStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
         super().setup(trainer)
+        if self.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._gradients.train_alone()
         self._gradients.decide()
 
     def configure_ddp(self) -> None:
@@ -344,6 +350,10 @@ class ByteSchedulerStrategy(RankStrategy):
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
             self._gradients.flush()
+
+    def say_end(self) -> None:
+        """Say what came of this fit, where something was scheduled."""
+        self._gradients.say_end()
 
     # ------------------------------------------------------------------ failures
 
