@@ -19,7 +19,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["announce", "first_pace", "reason_for", "say_found", "say_start", "summary_of"]
 
-_TUNED = " Their sizes are tuned while training."
+_TUNED = " How much travels at once is tuned while training."
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
 
 
@@ -62,8 +62,8 @@ def say_start(plan: OverlapPlan, agreed: AgreedSizes, *, world_size: int, nbytes
     sizes = ""
     if plan.overlapped and not plan.as_ddp:
         sizes = (
-            f" Gradients travel in partitions of {agreed.sizes.partition_size:,} parameters, of which "
-            f"{agreed.sizes.credit:,} (the credit) at once."
+            f" They are cut into partitions of {agreed.sizes.partition_size:,} parameters, and {agreed.sizes.credit:,} "
+            "parameters (the credit) travel at once."
         )
     steps = plan.summary()
     if facts:

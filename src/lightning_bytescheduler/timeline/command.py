@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.trace import Trace, TraceSummary, read_timeline
 
@@ -34,13 +33,11 @@ def trace_of(options: argparse.Namespace) -> Trace:
     """Read the timeline that was asked for.
 
     Raises:
-        OptionError: If steps were chosen and no picture.
         OSError: If the file cannot be read.
-        ValueError: If it is no timeline.
+        ValueError: If it is no timeline, or steps were chosen and no picture.
     """
     if options.steps is not None and options.png is None:
-        chosen = f"{options.steps[0]}:{options.steps[1]}"
-        raise OptionError("--steps", chosen, "given with --png OUT, as it chooses what to draw")
+        raise ValueError("--steps chooses what to draw and needs --png OUT.")
     return read_timeline(options.file)
 
 
@@ -82,7 +79,7 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
     return [
         ("steps", f"{summary.steps} ({kinds})" if kinds else f"{summary.steps}"),
-        ("messages", f"{summary.sub_tasks}"),
+        ("sub-tasks", f"{summary.sub_tasks}"),
         ("sent", f"{summary.total_bytes / 1e6:.1f} MB"),
         ("communication", f"{summary.communication_seconds:.3f} s"),
         ("  under backward", share(summary.under_backward)),

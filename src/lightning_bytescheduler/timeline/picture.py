@@ -229,8 +229,8 @@ def _finding(covered: Sequence[Sequence[Interval]], waited: float, step: float) 
     forward, backward, waited_for = (round(100 * length(part) / total) for part in covered[:3])
     between = max(100 - forward - backward - waited_for, 0)
     figures = (
-        f": {forward + backward} % of the communication is hidden ({backward} % under backward, {forward} % under "
-        f"forward), {between} % runs between passes"
+        f": {forward + backward} % is hidden ({backward} % under backward, {forward} % under forward), "
+        f"{between} % runs between passes"
     )
     waits = f"{waited * 1e3:.1f} of {step * 1e3:.1f} ms a step"
     if not waited:

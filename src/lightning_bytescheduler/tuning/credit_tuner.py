@@ -200,13 +200,9 @@ class CreditTuner(pl.Callback):
         tuning = self._tuning
         if tuning is None:
             return ""
-        trials = [entry for entry in tuning.entries if entry.is_trial]
-        if not trials and tuning.is_settled:
+        if tuning.is_settled and not any(entry.is_trial for entry in tuning.entries):
             return f"{tuning.current} was fastest before"
-        words = _standing(tuning.entries, self._options.trials)
-        fastest = min(trials, key=lambda entry: entry.step_seconds, default=None)
-        tried = fastest is not None and not tuning.is_settled and tuning.current != fastest.point
-        return f"they are being tried: {words}" if tried else words
+        return _standing(tuning.entries, self._options.trials)
 
     @property
     def _begun(self) -> CreditTuning:
