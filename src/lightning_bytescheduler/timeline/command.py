@@ -76,9 +76,9 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
         of = seconds / summary.communication_seconds if summary.communication_seconds else 0.0
         return f"{seconds:.3f} s ({of:.0%})"
 
-    kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
     return [
-        ("steps", f"{summary.steps} ({kinds})" if kinds else f"{summary.steps}"),
+        ("steps", f"{summary.steps}"),
+        *((f"  {kind}", f"{count}") for kind, count in summary.kinds.items()),
         ("sub-tasks", f"{summary.sub_tasks}"),
         ("sent", f"{summary.total_bytes / 1e6:.1f} MB"),
         ("communication", f"{summary.communication_seconds:.3f} s"),
