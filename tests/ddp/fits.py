@@ -54,12 +54,16 @@ def said() -> Iterator[list[str]]:
             if record.getMessage().startswith("bytescheduler: "):
                 lines.append(record.getMessage())
 
-    handler, logger = Keeps(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
+    handler = Keeps()
+    # Of the package that was imported last: other tests import both.
+    loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("lightning.pytorch", "pytorch_lightning")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class _Finds(ModeTrial):

@@ -117,8 +117,8 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
         ((START, DDP), "DDP's steps are fastest so far (34.9 ms against 37.2 ms overlapped); 2 of 3 trials made"),
         (
             (START, DDP, entry("search", 33.0, credit=8000)),
-            "overlapped steps with credit 8,000, partition 1,000 are fastest so far (33.0 ms against 34.9 ms as DDP's); "
-            "trials are used up",
+            "overlapped steps with credit 8,000, partition 1,000 are fastest so far (33.0 ms against 34.9 ms as DDP's)"
+            "; trials are used up",
         ),
         (
             (
