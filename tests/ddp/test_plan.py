@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from lightning_bytescheduler import OverlapPlan
-from lightning_bytescheduler.ddp.plan import ONE_RANK, optimizer_reasons
+from lightning_bytescheduler.ddp.plan import ONE_RANK, optimizer_name, optimizer_reasons
 
 
 def test_a_synchronised_plan_says_why() -> None:
@@ -54,7 +54,13 @@ def test_on_one_rank_there_is_nothing_to_schedule() -> None:
     assert repr(plan) == "OverlapPlan(\n  1 rank: nothing to schedule\n)"
 
 
+def test_steps_that_cannot_overlap_are_ddps_for_good() -> None:
+    plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
+    assert repr(plan) == "OverlapPlan(\n  steps: synchronised, as DDP takes them\n  because it is manual (do not)\n)"
+
+
 def test_lightnings_stand_in_is_no_optimizer() -> None:
+    assert optimizer_name(_MockOptimizer()) == "no optimizer"
     assert optimizer_reasons([_MockOptimizer()]) == [
         "there is no optimizer (configure_optimizers that returns one keeps the overlap)"
     ]

@@ -36,6 +36,7 @@ __all__ = [
     "model_reasons",
     "names_of",
     "norm_needed_by",
+    "optimizer_name",
     "optimizer_reasons",
     "precision_reasons",
     "scales_losses",
@@ -47,7 +48,8 @@ ONE_RANK = "1 rank: nothing to schedule"
 """Why steps of a training on one process are as they are."""
 
 _NAMES_SHOWN = 3
-_NO_OPTIMIZER = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
+_NONE = "no optimizer"
+_STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
 _HELD = (
     "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
     "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
@@ -129,8 +131,10 @@ class OverlapPlan:
     def __repr__(self) -> str:
         if self.reasons == (ONE_RANK,):
             return f"OverlapPlan(\n  {ONE_RANK}\n)"
-        how = ", except the first" if self.overlapped else ""
-        lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
+        if self.overlapped:
+            lines = [f"steps: {'as DDP takes them, at present' if self.as_ddp else 'overlapped, except the first'}"]
+        else:
+            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp else ''}"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.pace:
             lines.append(f"because {self.pace}")
@@ -160,6 +164,12 @@ def _some_of(names: tuple[str, ...]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def optimizer_name(optimizer: Optimizer) -> str:
+    """What ``optimizer`` is called in messages: its class, or that there is none."""
+    name = type(optimizer).__name__
+    return _NONE if name == _STAND_IN else name
+
+
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     if len(optimizers) != 1:
@@ -167,10 +177,10 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
             f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
         ]
     optimizer = optimizers[0]
-    if type(optimizer).__name__ == _NO_OPTIMIZER:
+    if optimizer_name(optimizer) == _NONE:
         return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
     reasons = []
-    name = type(optimizer).__name__
+    name = optimizer_name(optimizer)
     if not is_per_parameter(optimizer):
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
