@@ -1,4 +1,4 @@
-"""All-reduces of steps as DDP's on the timeline: bytes, step and moments; on a GPU those at which the device comes by."""
+"""All-reduces of steps as DDP's on the timeline: bytes, step and moments, on a GPU those when the device comes by."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Used while there is a timeline only; without one, such steps talk to the process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -52,7 +53,8 @@ class _RecordedGroup:
         self._messages += 1
         message.when_reached(message.begin)
         work = reduce(buffers)
-        work.get_future().add_done_callback(message.done)
+        with suppress(RuntimeError):  # a backend without futures trains all the same
+            work.get_future().add_done_callback(message.done)
         return work
 
 
