@@ -19,8 +19,7 @@ from lightning_bytescheduler.diloco import picture as rounds_command
 from lightning_bytescheduler.exceptions import ByteSchedulerError
 from lightning_bytescheduler.simulation import command as predict_command
 from lightning_bytescheduler.slices import command as slices_command
-from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
+from lightning_bytescheduler.timeline import command as timeline_command
 from lightning_bytescheduler.tuning import picture as tuning_command
 
 if TYPE_CHECKING:
@@ -72,60 +71,15 @@ def _add_timeline(commands: _SubParsers) -> None:
         help="summarise a timeline, and draw it",
         description="Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
     )
-    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
-    parser.add_argument(
-        "--png",
-        metavar="OUT",
-        help="draw a few steps to this file, a .png, .svg or .pdf (needs the extra 'plots')",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="A:B",
-        type=_steps,
-        help="draw the steps from A up to, but not including, B (default: three from the middle)",
-    )
+    timeline_command.add_arguments(parser)
     parser.set_defaults(run=_timeline)
 
 
-def _steps(text: str) -> tuple[int, int]:
-    first, _, after = text.partition(":")
-    try:
-        steps = int(first), int(after)
-    except ValueError:
-        steps = 0, 0
-    if not steps[0] < steps[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B with A < B, such as 10:13")
-    return steps
-
-
 def _timeline(options: argparse.Namespace) -> int:
-    if options.steps is not None and options.png is None:
-        raise _UsageError("--steps chooses what to draw and needs --png OUT")
-    trace = read_timeline(options.file)
-    _print_table(options.file, _summary_rows(trace.summary()))
-    if options.png is not None:
-        draw_timeline(trace, options.png, steps=options.steps)
+    trace = timeline_command.trace_of(options)
+    _print_table(*timeline_command.summarised(trace, options))
+    timeline_command.draw(trace, options)
     return 0
-
-
-def _summary_rows(summary: TraceSummary) -> list[tuple[str, str]]:
-    def share(seconds: float) -> str:
-        of = seconds / summary.communication_seconds if summary.communication_seconds else 0.0
-        return f"{seconds:.3f} s ({of:.0%})"
-
-    return [
-        ("steps", f"{summary.steps}"),
-        ("sub-tasks", f"{summary.sub_tasks}"),
-        ("sent", f"{summary.total_bytes / 1e6:.1f} MB"),
-        ("communication", f"{summary.communication_seconds:.3f} s"),
-        ("  under backward", share(summary.under_backward)),
-        ("  under forward", share(summary.under_forward)),
-        ("  under the next step's forward", share(summary.under_next_forward)),
-        ("  hidden", f"{summary.hidden_share:.0%}"),
-        ("  exposed", share(summary.exposed_seconds)),
-        ("waiting at gates", f"{summary.gate_seconds:.3f} s"),
-        ("deferred steps", f"{summary.step_seconds:.3f} s"),
-    ]
 
 
 def _add_predict(commands: _SubParsers) -> None:

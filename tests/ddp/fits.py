@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.ddp import scheduled_gradients
+from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeFound, ModeTrial
 from tests.support.fit import SIZES
 from tests.support.models import Tower
 
@@ -37,6 +44,79 @@ def trainer_with(rank: int, strategy: ByteSchedulerStrategy, **options: Any) -> 
     )
 
 
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What this package says meanwhile, line by line."""
+    lines: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("bytescheduler: "):
+                lines.append(record.getMessage())
+
+    handler = Keeps()
+    # Of the package that was imported last: other tests import both.
+    loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("lightning.pytorch", "pytorch_lightning")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+class _Finds(ModeTrial):
+    """Finds what it is told before steps 5, 10, 15 ...: how long steps took, each way."""
+
+    def __init__(self, ddp_ms: list[float], overlapped_ms: list[float], **given: Any) -> None:
+        super().__init__(**given)
+        self._founds = list(zip(ddp_ms, overlapped_ms, strict=True))
+        self.next_look = 5
+
+    def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
+        ddp_ms, overlapped_ms = self._founds[min(step // 5, len(self._founds)) - 1]
+        return ModeChoice(ddp_mode=ddp_ms < overlapped_ms, trying=False)
+
+    def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
+        before = self.in_force
+        super().follow(step, choice, exposed)
+        self.next_look = step + 5
+        if step > 5 * len(self._founds):
+            return None
+        ddp_ms, overlapped_ms = self._founds[step // 5 - 1]
+        changed = step == 5 or before.ddp_mode != choice.ddp_mode
+        return ModeFound(choice.ddp_mode, ddp_ms / 1e3, overlapped_ms / 1e3, 0.0, changed=changed)
+
+
+def say_what_is_found(rank: int, ddp_ms: list[float], overlapped_ms: list[float]) -> tuple[list[str], list[str]]:
+    """What a fit says, and the plan's words after each look."""
+    paces: list[str] = []
+
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            plan = strategy.plan
+            if trainer.global_step % 5 == 0 and plan is not None:
+                paces.append(plan.pace)
+
+    strategy = ByteSchedulerStrategy(**SIZES, credit_tuning=False)
+    made = partial(_Finds, ddp_ms, overlapped_ms)
+    steps = 5 * len(ddp_ms) + 5
+    trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1, callbacks=[Reads()])
+    with patch.object(scheduled_gradients, "ModeTrial", made), said() as lines:
+        trainer.fit(Tower())
+    return lines, paces[:-1]
+
+
+def train_alone(rank: int) -> tuple[list[str], str]:
+    """What a fit on one process says, and its plan."""
+    strategy = ByteSchedulerStrategy()
+    trainer = trainer_with(rank, strategy)
+    with said() as lines:
+        trainer.fit(Tower())
+    return lines, repr(strategy.plan)
+
+
 def fit_with_metrics(rank: int, log_metrics: bool) -> dict[str, float]:
     """Returns what was logged last."""
     strategy = ByteSchedulerStrategy(**SIZES, mode="overlapped", log_metrics=log_metrics)
@@ -50,6 +130,14 @@ class _Fails(Tower):
         if batch_idx == 5:
             raise ValueError("boom")
         return super().training_step(batch, batch_idx)
+
+
+def fit_as_ddp_with_timeline(rank: int, path: str, **options: Any) -> tuple[float, int]:
+    """Returns how many bytes were sent, and in how many steps, by the counters."""
+    strategy = ByteSchedulerStrategy(**{"mode": "ddp", "timeline": path, **options})
+    trainer_with(rank, strategy, accumulate_grad_batches=2).fit(Tower())
+    assert strategy.statistics is not None
+    return strategy.statistics.bytes_sent, strategy.statistics.steps
 
 
 def fit_with_timeline(rank: int, path: str, fail: bool) -> str | None:

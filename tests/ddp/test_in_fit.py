@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,27 @@ def test_each_rank_writes_a_timeline_with_every_kind_of_span(two_ranks: RankPool
         assert summary.sub_tasks == len(trace.select(COMMUNICATION)) == len(trace.select(QUEUE)) > 12
         assert {span.name for span in trace.select(COMPUTE)} == {"forward", "backward"}
         assert trace.select(STEP)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}, {"mode": "auto"}, {"mode": "overlapped"}])
+def test_the_timeline_has_the_bytes_that_the_counters_say(
+    two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    counted = two_ranks.run(fits.fit_as_ddp_with_timeline, path=str(tmp_path / "trace.json"), **options)
+    for name, (sent, steps) in zip(("trace.json", "trace.rank1.json"), counted, strict=True):
+        trace = read_timeline(tmp_path / name)
+        summary = trace.summary()
+        assert summary.total_bytes == pytest.approx(sent, abs=1)
+        assert summary.steps == steps
+        assert summary.communication_seconds > 0
+        kind = "overlapped" if options.get("mode") == "overlapped" else "as DDP's"
+        if options.get("mode") != "auto":  # which tries what it likes
+            assert summary.kinds == {kind: steps - 1, "synchronised": 1}
+        assert {span.step for span in trace.select(COMMUNICATION)} == set(range(1, steps + 1))
+        assert len(trace.select(COMPUTE, "backward")) == 2 * steps
+        if summary.kinds.get("as DDP's") == steps - 1:
+            assert summary.waited_seconds > 0
+            assert summary.hidden_share < 1
 
 
 def test_the_timeline_of_a_failed_fit_is_complete(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.core.optimizer import _MockOptimizer
+
 from lightning_bytescheduler import OverlapPlan
+from lightning_bytescheduler.ddp.plan import ONE_RANK, optimizer_name, optimizer_reasons
 
 
 def test_a_synchronised_plan_says_why() -> None:
@@ -39,7 +42,28 @@ def test_an_overlapped_plan_says_how() -> None:
 
 
 def test_the_plain_case_is_short() -> None:
-    assert OverlapPlan(steps="overlapped").summary() == "updates cross the step boundary."
+    plan = OverlapPlan(steps="overlapped", pace="mode='overlapped'")
+    assert plan.summary() == (
+        "steps overlap, because mode='overlapped': gradients travel under the backward and the next forward pass."
+    )
+
+
+def test_on_one_rank_there_is_nothing_to_schedule() -> None:
+    plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,))
+    assert plan.summary() == "1 rank: nothing to schedule."
+    assert repr(plan) == "OverlapPlan(\n  1 rank: nothing to schedule\n)"
+
+
+def test_steps_that_cannot_overlap_are_ddps_for_good() -> None:
+    plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
+    assert repr(plan) == "OverlapPlan(\n  steps: synchronised, as DDP takes them\n  because it is manual (do not)\n)"
+
+
+def test_lightnings_stand_in_is_no_optimizer() -> None:
+    assert optimizer_name(_MockOptimizer()) == "no optimizer"
+    assert optimizer_reasons([_MockOptimizer()]) == [
+        "there is no optimizer (configure_optimizers that returns one keeps the overlap)"
+    ]
 
 
 def test_steps_taken_as_ddps() -> None:
@@ -62,11 +86,18 @@ def test_what_has_come_to_pass_is_told() -> None:
 
 
 def test_a_plan_says_what_was_measured() -> None:
-    plan = OverlapPlan(steps="overlapped", as_ddp=True, pace="communication exposed 0.8 of 23.0 ms")
-    assert plan.summary() == "steps as ddp's: communication exposed 0.8 of 23.0 ms."
-    assert repr(plan).splitlines()[1:3] == [
-        "  steps: as DDP takes them, at present",
-        "  because communication exposed 0.8 of 23.0 ms",
-    ]
+    plan = OverlapPlan(
+        steps="overlapped",
+        as_ddp=True,
+        pace="DDP's steps are fastest so far (34.9 against 37.2 ms)",
+        deferred_share=0.0,
+    )
+    assert plan.summary() == (
+        "steps are taken as DDP takes them, because DDP's steps are fastest so far (34.9 against 37.2 ms)."
+    )
+    assert repr(plan) == (
+        "OverlapPlan(\n  steps: as DDP takes them, at present\n"
+        "  because DDP's steps are fastest so far (34.9 against 37.2 ms)\n)"
+    ), "and nothing of how gradients would travel"
     plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
     assert plan.summary() == "steps are synchronised, and taken as DDP takes them, because it is manual (do not)."

@@ -13,8 +13,8 @@ import torch
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
+from lightning_bytescheduler.ddp.fit_report import announce
 from lightning_bytescheduler.ddp.runtime import AgreedSizes
-from lightning_bytescheduler.ddp.scheduled_gradients import announce
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import SchedulerSizes, TuningPoint, read_record
@@ -43,7 +43,13 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     assert len(rows) == len(record)
     assert [float(row["bytescheduler/trial_credit"]) for row in rows[:2]] == [zero.points[0][0], 0]
     assert all(float(row["bytescheduler/best_step_ms"]) > 0 for row in rows)
-    assert zero.metrics["bytescheduler/trial_step_ms"] > 0
+    assert not [name for name in zero.metrics if name.startswith("bytescheduler")], "nothing in the progress bar"
+    assert zero.said[0].startswith("bytescheduler: 2 ranks, all-reduce at ")
+    assert "Steps overlap, because the link is slow for this model" in zero.said[0]
+    assert "fastest" in (zero.plan or "")
+    assert len(zero.said) == len(set(zero.said)) <= 3, "the start; the end of the search; the end of the fit"
+    assert one.said == []
+    assert "rank 0 times steps" in (one.plan or "")
     assert main(["tuning", str(tmp_path)]) == 0
     assert "plain DDP" in capsys.readouterr().out
 
@@ -120,7 +126,7 @@ def test_the_published_tuners_root_is_ignored_with_a_notice(caplog: pytest.LogCa
     options = SchedulerOptions.resolve(environ=environ)
     sizes = SchedulerSizes(partition_size=10, credit=20, bucket_bytes=80)
     with caplog.at_level(logging.INFO):
-        announce(options, AgreedSizes(sizes=sizes, link=None), world_size=2)
+        announce(options, AgreedSizes(sizes=sizes, link=None))
     (line,) = (line for line in caplog.messages if "ignored" in line)
     assert "BYTESCHEDULER_ROOT_IP, BYTESCHEDULER_ROOT_PORT ignored" in line
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 from lightning_bytescheduler.ddp import scheduled_gradients
 from lightning_bytescheduler.ddp.tuned_fit import PointInForce
-from tests.ddp.fits import trainer_with
+from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
 
 
@@ -30,6 +30,8 @@ class Seen:
         entries: The tuner's.
         is_settled: At each step, on rank 0.
         metrics: For the progress bar, at the end.
+        said: Lines of ours in the log.
+        plan: In words, at the end.
     """
 
     is_tuned: list[bool] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Seen:
     entries: tuple[Any, ...] = ()
     is_settled: list[bool] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    plan: str | None = None
 
 
 class _Looks(Callback):
@@ -96,6 +100,7 @@ def tuned_fit(
     with (
         patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}),
         patch.object(scheduled_gradients, "is_slow", lambda *_, **__: slow and rank == 0),
+        said() as seen.said,
     ):
         strategy = ByteSchedulerStrategy(**{"bucket_cap_mb": 0.002, **(options or {})})
         trainer = trainer_with(
@@ -108,6 +113,7 @@ def tuned_fit(
         )
         trainer.fit(Tower(samples=2000), ckpt_path=resume)
     seen.metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    seen.plan = repr(strategy.plan)
     kept = [c for c in trainer.callbacks if isinstance(c, CreditTuner) and c not in callbacks]  # type: ignore[attr-defined]
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
     seen.left = [*map(repr, kept), *names]

@@ -155,7 +155,8 @@ def test_a_fit_begins_as_ddp_and_says_why(two_ranks: RankPool) -> None:
         assert outcome.plan.pace
         assert f"because {outcome.plan.pace}" in repr(outcome.plan)
         if outcome.plan.as_ddp:  # as long as nobody else holds up one of the ranks
-            assert outcome.plan.summary() == f"steps as ddp's: {outcome.plan.pace}."
+            assert outcome.plan.summary() == f"steps are taken as DDP takes them, because {outcome.plan.pace}."
+            assert "training waits " in outcome.plan.pace
 
 
 def test_steps_that_cannot_overlap_are_ddps_unless_parts_were_asked_for(two_ranks: RankPool) -> None:

@@ -5,6 +5,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from matplotlib import image
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline import picture
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT
 from lightning_bytescheduler.timeline.trace import Span, Trace
 
 PARTITION = 1 << 20
@@ -129,7 +130,8 @@ def test_gates_are_drawn_without_communication_too(tmp_path: Path) -> None:
 def test_picture_is_labelled(tmp_path: Path) -> None:
     draw_timeline(simulated_trace(), tmp_path / "t.svg", title="ResNet on 1 Gbit/s")
     words = texts(tmp_path / "t.svg")
-    assert "ResNet on 1 Gbit/s, steps 3 to 5" in words
+    assert any(text.startswith("ResNet on 1 Gbit/s, steps 3 to 5: ") for text in words)
+    assert any(text.startswith("Training waits for ") for text in words), "the heading says what is found"
     assert words.count("forward") == words.count("backward") == 3 + 3 + 1  # compute, cover, legend
     assert {"time (ms)", "0 first layers", "11 last layers", "deferred optimizer step"} <= set(words)
 
@@ -143,10 +145,13 @@ def test_the_line_of_numbers_agrees_with_the_bars(tmp_path: Path) -> None:
         Span(name="m", category=GATE, start=0.1, end=0.106, lane="x", args={}),
     ]
     draw_timeline(Trace(rank=1, origin=0.0, spans=spans), tmp_path / "t.svg")
-    (line,) = (text for text in texts(tmp_path / "t.svg") if "hidden" in text)
     # 60 ms in flight: 40 under backward, 20 under forward, of which 6 at the gate; two steps.
-    assert line.startswith("90 % of the communication is hidden: 67 % under backward, 23 % under forward.")
-    assert line.endswith("Gates wait 3 ms per step.")
+    words = texts(tmp_path / "t.svg")
+    assert "Training waits for 10 % of the communication, 3.0 of 100.0 ms a step" in words
+    assert (
+        "Rank 1, steps 0 to 1: 90 % is hidden (67 % under backward, 23 % under forward), 0 % runs between passes"
+        in words
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,51 @@ def test_by_default_the_steps_are_steady_ones(tmp_path: Path) -> None:
 
 def test_a_single_step_without_communication_is_drawn(tmp_path: Path) -> None:
     draw_timeline(Trace(rank=4, origin=0.0, spans=with_duration(9, 1.0, 0.1)), tmp_path / "t.svg")
-    assert "Rank 4, step 9" in texts(tmp_path / "t.svg")
+    assert {"Rank 4, step 9", "No communication in these steps", "none"} <= set(texts(tmp_path / "t.svg"))
+
+
+def of_kind(step: int, start: float, seconds: float, kind: str) -> list[Span]:
+    forward, backward = with_duration(step, start, seconds)
+    return [forward, replace(backward, args={"step": step, "kind": kind})]
+
+
+def test_by_default_the_steps_are_of_the_kind_that_most_are_of(tmp_path: Path) -> None:
+    kinds = ["synchronised", *["as DDP's"] * 4, *["overlapped"] * 6, *["as DDP's"] * 2]
+    spans = [span for step, kind in enumerate(kinds) for span in of_kind(step, 0.1 * step, 0.1, kind)]
+    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
+    assert steps_drawn(tmp_path / "t.svg") in (["step 6", "step 7", "step 8"], ["step 7", "step 8", "step 9"])
+    assert "Rank 0, steps 7 to 9 (overlapped)" in texts(tmp_path / "t.svg")
+    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg", steps=(4, 6))
+    assert "Rank 0, steps 4 to 5 (as DDP's and overlapped)" in texts(tmp_path / "t.svg")
+
+
+def test_by_default_nobody_waits_between_the_steps(tmp_path: Path) -> None:
+    spans = [span for step in range(8) for span in of_kind(step, 0.1 * step, 0.08, "overlapped")]
+    # As flushes do: after the backward passes of steps 3 and 4.
+    spans += [
+        Span(name="b", category=GATE, start=0.1 * n + 0.085, end=0.1 * n + 0.095, lane="x", args={"step": n})
+        for n in (3, 4)
+    ]
+    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
+    assert steps_drawn(tmp_path / "t.svg") in (["step 0", "step 1", "step 2"], ["step 5", "step 6", "step 7"])
+
+
+def test_what_ddp_waits_for_at_the_end_of_backward_is_not_hidden(tmp_path: Path) -> None:
+    spans = [
+        *of_kind(1, 0.0, 0.1, "as DDP's"),
+        Span(name="all-reduce 0", category=COMMUNICATION, start=0.06, end=0.1, lane="x", args={"step": 1}),
+        Span(name="gradients", category=WAIT, start=0.07, end=0.1, lane="x", args={"step": 1}),
+    ]
+    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
+    assert "Training waits for 75 % of the communication, 30.0 of 100.0 ms a step" in texts(tmp_path / "t.svg")
+
+
+def test_a_thousand_partitions_can_be_seen(tmp_path: Path) -> None:
+    draw_timeline(simulated_trace(layers=60, milliseconds_per_partition=0.3), tmp_path / "t.png")
+    assert coloured(tmp_path / "t.png", picture._BACKWARD) > 10_000
+    pixels = (image.imread(tmp_path / "t.png")[:, :, :3] * 255).round().astype(int)
+    # The last layers' yellow, of bars as thin as a pixel.
+    assert int((abs(pixels - [253, 231, 37]) < 12).all(axis=2).sum()) > 1_000
 
 
 @pytest.mark.parametrize("steps", [(8, 9), (3, 3), (-4, 0)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, Timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT, Timeline
 from lightning_bytescheduler.timeline.trace import (
     Interval,
     Span,
@@ -88,11 +88,25 @@ def test_summary_of_two_steps() -> None:
     assert summary.under_next_forward == 7
     assert summary.hidden_share == pytest.approx((4 + 12 + 10) / 41)
     assert summary.exposed_seconds == 2 + 3 + 10
+    assert summary.waited_seconds == 3
     assert summary.gate_seconds == 3
     assert summary.step_seconds == 1
     assert summary.total_bytes == 1500
     assert summary.sub_tasks == 4
     assert summary.steps == 2
+
+
+def test_summary_of_steps_as_ddps() -> None:
+    summary = trace(
+        span(COMPUTE, 0, 10, "backward", step=1, kind="synchronised"),
+        span(COMPUTE, 20, 50, "backward", step=2, kind="as DDP's"),
+        span(COMMUNICATION, 30, 49, bytes=100.0, step=2),
+        span(WAIT, 40, 50, "gradients", step=2),
+    ).summary()
+    assert (summary.wait_seconds, summary.waited_seconds, summary.exposed_seconds) == (10, 9, 9)
+    assert summary.hidden_share == pytest.approx(10 / 19)
+    assert summary.kinds == {"synchronised": 1, "as DDP's": 1}
+    assert summary.total_bytes == 100
 
 
 def test_only_the_forward_of_the_very_next_step_counts_as_next() -> None:
@@ -249,6 +263,23 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes, reaso
     with pytest.raises(ValueError, match=reason) as caught:
         read_timeline(path)
     assert f"'{path}'" in str(caught.value)
+
+
+def test_of_a_file_that_is_broken_off_what_is_whole_is_read(tmp_path: Path) -> None:
+    with Timeline(tmp_path / "t.json") as timeline:
+        for step in range(20):
+            timeline.span("forward", COMPUTE, step, step + 0.5, lane="training", args={"step": step})
+            timeline.overlapping("b", COMMUNICATION, step, step + 0.5, lane="network", args={"bytes": 8, "step": step})
+    content = (tmp_path / "t.json").read_bytes()
+    assert not read_timeline(tmp_path / "t.json").broken_off
+    found = set()
+    for end in range(len(content) // 2, len(content) - 3):
+        (tmp_path / "t.json").write_bytes(content[:end])
+        part = read_timeline(tmp_path / "t.json")
+        assert part.broken_off
+        found.add(part.summary().sub_tasks)
+    assert len(found) > 8
+    assert max(found) >= 19
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import CreditTuner, OptionError, UnsupportedError
-from lightning_bytescheduler.tuning import credit_tuner
+from lightning_bytescheduler.tuning import TrialEntry, credit_tuner
+from tests.ddp.fits import said
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,71 @@ def test_stop_waits_a_bounded_time_for_a_computation_that_does_not_end(monkeypat
     assert time.monotonic() - started < 10
     assert queued.cancelled()
     release.set()
+
+
+def entry(kind: str, ms: float, *, credit: int | None = 4000, outcome: str = "measured", search: int = 0) -> TrialEntry:
+    return TrialEntry(
+        search=search,
+        kind=kind,
+        step=10,
+        credit=credit,
+        partition_size=None if credit is None else 1000,
+        step_seconds=ms / 1e3,
+        error_seconds=1e-4,
+        noise=0.01,
+        steps=20,
+        outcome=outcome,
+        note="ValueError: boom" if kind == "failed" else "",
+    )
+
+
+START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ((), "the fastest credit is searched while training"),
+        (
+            (START,),
+            "overlapped steps with credit 4,000, partition 1,000 are fastest so far (37.2 ms); 1 of 3 trials made",
+        ),
+        ((START, DDP), "DDP's steps are fastest so far (34.9 ms against 37.2 ms overlapped); 2 of 3 trials made"),
+        (
+            (START, DDP, entry("search", 33.0, credit=8000)),
+            "overlapped steps with credit 8,000, partition 1,000 are fastest so far (33.0 ms against 34.9 ms as DDP's)"
+            "; trials are used up",
+        ),
+        (
+            (
+                START,
+                DDP,
+                entry("confirm", 37.0),
+                entry("confirm", 35.0, credit=None),
+                entry("chosen", 35.0, credit=None),
+            ),
+            "DDP's steps are fastest (35.0 ms against 37.0 ms overlapped), after 2 trials",
+        ),
+        (
+            (START, DDP, entry("chosen", 35.0, credit=None), entry("drift", 70.0), entry("start", 70.0, search=1)),
+            "overlapped steps with credit 4,000, partition 1,000 are fastest so far (70.0 ms); 1 of 3 trials made",
+        ),
+    ],
+)
+def test_what_it_has_come_to_so_far(entries: tuple[TrialEntry, ...], words: str) -> None:
+    assert credit_tuner._standing(entries, 3) == words
+
+
+def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
+    trainer: Any = SimpleNamespace(loggers=[], barebones=True)
+    tuner = CreditTuner(trials=3)
+    chosen, drift, failed = entry("chosen", 34.9, credit=None), entry("drift", 70.0, credit=None), entry("failed", 34.9)
+    tuner._tuning = SimpleNamespace(entries=(START, DDP, chosen, drift, failed))  # type: ignore[assignment]
+    with said() as lines:
+        for one in (START, DDP, chosen, drift, failed):
+            tuner._tell(one, trainer)
+    assert lines == [
+        "bytescheduler: tuning is done: DDP's steps are fastest (34.9 ms against 37.2 ms overlapped), after 2 trials.",
+        "bytescheduler: steps have changed, to 70.0 ms: tuning begins anew.",
+        "bytescheduler: no more is tried, as no next point could be computed (ValueError: boom).",
+    ]

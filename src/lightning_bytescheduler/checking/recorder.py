@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
+from lightning_bytescheduler.ddp.plan import optimizer_name
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.lightning_api import Checkpoint, DummyLogger, pl
@@ -332,7 +333,7 @@ def _options_of(trainer: pl.Trainer) -> dict[str, str]:
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "gradient_clip_val": str(trainer.gradient_clip_val),
         "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
-        "optimizers": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
+        "optimizers": ", ".join(map(optimizer_name, trainer.optimizers)),
         "threads": str(torch.get_num_threads()),
         "ddp": repr({name: v for name, v in ddp_options if isinstance(v, (bool, int, float))}),
     }

@@ -154,12 +154,21 @@ class ModeFound:
         ddp_mode_s: Typical step as DDP's, in seconds; not a number if unknown.
         overlapped_s: Typical overlapped step, likewise.
         exposed_s: What could be hidden in a step as DDP's, likewise.
+        to_be_tried: Whether so much is exposed that overlap is tried when the steps of a trial do not matter any more.
+        changed: Whether ``ddp_mode`` is another one than was found last; the same on all ranks.
     """
 
     ddp_mode: bool
     ddp_mode_s: float
     overlapped_s: float
     exposed_s: float
+    to_be_tried: bool = False
+    changed: bool = True
+
+    @property
+    def compared(self) -> bool:
+        """Whether both ways were timed."""
+        return not (math.isnan(self.ddp_mode_s) or math.isnan(self.overlapped_s))
 
 
 class ModeTrial:
@@ -251,7 +260,7 @@ class ModeTrial:
         return ModeChoice(ddp_mode=False, trying=True) if share >= _SOME and affordable else self._in_force
 
     def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
-        """Do what rank 0 has chosen before ``step``; returns what was found, where that is news and no trial.
+        """Do what rank 0 has chosen before ``step``; returns what was found, where a trial has ended or that is news.
 
         Args:
             step: The one that begins.
@@ -261,9 +270,17 @@ class ModeTrial:
         before, self._in_force = self._in_force, choice
         self._exposed_by_all = self._typical_exposed(exposed)
         found = None
-        if not choice.trying and choice.ddp_mode != self._told and (before.trying or step > _FIRST_LOOK):
+        changed = choice.ddp_mode != self._told
+        if not choice.trying and (before.trying or (changed and step > _FIRST_LOOK)):
             self._told = choice.ddp_mode
-            found = ModeFound(choice.ddp_mode, self._typical(True), self._typical(False), self._exposed_by_all)
+            found = ModeFound(
+                choice.ddp_mode,
+                self._typical(True),
+                self._typical(False),
+                self._exposed_by_all,
+                to_be_tried=self._share_exposed(exposed) >= _SOME,
+                changed=changed,
+            )
         if before.trying and not choice.trying:
             if choice.ddp_mode:  # overlap has been tried, or has been found wanting
                 self._failed += 1
@@ -313,8 +330,8 @@ class TriedMode(StepMode):
     Args:
         trial: This rank's.
         device: Where the default group wants its tensors, and where steps are computed.
-        on_found: Told what was found if it is new, on all ranks before the same step; may return what says so from
-            there on.
+        on_found: Told what was found if it is new or a trial has ended, on all ranks before the same step; may return
+            what says so from there on.
         clock: Seconds.
     """
 
@@ -368,7 +385,7 @@ def agree_on_mode(trial: ModeTrial, step: int, device: torch.device) -> ModeFoun
         device: Where the default group wants its tensors.
 
     Returns:
-        What was found if it is new.
+        What was found if it is new, or a trial has ended.
     """
     exposed = torch.tensor(trial.exposed, dtype=torch.float64, device=device)
     dist.all_reduce(exposed, op=dist.ReduceOp.MIN)

@@ -318,7 +318,7 @@ class GradientEngine:
         self.steps_handed_over = step.number
         self._in_backward = False
         step.end_backward()
-        context.record("backward", COMPUTE, self._backward_start, step=step.number)
+        context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
 
     def _found_unseen(self, parameters: list[nn.Parameter], certain: bool) -> None:
         """Take their updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import wait_unless
+from lightning_bytescheduler.ddp.recorded_group import recorded
 from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
@@ -199,6 +200,8 @@ class DdpModeStep(TrainingStep):
         on_exposed: Told for how many seconds training has waited at the end with nothing to do.
     """
 
+    kind = "as DDP's"
+
     def __init__(
         self,
         context: StepContext,
@@ -212,14 +215,23 @@ class DdpModeStep(TrainingStep):
         if context.transport.streams is not None:
             context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
         group = context.transport.group
+        if context.timeline is not None:
+            group = recorded(group, context, number)
         self._on_exposed = on_exposed
         self._wire_share = 2.0 * (group.size() - 1) / group.size()
         self._merged = MergedBuckets(group, context.device, context.futures, limit=merged_bytes, processors=processors)
 
+    def count_exposed(self) -> None:
+        """See :class:`TrainingStep`."""
+        if self.waits_from:
+            waited, statistics = self.context.clock() - self.waits_from, self.context.statistics
+            statistics.exposed_s += waited
+            statistics.exposed_as_ddp_s += waited
+
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`."""
         context, last = self.context, bucket.is_last()
-        self._waits_from = context.clock()
+        self.waits_from = context.clock()
         context.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
         future = self._merged.reduce(buffer, index=bucket.index(), last=last)
         if last:

@@ -227,6 +227,8 @@ class OverlappedStep(TrainingStep):
         sharded: Reduce in shards, which makes norms known early; the same on all ranks.
     """
 
+    kind = "overlapped"
+
     def __init__(
         self,
         context: StepContext,

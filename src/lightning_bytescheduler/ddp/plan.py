@@ -27,11 +27,13 @@ from lightning_bytescheduler.ddp.partial_step import (
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
 
 __all__ = [
+    "ONE_RANK",
     "OverlapPlan",
     "make_plan",
     "model_reasons",
     "names_of",
     "norm_needed_by",
+    "optimizer_name",
     "optimizer_reasons",
     "precision_reasons",
     "scales_losses",
@@ -39,7 +41,12 @@ __all__ = [
     "unseen_parameters",
 ]
 
+ONE_RANK = "1 rank: nothing to schedule"
+"""Why steps of a training on one process are as they are."""
+
 _NAMES_SHOWN = 3
+_NONE = "no optimizer"
+_STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
 _HELD = (
     "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
     "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
@@ -63,7 +70,7 @@ class OverlapPlan:
             itself, as it cannot be seen when they are read.
         as_ddp: Whether steps are taken as DDP takes them at present: because of ``mode="ddp"``, because they cannot
             overlap, or because little could be hidden or a trial found that faster.
-        pace: Why they are taken as DDP's, or overlap, as far as that was measured; in a few words.
+        pace: Why they are taken as DDP's, or overlap, with what was measured so far; in a few words.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
         read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
@@ -101,12 +108,15 @@ class OverlapPlan:
 
     def summary(self) -> str:
         """One line for the log."""
+        if self.reasons == (ONE_RANK,):
+            return f"{ONE_RANK}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp else ""
             return f"steps are synchronised{how}, because {'; '.join(self.reasons)}."
+        because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
-            return f"steps as ddp's: {self.pace}." if self.pace else "steps are taken as DDP takes them."
-        line = "updates cross the step boundary"
+            return f"steps are taken as DDP takes them{because}."
+        line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
@@ -116,12 +126,16 @@ class OverlapPlan:
         return f"{line}."
 
     def __repr__(self) -> str:
-        how = ", except the first" if self.overlapped else ""
-        lines = [f"steps: {self.steps}{how}" if not self.as_ddp else "steps: as DDP takes them, at present"]
+        if self.reasons == (ONE_RANK,):
+            return f"OverlapPlan(\n  {ONE_RANK}\n)"
+        if self.overlapped:
+            lines = [f"steps: {'as DDP takes them, at present' if self.as_ddp else 'overlapped, except the first'}"]
+        else:
+            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp else ''}"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.pace:
             lines.append(f"because {self.pace}")
-        if self.overlapped:
+        if self.overlapped and not self.as_ddp:
             lines.append(
                 "gradients: all-reduce"
                 if self.gradients == "all-reduce"
@@ -131,7 +145,7 @@ class OverlapPlan:
             lines.append(f"updated early: {_some_of(self.gated_at_start)}")
         if self.held_elsewhere:
             lines.append(f"{_some_of(self.held_elsewhere)} {_HELD}")
-        if self.overlapped and self.deferred_share is not None:
+        if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
         lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
         lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
@@ -147,6 +161,12 @@ def _some_of(names: tuple[str, ...]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def optimizer_name(optimizer: Optimizer) -> str:
+    """What ``optimizer`` is called in messages: its class, or that there is none."""
+    name = type(optimizer).__name__
+    return _NONE if name == _STAND_IN else name
+
+
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     if len(optimizers) != 1:
@@ -154,8 +174,10 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
             f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
         ]
     optimizer = optimizers[0]
+    if optimizer_name(optimizer) == _NONE:
+        return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
     reasons = []
-    name = type(optimizer).__name__
+    name = optimizer_name(optimizer)
     if not is_per_parameter(optimizer):
         reasons.append(
             f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.fit_position import FitPosition
+from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -44,6 +45,14 @@ class PublishingLauncher(_MultiProcessingLauncher):
 
     _strategy: RankStrategy
 
+    def launch(self, *args: Any, **keywords: Any) -> Any:
+        """See Lightning's launcher."""
+        try:
+            return super().launch(*args, **keywords)
+        except Exception as error:
+            self._strategy.own_names.put_into(error)
+            raise
+
     def _wrapping_function(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> None:
@@ -67,6 +76,8 @@ class RankStrategy(DDPStrategy):
 
     sigterm_patience_s: ClassVar[float] = 0.0
     """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
+    own_names: ClassVar[OwnNames]
+    """What it is called in hints."""
 
     def __init__(self, **options: Any) -> None:
         self._board: FaultBoard | None = None
@@ -83,6 +94,7 @@ class RankStrategy(DDPStrategy):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+        self.own_names.require_for_notebook(self._launcher)
 
     # ------------------------------------------------------------------ who takes part
 
@@ -215,6 +227,7 @@ class RankStrategy(DDPStrategy):
         if self._failed:
             return
         self._failed = True
+        self._hint(exception)
         board = self._board
         if board is None:
             return
@@ -235,7 +248,12 @@ class RankStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """See DDPStrategy."""
         self.publish_failure(exception)
+        self._hint(exception)
+
+    def _hint(self, exception: BaseException) -> None:
+        """Add Lightning's hints to ``exception``, in this package's names."""
         super().on_exception(exception)
+        self.own_names.put_into(exception)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,13 +1,11 @@
 """ByteScheduler's communication in a strategy whose ranks train together with DDP: from the wrap of the model on.
 
 The strategy calls it at the places of a step that Lightning hands to strategies, and whenever weights have to be final.
-What the user is told of a fit is said here: one line each, on rank 0.
+What the user is told of a fit: ``fit_report.py``.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,10 +22,12 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
 from lightning_bytescheduler.ddp.loss_scaler import scaling_later
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
+    ONE_RANK,
     OverlapPlan,
     make_plan,
     names_of,
@@ -36,7 +36,7 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
-from lightning_bytescheduler.ddp.runtime import AgreedSizes, SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
@@ -54,65 +54,7 @@ from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["ScheduledGradients", "announce"]
-
-
-def announce(options: SchedulerOptions, agreed: AgreedSizes, world_size: int) -> None:
-    """Say which sizes are used and why, what was ignored or clamped, and switch on the debug log.
-
-    Args:
-        options: This rank's options.
-        agreed: What holds on all ranks.
-        world_size: Number of ranks.
-    """
-    sizes = agreed.sizes
-    if options.partition_size and options.credit and options.partition_size > options.credit:
-        rank_zero_warn(
-            f"partition_size={options.partition_size} is above credit={options.credit}; "
-            f"partitions of {sizes.partition_size} parameters are used."
-        )
-    if options.ignored_variables:
-        rank_zero_info(
-            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
-            "process group."
-        )
-    link = ""
-    if agreed.link is not None:
-        link = f"; all-reduce at {1e-6 / agreed.link.beta:.0f} MB/s after {1e3 * agreed.link.alpha:.2f} ms"
-    rank_zero_info(
-        f"bytescheduler: {world_size} ranks, partitions of {sizes.partition_size:,} parameters, "
-        f"credit {sizes.credit:,}, buckets of {sizes.bucket_bytes / 1e6:.2f} MB{link}."
-    )
-    if options.debug:
-        logger = logging.getLogger("lightning_bytescheduler")
-        logger.setLevel(logging.DEBUG)
-        if not logger.handlers:
-            logger.addHandler(logging.StreamHandler())
-
-
-def reason_for(found: ModeFound) -> str:
-    """Say in a few words why steps are taken as they are.
-
-    Args:
-        found: What ranks have agreed on, and from what.
-    """
-    if not math.isnan(found.overlapped_s):
-        overlapped_ms, ddp_mode_ms = 1e3 * found.overlapped_s, 1e3 * found.ddp_mode_s
-        overlapped_ms, ddp_mode_ms = 1e3 * found.overlapped_s, 1e3 * found.ddp_mode_s
-        return f"overlapped steps took {overlapped_ms:.1f} ms, steps as ddp's {ddp_mode_ms:.1f} ms"
-    if math.isfinite(found.exposed_s):
-        return f"communication exposed {1e3 * found.exposed_s:.1f} of {1e3 * found.ddp_mode_s:.1f} ms"
-    return "it is not known what could be hidden"
-
-
-def announce_mode(found: ModeFound) -> None:
-    """Say which way steps are taken from here on, and why.
-
-    Args:
-        found: What ranks have agreed on, and from what.
-    """
-    way = "steps as ddp's" if found.ddp_mode else "steps overlap"
-    rank_zero_info(f"bytescheduler: {way}: {reason_for(found)}.")
+__all__ = ["ScheduledGradients"]
 
 
 _NAMES_SHOWN = 2
@@ -162,6 +104,7 @@ class ScheduledGradients:
         self._own_buckets = own_buckets
         self._tuning = tuning
         self._plan: OverlapPlan | None = None
+        self._finding = ""  # what was seen to be fastest
         self._early_reads: EarlyReads | None = None
         self._opened_for: Mapping[str, int] = {}
         self._lost_weights: SchedulerClosedError | None = None
@@ -181,6 +124,7 @@ class ScheduledGradients:
             # alias may have come later.
             self._plan = replace(
                 self._plan,
+                pace=self._tuned() or self._plan.pace,
                 gated_at_start=names_of(module, runtime.engine.unseen),
                 held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
             )
@@ -225,7 +169,7 @@ class ScheduledGradients:
             timeout=self._timeout,
         )
         self.statistics = self.runtime.statistics
-        announce(self._options, agreed, groups.world_size)
+        announce(self._options, agreed)
 
     def take_over(self, model: object) -> None:
         """Take the place of the communication of ``model``, once it is wrapped."""
@@ -239,6 +183,7 @@ class ScheduledGradients:
         module, runtime = self._strategy.lightning_module, self.runtime
         if module is None or runtime is None:
             return
+        self._finding = ""
         engine, unseen = runtime.engine, frozenset(unseen_parameters(module))
         plan = make_plan(
             module,
@@ -281,24 +226,40 @@ class ScheduledGradients:
             ),
             listener,
         )
+        nbytes, tuned = _bytes_of_gradients(module), bool(self._tuned())
+        say_start(self._plan, runtime.agreed, world_size=runtime.group.size(), nbytes=nbytes, tuned=tuned)
+
+    def train_alone(self) -> None:
+        """There are no other ranks in this fit."""
+        self._plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,))
         rank_zero_info(f"bytescheduler: {self._plan.summary()}")
+
+    def say_end(self) -> None:
+        """Say what came of a fit, where something was scheduled."""
+        if self.statistics is not None and self.runtime is not None:
+            line = summary_of(self.statistics, self._tuned() or self._finding)
+            if line is not None:
+                rank_zero_info(f"bytescheduler: {line}")
 
     def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime, sharded: bool) -> StepMode:
         """Whether steps that can overlap do; what counts is what rank 0 says."""
         tuning, device = self._tuning, self._strategy.root_device
         mode, link = self._options.mode, runtime.agreed.link
-        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        nbytes = _bytes_of_gradients(module)
         slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
         at_once = tuning is not None and (mode != "auto" or slow or tuning.begins_at_once)
         message = torch.tensor([MODES.index(mode), slow, at_once], dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
         mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
+        tuned = None
         if at_once and tuning is not None:
             tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=sharded)
-            if tuned is not None:
-                return tuned
+        pace = first_pace(mode, slow=slow, tuned=tuned is not None)
+        if tuned is not None:
+            self._plan = None if self._plan is None else replace(self._plan, pace=pace)
+            return tuned
         if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow))
+            self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow), pace=pace)
         if mode == "auto":
             return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
         return StepMode(mode == "ddp")
@@ -393,20 +354,34 @@ class ScheduledGradients:
         if self.runtime is not None:
             self.runtime.engine.flush()
 
+    def _tuned(self) -> str:
+        """What tuning has come to so far, in words; empty where nothing is tuned."""
+        return "" if self._tuning is None else self._tuning.standing
+
     def _point_changed(self, point: TuningPoint) -> None:
         if self._plan is not None:
             self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
 
     def _mode_found(self, found: ModeFound) -> StepMode | None:
         """Every rank comes here before the same step."""
-        if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=found.ddp_mode, pace=reason_for(found))
-        announce_mode(found)
-        module, runtime = self._strategy.lightning_module, self.runtime
-        if found.ddp_mode or self._tuning is None or module is None or runtime is None:
-            return None
-        in_shards = runtime.engine.options.sharded
-        return self._tuning.begin(module, runtime, self._strategy.root_device, self._point_changed, in_shards=in_shards)
+        reason, plan = reason_for(found), self._plan
+        news = found.changed or (found.compared and not self._finding)
+        self._finding = reason if found.compared else ""
+        if plan is not None:
+            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason)
+        tuned, tuning = None, self._tuning
+        module, runtime, device = self._strategy.lightning_module, self.runtime, self._strategy.root_device
+        if not found.ddp_mode and found.changed and tuning is not None and module is not None and runtime is not None:
+            in_shards = runtime.engine.options.sharded
+            tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=in_shards)
+        if news:
+            stays = plan is not None and plan.as_ddp == found.ddp_mode
+            say_found(found, stays=stays, tuned=tuned is not None)
+        return tuned
+
+
+def _bytes_of_gradients(module: pl.LightningModule) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def _own_processors(ranks_on_host: int) -> int:

@@ -34,6 +34,7 @@ class SchedulerStatistics:
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
         exposed_s: Seconds the training thread waited for gradients, anywhere.
+        exposed_as_ddp_s: The part of ``exposed_s`` in steps taken as DDP's, whose ``communication_s`` is not counted.
         gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
         deferred_step_s: Seconds spent in deferred optimizer steps.
     """
@@ -46,6 +47,7 @@ class SchedulerStatistics:
     sub_tasks: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
+    exposed_as_ddp_s: float = 0.0
     gate_wait_s: float = 0.0
     deferred_step_s: float = 0.0
 
@@ -56,10 +58,14 @@ class SchedulerStatistics:
 
     @property
     def hidden_share(self) -> float:
-        """Share of communication time that did not make the training thread wait; 0 before any."""
+        """Share of ``communication_s`` that did not make the training thread wait; 0 before any.
+
+        Steps taken as DDP's are not in it: a timeline shows theirs.
+        """
         if not self.communication_s:
             return 0.0
-        return min(max(1.0 - self.exposed_s / self.communication_s, 0.0), 1.0)
+        exposed_s = self.exposed_s - self.exposed_as_ddp_s
+        return min(max(1.0 - exposed_s / self.communication_s, 0.0), 1.0)
 
     def copy(self) -> SchedulerStatistics:
         """A snapshot."""

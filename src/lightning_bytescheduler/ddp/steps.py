@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.timeline.timeline import GATE, Timeline
+from lightning_bytescheduler.timeline.timeline import COMPUTE, GATE, WAIT, Timeline
 
 __all__ = [
     "BucketFutures",
@@ -235,7 +235,7 @@ class StepContext:
         self.opened_for: Counter[str] = Counter()
         self.waiting = False
         self.torn = 0
-        self._timeline = timeline
+        self.timeline = timeline
         self._aliases = AliasDetector(parameters)
 
     def find_held(self) -> set[int]:
@@ -290,10 +290,28 @@ class StepContext:
 
     def record(self, name: str, category: str, start: float, *, step: int) -> None:
         """Put what began at ``start`` and ends now on the timeline, if there is one."""
-        if self._timeline is not None:
+        if self.timeline is not None:
             here = threading.current_thread()
             lane = _LANE if here.ident == self.training_thread else here.name
-            self._timeline.span(name, category, start, self.clock(), lane=lane, args={"step": step})
+            self.timeline.span(name, category, start, self.clock(), lane=lane, args={"step": step})
+
+    def record_backward(self, step: TrainingStep, start: float, *, communicated: bool) -> None:
+        """Put the backward pass that ends now on the timeline, if there is one.
+
+        Args:
+            step: It belongs to it, or to the next one, where gradients are accumulated.
+            start: When it began.
+            communicated: Whether its gradients were handed over.
+        """
+        if self.timeline is None:
+            return
+        if not communicated:
+            self.record("backward", COMPUTE, start, step=step.number + 1)
+            return
+        if step.waits_from:
+            self.record("gradients", WAIT, step.waits_from, step=step.number)
+        args = {"step": step.number, "kind": step.kind}
+        self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
 
 
 class TrainingStep:
@@ -306,10 +324,13 @@ class TrainingStep:
         number: Of the backward pass among those that communicate, from 1: equal on all ranks, so it keys tasks.
     """
 
+    kind: ClassVar[str] = "synchronised"
+    """For the timeline."""
+
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
         self.number = number
-        self._waits_from = 0.0  # when DDP got the future that it waits for last; 0 before
+        self.waits_from = 0.0  # when DDP got the future that it waits for last; 0 before, and where it does not wait
 
     # ------------------------------------------------------------------ the backward pass
 
@@ -331,8 +352,8 @@ class TrainingStep:
 
     def count_exposed(self) -> None:
         """The backward pass has ended just now: DDP has waited for what it was given."""
-        if self._waits_from:
-            self.context.statistics.exposed_s += self.context.clock() - self._waits_from
+        if self.waits_from:
+            self.context.statistics.exposed_s += self.context.clock() - self.waits_from
 
     def end_backward(self) -> None:
         """The backward pass has ended: see to gradients that could be read without a touch."""
@@ -449,5 +470,5 @@ class SynchronisedStep(TrainingStep):
             self._reduction.reduce(known, partial(complete, future, buffer))
         else:
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
-        self._waits_from = context.clock()
+        self.waits_from = context.clock()
         return future

@@ -24,6 +24,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     require_known,
 )
 from lightning_bytescheduler.ddp.fit_position import FitPosition, introduce, parameter_facts
+from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
@@ -37,6 +38,7 @@ from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
     Precision,
+    TrainerFn,
     default_pg_timeout,
     pl,
 )
@@ -108,6 +110,7 @@ class SchedulerHooks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
+        self._strategy.say_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""
@@ -166,6 +169,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
     sigterm_patience_s = 10.0
+    own_names = OwnNames("bytescheduler", with_option="ByteSchedulerStrategy({option}=True)")
     _gradients: ScheduledGradients
 
     def __init__(
@@ -250,7 +254,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in the current fit, or did in the last one, and why not; ``None`` on one process."""
+        """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         return self._gradients.plan
 
     @property
@@ -298,6 +302,8 @@ class ByteSchedulerStrategy(RankStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
         super().setup(trainer)
+        if self.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._gradients.train_alone()
         self._gradients.decide()
 
     def configure_ddp(self) -> None:
@@ -346,6 +352,10 @@ class ByteSchedulerStrategy(RankStrategy):
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
             self._gradients.flush()
+
+    def say_end(self) -> None:
+        """Say what came of this fit, where something was scheduled."""
+        self._gradients.say_end()
 
     # ------------------------------------------------------------------ failures
 

@@ -267,6 +267,15 @@ class FitTuning:
         )
         return self._in_force
 
+    @property
+    def standing(self) -> str:
+        """What tuning of this fit has come to so far, in words; empty where nothing is tuned."""
+        if self._in_force is None:
+            return ""
+        if dist.get_rank() != 0:
+            return "rank 0 times steps and says what is fastest"
+        return "" if self._tuner is None else self._tuner.standing
+
     def say_untuned(self, reason: str) -> None:
         """Say why a tuner that the user has asked for has nothing to do."""
         if self._tuner is not None and self._tuner is not self._own:

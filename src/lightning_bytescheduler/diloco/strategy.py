@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.fit_position import introduce
+from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
@@ -138,6 +139,10 @@ class DiLoCoStrategy(WorkerStrategy):
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
     """
+
+    own_names = OwnNames(
+        "diloco", with_option="DiLoCoStrategy(..., inner_options={{'{option}': True}})", unused_variants=False
+    )
 
     def __init__(
         self,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import require_suffix
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT
 from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["draw_timeline"]
 
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
-_QUEUED, _INK = "#aab4be", "#26323d"
+_BETWEEN, _QUEUED, _SENT, _INK = "#6c7a86", "#aab4be", "#6b5b95", "#26323d"
 _STEPS_SHOWN = 3
+_CROWDED = 150  # bars in a row: white edges would hide them
 _LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
 
 
@@ -43,9 +45,9 @@ def draw_timeline(
         trace: What to draw; see ``read_timeline``.
         out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are
             created.
-        steps: First step to draw, and the one after the last, as in ``range``. By default three steady steps
-            around the middle of the trace.
-        title: The heading; by default it names the rank.
+        steps: First step to draw, and the one after the last, as in ``range``. By default three steady steps of the
+            kind that most steps are of, around the middle of the trace.
+        title: What is drawn, in words; by default the rank.
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
@@ -63,9 +65,11 @@ def draw_timeline(
     shown, window = _choose(trace, steps)
     figure = Figure(figsize=(12.5, 6.4), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
-    heading = f"Rank {trace.rank}" if title is None else title
     numbers = f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
-    _draw(figure, _clip(trace, window), f"{heading}, {numbers}", shown)
+    kinds = trace.kinds()
+    found = list(dict.fromkeys(kinds[step] for step in shown if step in kinds))
+    kind = f" ({' and '.join(found)})" if found else ""
+    _draw(figure, _clip(trace, window), f"{title or f'Rank {trace.rank}'}, {numbers}{kind}", shown)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=140)
 
@@ -93,8 +97,31 @@ def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Int
             raise OptionError("steps", steps, f"a range among the steps {known[0]} to {known[-1]} of the trace")
         return chosen, window(chosen)
     durations = {step: window([step])[1] - window([step])[0] for step in known}
-    typical = median(durations.values())
-    runs = [known[i : i + _STEPS_SHOWN] for i in range(max(1, len(known) - _STEPS_SHOWN + 1))]
+    chosen = _steady(_like_most(known, trace), durations)
+    return chosen, window(chosen)
+
+
+def _like_most(known: Sequence[int], trace: Trace) -> list[list[int]]:
+    """Return runs of neighbouring steps of the kind that most are of, the longest that there are up to three."""
+    kinds = trace.kinds()
+    counts = Counter(kinds.get(step, "") for step in known)
+    most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
+    passes = union(_intervals(trace.select(COMPUTE)))
+    # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
+    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, [(gate.start, gate.end)])}
+    good = [step for step in known if kinds.get(step, "") == most]
+    calm = [step for step in good if step not in outside] or good
+    for size in range(min(_STEPS_SHOWN, len(calm)), 1, -1):
+        runs = [calm[i : i + size] for i in range(len(calm) - size + 1)]
+        runs = [run for run in runs if known.index(run[-1]) - known.index(run[0]) == size - 1]
+        if runs:
+            return runs
+    return [[step] for step in calm]
+
+
+def _steady(runs: Sequence[list[int]], durations: Mapping[int, float]) -> list[int]:
+    """Return the run whose steps take as long as most, near the middle."""
+    typical = median(durations[step] for run in runs for step in run)
     middle = len(runs) // 2
     near = range(len(runs) // 4, len(runs) - len(runs) // 4)  # neither the first steps nor the last ones
 
@@ -102,8 +129,7 @@ def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Int
         deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
         return round(deviation, 2), abs(run - middle)  # rounded: among equally steady ones, the middle counts
 
-    chosen = runs[min(near, key=unsteadiness)]
-    return chosen, window(chosen)
+    return runs[min(near, key=unsteadiness)]
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
@@ -144,13 +170,17 @@ def _depth(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
     return times, depths
 
 
-def _draw(figure: Figure, trace: Trace, title: str, steps: Sequence[int]) -> None:
+def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> None:
     sent = trace.select(COMMUNICATION)
+    queued = [span for span in trace.select(QUEUE) if span.start < span.end]
     rows = _rows(sent)
-    heights = (1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6, 1.3)
+    heights = [1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6]
+    labels = ["compute", "waits, updates", "communication", "messages\nin flight"]
+    if queued:
+        heights.append(1.3)
+        labels.append("messages\nqueued")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    compute, waits, cover, network, queue = axes
-    labels = ("compute", "waits, updates", "communication", "sub-tasks\nin flight", "sub-tasks\nqueued")
+    compute, waits, cover, network = axes[:4]
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label, rotation="horizontal", ha="right", va="center")
         ax.yaxis.set_label_coords(-0.03, 0.5)
@@ -158,7 +188,7 @@ def _draw(figure: Figure, trace: Trace, title: str, steps: Sequence[int]) -> Non
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     forward, backward = trace.select(COMPUTE, "forward"), trace.select(COMPUTE, "backward")
-    gates, updates = trace.select(GATE), trace.select(STEP)
+    held, updates = [*trace.select(GATE), *trace.select(WAIT)], trace.select(STEP)
     end = max(span.end for span in trace.spans)
     compute.set_xlim(0, end)
     for name, spans, colour in (("forward", forward, _FORWARD), ("backward", backward, _BACKWARD)):
@@ -168,42 +198,57 @@ def _draw(figure: Figure, trace: Trace, title: str, steps: Sequence[int]) -> Non
                 ax.axvspan(span.start, span.end, color=colour, alpha=0.13, linewidth=0, zorder=0)
     _mark_steps(axes, [*forward, *backward], steps)
     _bars(waits, _intervals(updates), _UPDATE)
-    _bars(waits, _intervals(gates), _WAIT)
-    under_forward, under_backward, exposed = _cover(sent, forward, backward, gates)
+    _bars(waits, _intervals(held), _WAIT)
+    covered = _cover(sent, forward, backward, held)
+    under_forward, under_backward, waited_for, between = covered
     _bars(cover, under_forward, _FORWARD, "under\nforward")
     _bars(cover, under_backward, _BACKWARD, "under\nbackward")
-    _bars(cover, exposed, _WAIT)
+    _bars(cover, waited_for, _WAIT)
+    _bars(cover, between, _BETWEEN)
     _draw_sub_tasks(network, sent, rows)
-    times, depths = _depth(trace.select(QUEUE))
-    queue.fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
-    queue.set_ylim(0, max(depths) * 1.08 + 0.1)
-    queue.set_yticks([max(depths)])
-    queue.set_xlabel("time (ms)")
-    queue.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
-    total = length([*under_forward, *under_backward, *exposed]) or 1.0
-    shares = [round(100 * length(part) / total) for part in (under_backward, under_forward)]
-    waited = length(union(_intervals(gates))) / len(steps)
-    compute.set_title(
-        f"{sum(shares)} % of the communication is hidden: {shares[0]} % under backward, {shares[1]} % under "
-        f"forward. Gates wait {waited * 1e3:.3g} ms per step.",
-        loc="left",
-        fontsize=11,
-        color=_INK,
-        pad=26,
+    if not sent:
+        network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=_INK)
+    if queued:
+        times, depths = _depth(queued)
+        axes[4].fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
+        axes[4].set_ylim(0, max(depths) * 1.08 + 0.1)
+        axes[4].set_yticks([max(depths)])
+    axes[-1].set_xlabel("time (ms)")
+    axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
+    finding, figures = _finding(covered, length(union(_intervals(held))) / len(steps), end / len(steps))
+    figure.suptitle(finding, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
+    compute.set_title(f"{subject}{figures}", loc="left", fontsize=11, color=_INK, pad=26)
+    _legend(figure, updates=bool(updates), between=bool(between))
+
+
+def _finding(covered: Sequence[Sequence[Interval]], waited: float, step: float) -> tuple[str, str]:
+    """Say in a heading what the steps show, and in a line the figures; times in seconds."""
+    total = length(interval for part in covered for interval in part)
+    if not total:
+        return "No communication in these steps", ""
+    forward, backward, waited_for = (round(100 * length(part) / total) for part in covered[:3])
+    between = max(100 - forward - backward - waited_for, 0)
+    figures = (
+        f": {forward + backward} % is hidden ({backward} % under backward, {forward} % under forward), "
+        f"{between} % runs between passes"
     )
-    _legend(figure)
+    waits = f"{waited * 1e3:.1f} of {step * 1e3:.1f} ms a step"
+    if not waited:
+        return "Training waits for none of the communication", figures
+    return f"Training waits for {waited_for} % of the communication, {waits}", figures
 
 
 def _cover(
-    sent: Iterable[Span], forward: Iterable[Span], backward: Iterable[Span], gates: Iterable[Span]
-) -> tuple[list[Interval], list[Interval], list[Interval]]:
-    """Split the time in which anything was in flight by what hid it: forward, backward, nothing."""
-    communication, waiting = union(_intervals(sent)), union(_intervals(gates))
+    sent: Iterable[Span], forward: Iterable[Span], backward: Iterable[Span], held: Iterable[Span]
+) -> tuple[list[Interval], list[Interval], list[Interval], list[Interval]]:
+    """Split the time in which anything was in flight: under forward, under backward, waited for, between passes."""
+    communication, waiting = union(_intervals(sent)), union(_intervals(held))
     under_forward, under_backward = (
         intersection(communication, subtract(union(_intervals(spans)), waiting)) for spans in (forward, backward)
     )
-    return under_forward, under_backward, subtract(communication, union([*under_forward, *under_backward]))
+    waited_for = intersection(communication, waiting)
+    between = subtract(communication, union([*under_forward, *under_backward, *waited_for]))
+    return under_forward, under_backward, waited_for, between
 
 
 def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[int]) -> None:
@@ -220,18 +265,22 @@ def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    priorities = [float(span.args.get("priority", 0)) for span in sent]
-    first, last = min(priorities, default=0.0), max(priorities, default=0.0)
+    given = [float(span.args["priority"]) for span in sent if "priority" in span.args]
+    first, last = min(given, default=0.0), max(given, default=0.0)
     scale = ScalarMappable(Normalize(first, max(last, first + 1)), colormaps["viridis"])
-    colours = scale.to_rgba(np.asarray(priorities))
+    colours = [
+        tuple(scale.to_rgba(np.asarray(float(span.args["priority"])))) if "priority" in span.args else _SENT
+        for span in sent
+    ]
+    crowded = max((rows.count(row) for row in set(rows)), default=0) > _CROWDED
     for row in sorted(set(rows)):
         members = [i for i, its_row in enumerate(rows) if its_row == row]
         ax.broken_barh(
             [(sent[i].start, sent[i].end - sent[i].start) for i in members],
             (row + 0.06, 0.88),
             facecolors=[colours[i] for i in members],
-            edgecolors="white",
-            linewidths=0.4,
+            edgecolors="none" if crowded else "white",
+            linewidths=0.0 if crowded else 0.4,
         )
     ax.set_ylim(max(rows, default=0) + 1.05, -0.05)
     if first == last:
@@ -241,14 +290,15 @@ def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None
     bar.ax.invert_yaxis()
 
 
-def _legend(figure: Figure) -> None:
+def _legend(figure: Figure, *, updates: bool, between: bool) -> None:
     from matplotlib.patches import Patch
 
     meaning = {
         "forward": _FORWARD,
         "backward": _BACKWARD,
-        "gate wait, exposed communication": _WAIT,
-        "deferred optimizer step": _UPDATE,
+        "waiting for gradients": _WAIT,
+        **({"communication between passes": _BETWEEN} if between else {}),
+        **({"deferred optimizer step": _UPDATE} if updates else {}),
     }
     handles = [Patch(color=colour, label=label) for label, colour in meaning.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

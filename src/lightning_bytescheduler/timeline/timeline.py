@@ -37,6 +37,7 @@ __all__ = [
     "QUEUE",
     "SPOOL_EVENTS",
     "STEP",
+    "WAIT",
     "Timeline",
     "timeline_path",
 ]
@@ -47,6 +48,8 @@ COMMUNICATION: Final = "communication"
 """A sub-task is in flight."""
 GATE: Final = "gate"
 """A forward pass waits for the parameters of one module."""
+WAIT: Final = "wait"
+"""The end of a backward pass waits for gradients, as it does where steps do not overlap."""
 STEP: Final = "step"
 """A deferred optimizer step on the parameters of one module."""
 COMPUTE: Final = "compute"
@@ -184,7 +187,7 @@ class Timeline:
             end: When it ended, in seconds of ``clock``.
             lane: The group of rows it is drawn in, e.g. "network".
             args: As in ``span``. The summary and the picture read, from sub-tasks in flight, ``bytes``,
-                ``priority`` (lowest first), ``step``, ``task`` and ``partition``.
+                ``priority`` (lowest first; left out where there is none), ``step``, ``task`` and ``partition``.
         """
         self._record(_Event("b", name, category, start, end, lane, dict(args) if args else None))
 

@@ -11,13 +11,13 @@ import math
 import operator
 import os
 import reprlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, WAIT
 
 __all__ = [
     "CounterSample",
@@ -123,13 +123,18 @@ class TraceSummary:
         under_next_forward: Time in which a sub-task of step k was in flight during the forward pass of step
             k + 1.
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
-            waiting at a gate, from 0 to 1; 0 without communication.
-        exposed_seconds: The rest of ``communication_seconds``, which training had to wait for.
+            waiting, from 0 to 1; 0 without communication.
+        exposed_seconds: The rest of ``communication_seconds``.
+        waited_seconds: Part of that which training waited for; the others passed between a backward pass and the next
+            forward pass, where a training loop does what else there is to do.
         gate_seconds: Time in which a forward pass waited at a gate.
+        wait_seconds: Time in which the end of a backward pass waited for gradients.
         step_seconds: Time spent in deferred optimizer steps.
         total_bytes: Bytes of all sub-tasks sent.
         sub_tasks: Number of sub-tasks sent.
         steps: Number of training steps with compute or communication in the trace.
+        kinds: How many of them were of which kind, where the writer said so: ``"overlapped"``, ``"as DDP's"``,
+            ``"synchronised"``.
     """
 
     communication_seconds: float
@@ -138,11 +143,14 @@ class TraceSummary:
     under_next_forward: float
     hidden_share: float
     exposed_seconds: float
+    waited_seconds: float
     gate_seconds: float
+    wait_seconds: float
     step_seconds: float
     total_bytes: int
     sub_tasks: int
     steps: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +162,23 @@ class Trace:
         origin: When its first event began, in seconds since the epoch; all other times count from there.
         spans: All spans, by start.
         counters: All counter samples, by time.
+        broken_off: Whether the file ends in the middle of an event; what was whole is here.
     """
 
     rank: int
     origin: float
     spans: Sequence[Span]
     counters: Sequence[CounterSample] = ()
+    broken_off: bool = False
+
+    def kinds(self) -> dict[int, str]:
+        """Return the kind of each step that the writer gave one."""
+        kinds: dict[int, str] = {}
+        for span in self.select(COMPUTE, "backward"):
+            kind = span.args.get("kind")
+            if span.step is not None and isinstance(kind, str):
+                kinds[span.step] = kind
+        return kinds
 
     def select(self, category: str, name: str | None = None) -> list[Span]:
         """Return the spans of a category, or only those of it with this name, by start."""
@@ -170,9 +189,10 @@ class Trace:
         sent = self.select(COMMUNICATION)
         forward, backward = self.select(COMPUTE, "forward"), self.select(COMPUTE, "backward")
         communication = _covered(sent)
-        gates = _covered(self.select(GATE))
+        gates, waits = _covered(self.select(GATE)), _covered(self.select(WAIT))
         seconds = length(communication)
-        computing = subtract(_covered([*forward, *backward]), gates)
+        waiting = union([*gates, *waits])
+        computing = subtract(_covered([*forward, *backward]), waiting)
         hidden = length(intersection(communication, computing))
         return TraceSummary(
             communication_seconds=seconds,
@@ -181,11 +201,14 @@ class Trace:
             under_next_forward=_under_next(sent, forward),
             hidden_share=hidden / seconds if seconds else 0.0,
             exposed_seconds=length(subtract(communication, computing)),
+            waited_seconds=length(intersection(communication, waiting)),
             gate_seconds=length(gates),
+            wait_seconds=length(waits),
             step_seconds=length(_covered(self.select(STEP))),
-            total_bytes=sum(span.args.get("bytes", 0) for span in sent),
+            total_bytes=round(sum(span.args.get("bytes", 0) for span in sent)),
             sub_tasks=len(sent),
             steps=len({span.step for span in [*sent, *forward, *backward]} - {None}),
+            kinds=dict(Counter(self.kinds().values()).most_common()),
         )
 
 
@@ -207,7 +230,7 @@ def _under_next(sent: Iterable[Span], forward: Iterable[Span]) -> float:
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Trace:
-    """Read a file that ``Timeline`` wrote.
+    """Read a file that ``Timeline`` wrote; of one that is broken off, such as half a copy, what is there.
 
     Args:
         path: The file of one rank.
@@ -220,10 +243,14 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
         ValueError: If the file is not such a timeline; the message names it and says what is wrong with it.
     """
     content = Path(path).read_bytes()
+    broken_off = False
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"it is not valid JSON ({error})")
+        document = _without_its_end(content)
+        broken_off = document is not None
+        if not broken_off:
+            _refuse(path, f"it is not valid JSON ({error})")
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         _refuse(path, "it is not a JSON object with a list of 'traceEvents'")
@@ -236,9 +263,18 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
     if len(reader.ranks) != 1:
         found = f"those of ranks {sorted(reader.ranks)}" if reader.ranks else "none"
         _refuse(path, f"it should hold the events of one rank and holds {found}")
-    if reader.unfinished:
+    if reader.unfinished and not broken_off:
         _refuse(path, f"{len(reader.unfinished)} of its spans never end")
-    return reader.trace()
+    return replace(reader.trace(), broken_off=broken_off)
+
+
+def _without_its_end(content: bytes) -> Any:
+    """The document up to the last event that is whole; ``None`` where there is none. Each event has a line."""
+    whole, comma, _ = content.rpartition(b",\n")
+    try:
+        return json.loads(whole + b"]}") if comma else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:

@@ -48,7 +48,7 @@ class CreditTuner(pl.Callback):
     Steps with a validation, a checkpoint, the beginning or end of an epoch or (where that is rare) logging in them do
     not count.
 
-    Each trial is logged to the Trainer's loggers and shown by the progress bar, unless the strategy has
+    Each trial is logged to the Trainer's loggers, unless the strategy has
     ``log_metrics=False``: ``bytescheduler/trial_credit`` and ``bytescheduler/trial_partition_size`` in parameters, both
     0 where steps were taken as DDP takes them; ``bytescheduler/trial_step_ms``; and ``bytescheduler/best_step_ms``, the
     best of the search so far.
@@ -128,7 +128,7 @@ class CreditTuner(pl.Callback):
             given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
             plain_ddp: Whether steps as DDP's are among the candidates.
             folder: Of the record, unless the user has named a file.
-            log_metrics: Whether loggers and progress bar are told.
+            log_metrics: Whether loggers are told.
 
         Returns:
             What to put in force before the first step.
@@ -192,6 +192,16 @@ class CreditTuner(pl.Callback):
     def entries(self) -> tuple[TrialEntry, ...]:
         """What was tried and chosen in this fit, or the last one, in order; empty on ranks above 0."""
         return () if self._tuning is None else self._tuning.entries
+
+    @property
+    def standing(self) -> str:
+        """What the search has come to so far, in words; empty on ranks above 0 and before the first fit."""
+        tuning = self._tuning
+        if tuning is None:
+            return ""
+        if tuning.is_settled and not any(entry.is_trial for entry in tuning.entries):
+            return f"{tuning.current} was fastest before"
+        return _standing(tuning.entries, self._options.trials)
 
     @property
     def _begun(self) -> CreditTuning:
@@ -269,7 +279,7 @@ class CreditTuner(pl.Callback):
         new = self._new_entries()
         self._write(new)
         for entry in new:
-            self._tell(entry, trainer, pl_module)
+            self._tell(entry, trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A step with a validation in it does not count."""
@@ -316,15 +326,16 @@ class CreditTuner(pl.Callback):
             rank_zero_warn(f"The record of the tuning is no longer written, as {self._record} failed: {error}")
             self._record = None
 
-    def _tell(self, entry: TrialEntry, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _tell(self, entry: TrialEntry, trainer: pl.Trainer) -> None:
         best = _best_so_far(self.entries, entry)
         if entry.kind == "chosen":
+            rank_zero_info(f"bytescheduler: tuning is done: {_standing(self.entries, self._options.trials)}.")
+        elif entry.kind == "drift":
             rank_zero_info(
-                f"bytescheduler: tuned to {entry.point}, {1e3 * entry.step_seconds:.1f} ms a step; it is tuned again "
-                "when steps change for good."
+                f"bytescheduler: steps have changed, to {1e3 * entry.step_seconds:.1f} ms: tuning begins anew."
             )
-        if entry.note:
-            rank_zero_info(f"bytescheduler: the search has ended early: {entry.note}")
+        elif entry.kind == "failed":
+            rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")
         if not self._log_metrics or trainer.barebones:
             return
         self._counts = False
@@ -337,7 +348,33 @@ class CreditTuner(pl.Callback):
         # Not by pl_module.log: it keeps the last values until metrics are due, and a trial would be missed.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        pl_module.log_dict(metrics, on_step=True, on_epoch=False, prog_bar=True, logger=False, rank_zero_only=True)
+
+
+def _standing(entries: tuple[TrialEntry, ...], most: int) -> str:
+    """What is fastest so far in the last search, against what, and after how many of ``most`` trials."""
+    entries = tuple(entry for entry in entries if entry.search == entries[-1].search)
+    trials = [entry for entry in entries if entry.is_trial]
+    if not trials:
+        return "the fastest credit is searched while training"
+    chosen = next((entry for entry in reversed(entries) if entry.kind == "chosen"), None)
+    again = [entry for entry in entries if entry.kind == "confirm"]  # in turns: these can be compared
+    measured = [entry for entry in trials if entry.outcome == "measured"] or trials
+    best = chosen or min(measured, key=lambda entry: entry.step_seconds)
+    others = [
+        entry.step_seconds
+        for entry in (again if any(e.point.is_plain_ddp != best.point.is_plain_ddp for e in again) else trials)
+        if entry.point.is_plain_ddp != best.point.is_plain_ddp
+    ]
+    here = f"{1e3 * best.step_seconds:.1f} ms"
+    other = f" against {1e3 * min(others):.1f} ms" if others else ""
+    if best.point.is_plain_ddp:
+        words = f"DDP's steps are fastest{'' if chosen else ' so far'} ({here}{other and other + ' overlapped'})"
+    else:
+        kind = other and other + " as DDP's"
+        words = f"overlapped steps with {best.point} are fastest{'' if chosen else ' so far'} ({here}{kind})"
+    if chosen:
+        return f"{words}, after {len(trials)} trial{'s' * (len(trials) > 1)}"
+    return f"{words}; {'trials are used up' if len(trials) >= most else f'{len(trials)} of {most} trials made'}"
 
 
 def _best_so_far(entries: tuple[TrialEntry, ...], last: TrialEntry) -> float:

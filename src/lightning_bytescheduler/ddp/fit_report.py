@@ -1,0 +1,151 @@
+"""What the user is told of a fit, on rank 0: one line for each decision, and one at the end.
+
+A line has the figures that a decision was made from, and can be read by somebody who does not know this package's
+words. Whoever has nothing to schedule gets one line that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound
+from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.runtime import AgreedSizes
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+
+__all__ = ["announce", "first_pace", "reason_for", "say_found", "say_start", "summary_of"]
+
+_TUNED = " How much travels at once is tuned while training."
+_WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
+
+
+def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
+    """Say what was ignored or clamped, and switch on the debug log.
+
+    Args:
+        options: This rank's options.
+        agreed: What holds on all ranks.
+    """
+    sizes = agreed.sizes
+    if options.partition_size and options.credit and options.partition_size > options.credit:
+        rank_zero_warn(
+            f"partition_size={options.partition_size} is above credit={options.credit}; "
+            f"partitions of {sizes.partition_size} parameters are used."
+        )
+    if options.ignored_variables:
+        rank_zero_info(
+            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
+            "process group."
+        )
+    if options.debug:
+        logger = logging.getLogger("lightning_bytescheduler")
+        logger.setLevel(logging.DEBUG)
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
+
+
+def say_start(plan: OverlapPlan, agreed: AgreedSizes, *, world_size: int, nbytes: int, tuned: bool) -> None:
+    """Say how the steps of a fit begin.
+
+    Args:
+        plan: As decided.
+        agreed: What holds on all ranks.
+        world_size: Number of ranks that train together.
+        nbytes: Of all gradients.
+        tuned: Whether sizes are tuned from the start.
+    """
+    facts = f"{world_size} ranks{_link_in_words(agreed, nbytes)}. " if plan.overlapped else ""
+    sizes = ""
+    if plan.overlapped and not plan.as_ddp:
+        sizes = (
+            f" They are cut into partitions of {agreed.sizes.partition_size:,} parameters, and {agreed.sizes.credit:,} "
+            "parameters (the credit) travel at once."
+        )
+    steps = plan.summary()
+    if facts:
+        steps = steps[0].upper() + steps[1:]
+    rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
+
+
+def say_found(found: ModeFound, *, stays: bool, tuned: bool) -> None:
+    """Say which way steps are taken from here on, and why.
+
+    Args:
+        found: What ranks have agreed on, and from what.
+        stays: Whether they are taken like that already.
+        tuned: Whether sizes are tuned from here on.
+    """
+    way = "as DDP takes them" if found.ddp_mode else "overlapped"
+    when = "stay" if stays else "are from here on"
+    rank_zero_info(f"bytescheduler: steps {when} {way}: {reason_for(found)}.{_TUNED if tuned else ''}")
+
+
+def _link_in_words(agreed: AgreedSizes, nbytes: int) -> str:
+    """What the link can do, where that was measured."""
+    link = agreed.link
+    if link is None:
+        return ""
+    return (
+        f", all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
+        f"{_ms(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB)"
+    )
+
+
+def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
+    """Why steps begin as they do, in a few words.
+
+    Args:
+        mode: The option, as rank 0 has it.
+        slow: Whether the link is known to be slow for the model.
+        tuned: Whether sizes are tuned from the start.
+    """
+    if mode != "auto":
+        return f"mode={mode!r}"
+    if slow:
+        return "the link is slow for this model"
+    if tuned:
+        return "tuning begins with them"
+    return "nothing has been measured yet; overlap is tried if training is seen to wait for gradients"
+
+
+def reason_for(found: ModeFound) -> str:
+    """Say in a few words why steps are taken as they are.
+
+    Args:
+        found: What ranks have agreed on, and from what.
+    """
+    if found.compared:
+        overlapped, as_ddp = f"{_ms(found.overlapped_s)} ms", f"{_ms(found.ddp_mode_s)} ms"
+        if not found.ddp_mode:
+            return f"overlapped steps are fastest so far ({overlapped} against {as_ddp} as DDP's)"
+        if found.overlapped_s < found.ddp_mode_s:
+            return f"overlapped steps are hardly faster ({overlapped} against {as_ddp} as DDP's)"
+        return f"DDP's steps are fastest so far ({as_ddp} against {overlapped} overlapped)"
+    if math.isfinite(found.exposed_s):
+        so = "overlap is tried soon" if found.to_be_tried else "too little to hide"
+        return f"training waits {_ms(found.exposed_s)} ms of a step's {_ms(found.ddp_mode_s)} ms for gradients: {so}"
+    return "it is not known what could be hidden"
+
+
+def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
+    """One line for the end of a fit; ``None`` where hardly a step overlapped.
+
+    Args:
+        statistics: Counters of the fit.
+        finding: What was found to be fastest, if that was measured.
+    """
+    steps, overlapped = statistics.steps, statistics.overlapped_steps
+    if not overlapped or overlapped < _WORTH_A_LINE * steps:
+        return None
+    waited = 1 - statistics.hidden_share
+    line = f"{steps} steps, {overlapped} of them overlapped; training waited for {waited:.0%} of the communication"
+    return f"{line}; {finding}." if finding else f"{line}."
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, with the digits that matter."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"

@@ -1,0 +1,125 @@
+"""Lines for people: with the figures that a decision was made from, each once, and none where nothing happens."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler import OverlapPlan
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound
+from lightning_bytescheduler.ddp.fit_report import first_pace, reason_for, say_found, say_start, summary_of
+from lightning_bytescheduler.ddp.runtime import AgreedSizes
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes
+from tests.ddp.fits import said, say_what_is_found, train_alone
+from tests.support.rank_pool import RankPool
+
+NAN = math.nan
+AGREED = AgreedSizes(
+    sizes=SchedulerSizes(partition_size=1000, credit=4000, bucket_bytes=4000),
+    link=LinkEstimate(alpha=2e-4, beta=1e-8),
+)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    with said() as heard:
+        yield heard
+
+
+def found(ddp_mode: bool, ddp_mode_s: float, overlapped_s: float, exposed_s: float = 0.0, **given: Any) -> ModeFound:
+    return ModeFound(ddp_mode, ddp_mode_s, overlapped_s, exposed_s, **given)
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (found(True, 0.0349, 0.0372), "DDP's steps are fastest so far (34.9 ms against 37.2 ms overlapped)"),
+        (found(True, 0.0349, 0.0347), "overlapped steps are hardly faster (34.7 ms against 34.9 ms as DDP's)"),
+        (found(False, 0.1234, 0.0372), "overlapped steps are fastest so far (37.2 ms against 123 ms as DDP's)"),
+        (
+            found(True, 0.0376, NAN, 0.0012),
+            "training waits 1.2 ms of a step's 37.6 ms for gradients: too little to hide",
+        ),
+        (
+            found(True, 0.0376, NAN, 0.0052, to_be_tried=True),
+            "training waits 5.2 ms of a step's 37.6 ms for gradients: overlap is tried soon",
+        ),
+        (found(True, NAN, NAN, math.inf), "it is not known what could be hidden"),
+    ],
+)
+def test_reasons_have_the_figures(seen: ModeFound, reason: str) -> None:
+    assert reason_for(seen) == reason
+
+
+def test_how_steps_begin_is_one_line(lines: list[str]) -> None:
+    pace = first_pace("auto", slow=False, tuned=False)
+    say_start(
+        OverlapPlan(steps="overlapped", as_ddp=True, pace=pace), AGREED, world_size=2, nbytes=6_320_000, tuned=False
+    )
+    assert lines == [
+        "bytescheduler: 2 ranks, all-reduce at 100 MB/s after 0.20 ms: 63.4 ms for all gradients (6.32 MB). Steps are "
+        "taken as DDP takes them, because nothing has been measured yet; overlap is tried if training is seen to wait "
+        "for gradients."
+    ]
+    pace = first_pace("auto", slow=True, tuned=True)
+    say_start(OverlapPlan(steps="overlapped", pace=pace), AGREED, world_size=2, nbytes=6_320_000, tuned=True)
+    assert lines[1].partition(". ")[2] == (
+        "Steps overlap, because the link is slow for this model: gradients travel under the backward and the next "
+        "forward pass. They are cut into partitions of 1,000 parameters, and 4,000 parameters (the credit) travel at "
+        "once. How much travels at once is tuned while training."
+    )
+    unmeasured = AgreedSizes(sizes=AGREED.sizes, link=None)
+    pace = first_pace("ddp", slow=False, tuned=False)
+    say_start(OverlapPlan(steps="overlapped", as_ddp=True, pace=pace), unmeasured, world_size=4, nbytes=1, tuned=False)
+    assert lines[2] == "bytescheduler: 4 ranks. Steps are taken as DDP takes them, because mode='ddp'."
+    plan = OverlapPlan(steps="synchronised", reasons=("there is no optimizer (make one)",))
+    say_start(plan, AGREED, world_size=4, nbytes=1, tuned=False)
+    assert lines[3:] == ["bytescheduler: steps are synchronised, because there is no optimizer (make one)."]
+
+
+def test_what_is_found_is_one_line(lines: list[str]) -> None:
+    say_found(found(True, 0.0349, 0.0372), stays=True, tuned=False)
+    say_found(found(False, 0.0372, 0.0349), stays=False, tuned=True)
+    assert lines == [
+        "bytescheduler: steps stay as DDP takes them: DDP's steps are fastest so far (34.9 ms against 37.2 ms "
+        "overlapped).",
+        "bytescheduler: steps are from here on overlapped: overlapped steps are fastest so far (34.9 ms against 37.2 "
+        "ms as DDP's). How much travels at once is tuned while training.",
+    ]
+
+
+def test_the_end_of_a_fit_is_a_line_where_something_was_scheduled() -> None:
+    counted = SchedulerStatistics(
+        steps=500, overlapped_steps=480, communication_s=10.0, exposed_s=4.0, exposed_as_ddp_s=2.0
+    )
+    line = "500 steps, 480 of them overlapped; training waited for 20% of the communication"
+    assert summary_of(counted, "") == f"{line}."
+    assert summary_of(counted, "overlapped steps are fastest") == f"{line}; overlapped steps are fastest."
+    assert summary_of(SchedulerStatistics(steps=500), "DDP's steps are fastest") is None
+    assert summary_of(SchedulerStatistics(steps=500, overlapped_steps=10), "a trial") is None, "that was said already"
+
+
+def test_a_decision_is_told_once_and_the_plan_has_the_last_figures(two_ranks: RankPool) -> None:
+    ddp_ms, overlapped_ms = [40, 41, 42, 30], [50, 51, 20, 60]
+    (lines, paces), (others, _) = two_ranks.run(say_what_is_found, ddp_ms=ddp_ms, overlapped_ms=overlapped_ms)
+    assert others == []
+    assert [line.partition(":")[2].split(":")[0] for line in lines[1:4]] == [
+        " steps stay as DDP takes them",  # and the second time in the same way is no news
+        " steps are from here on overlapped",
+        " steps are from here on as DDP takes them",
+    ]
+    assert "2 ranks" in lines[0]
+    assert [line.partition(";")[0] for line in lines[4:]] == ["bytescheduler: 25 steps, 5 of them overlapped"]
+    assert [pace.partition("(")[2].split(" ms")[0] for pace in paces] == ["40.0", "41.0", "20.0", "30.0"]
+
+
+def test_one_rank_is_told_that_there_is_nothing_to_schedule() -> None:
+    with RankPool(1) as alone:
+        ((lines, plan),) = alone.run(train_alone)
+    assert lines == ["bytescheduler: 1 rank: nothing to schedule."]
+    assert plan == "OverlapPlan(\n  1 rank: nothing to schedule\n)"
