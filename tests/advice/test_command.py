@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.command import _launched, call_target, load_target
+from lightning_bytescheduler.advice.arguments import load_target
+from lightning_bytescheduler.advice.command import _launched, call_target
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError
 

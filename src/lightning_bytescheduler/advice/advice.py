@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.advice.expectations import (
+    STEPS,
     AdviceFigures,
     MeasuredStep,
     ceiling,
@@ -22,16 +23,13 @@ from lightning_bytescheduler.advice.expectations import (
 )
 from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.profiled_fit import measure_step
-from lightning_bytescheduler.advice.words import network, sentences, table
+from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["STEPS", "Advice", "advise", "give_advice"]
-
-STEPS = 10
-"""How many steps are timed."""
 
 
 def advise(

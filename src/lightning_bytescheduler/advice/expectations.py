@@ -25,6 +25,7 @@ __all__ = [
     "DDP_BEST",
     "DILOCO",
     "DILOCO_OVERHEAD",
+    "STEPS",
     "AdviceFigures",
     "Expectation",
     "MeasuredStep",
@@ -33,6 +34,9 @@ __all__ = [
     "diloco_interval",
     "expectations",
 ]
+
+STEPS = 10
+"""How many steps are timed."""
 
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
 _MIB = 2**20

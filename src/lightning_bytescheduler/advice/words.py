@@ -13,9 +13,9 @@ from lightning_bytescheduler.advice.expectations import (
     DILOCO_OVERHEAD,
     AdviceFigures,
 )
-from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.link import network_in_words
 
-__all__ = ["network", "sentences", "table"]
+__all__ = ["sentences", "table"]
 
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 _UNEVEN = 1.1  # slowest over fastest worker
@@ -63,15 +63,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
 
 
-def network(link: LinkModel) -> str:
-    """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
-    rate = link.bandwidth * 8
-    unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
-    number = f"{rate / (size or 1e3):,.4g}"
-    hop = f", {link.latency * 1e3:.3g} ms a hop" if link.latency else ""
-    return f"{link.workers} workers, {number} {unit} each way{hop}"
-
-
 def _measured(advice: AdviceFigures) -> str:
     measured, exchange = advice.measured, advice.communication_seconds
     size = f" of {measured.batch_size} samples" if measured.batch_size is not None else ""
@@ -81,7 +72,7 @@ def _measured(advice: AdviceFigures) -> str:
     megabytes = f"{measured.profile.parameter_bytes / 1e6:,.4g} MB"
     return (
         f"{text}. Exchanging its {megabytes} of gradients takes {_ms(exchange)}, "
-        f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice.link)})."
+        f"{exchange / advice.compute_seconds:.2f} times as long ({network_in_words(advice.link)})."
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checking.procedure import investigate
-from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
-from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
 from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.checking.report import CheckReport
 
 __all__ = ["STEPS", "TIMEOUT", "add_arguments", "check_numbers", "report_for"]
 
@@ -77,6 +78,11 @@ def report_for(options: argparse.Namespace) -> CheckReport:
             "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
             "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
         )
+    # Comparing takes torch, which takes seconds to import: not for what is refused above, or asks for help.
+    from lightning_bytescheduler.checking.procedure import investigate
+    from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
+    from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
+
     with RunFolders() as folders:
         launch = ScriptRuns(command, folders, timeout=options.timeout, progress=RunProgress())
         findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)
