@@ -146,7 +146,6 @@ def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "COMMAND"),
         (["paint"], "'paint'"),
         (["timeline"], "FILE"),
         (["timeline", "{file}", "--jpg"], "--jpg"),

@@ -153,7 +153,7 @@ class Advice(AdviceFigures):
         Path(file).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw the strategies' step times, and the ceiling.
+        """Draw the strategies' step times and the ceiling; and what other bandwidths and more workers would bring.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
@@ -163,14 +163,7 @@ class Advice(AdviceFigures):
             OptionError: If matplotlib does not know the suffix.
             OSError: If the file cannot be written.
         """
-        draw_advice(
-            self.expectations,
-            out,
-            title=f"{self.measured.profile.name}: {network(self.link)}",
-            compute_seconds=self.compute_seconds,
-            ceiling_seconds=self.ceiling_seconds,
-            workers=self.link.workers,
-        )
+        draw_advice(self, out)
 
 
 def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequence[float] = ()) -> Advice:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.quantities import rate_in_words, require_duration, require_rate
+from lightning_bytescheduler.simulation.quantities import duration_in_words, rate_in_words, require_duration, require_rate
 
 __all__ = ["ALGORITHMS", "LinkModel", "network_in_words"]
 
@@ -140,5 +140,5 @@ class LinkModel:
 
 def network_in_words(link: LinkModel) -> str:
     """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
-    hop = f", {link.latency * 1e3:.3g} ms a hop" if link.latency else ""
+    hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
     return f"{link.workers:,} worker{'s' if link.workers > 1 else ''}, {rate_in_words(link.bandwidth)} each way{hop}"

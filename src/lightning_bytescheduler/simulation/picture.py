@@ -6,6 +6,7 @@ Needs matplotlib, which is imported when a picture is drawn.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ __all__ = ["bandwidths_around", "draw_prediction", "workers_around"]
 _POINTS = 10  # on either side of the given bandwidth
 _COLOURS = ("#3f86d1", "#e58f2a", "#2e8b57", "#8456b5", "#d7263d")
 _INK, _WARNING = "#26323d", "#c2185b"
-_NAME_LENGTH = 40
+_NAME_LENGTH, _LINE_LENGTH = 40, 108  # letters
 
 
 def workers_around(workers: int) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ def draw_prediction(
         ax.grid(True, which="major", color="#dde3e8", linewidth=0.8)
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        _heading(profile, link, here), x=0.01, ha="left", fontsize=13, weight="bold", color=_INK
+        _heading(profile, link, here), x=0.01, ha="left", fontsize=12.5, weight="bold", color=_INK
     )
     handles = [
         Line2D([], [], color=colour, linewidth=width, label=f"{count:,} worker{'s' if count > 1 else ''}")
@@ -151,11 +152,10 @@ def _mark_one_worker(ax: Axes, workers: int) -> None:
     """Where so many workers are as fast as one alone: below, they are not worth it."""
     ax.axhline(1 / workers, color=_WARNING, linewidth=1, linestyle=(0, (6, 4)))
     ax.text(
-        0.995,
+        0.008,
         1 / workers + 0.008,
         f"1/{workers:,}: {workers:,} workers are as fast as one alone",
         transform=ax.get_yaxis_transform(),
-        ha="right",
         va="bottom",
         fontsize=9,
         color=_WARNING,
@@ -169,15 +169,17 @@ def _heading(profile: ModelProfile, link: LinkModel, here: _Point) -> str:
     if link.workers == 1:
         found = "One worker has nobody to talk to: nothing to gain"
     else:
-        found = f"bytescheduler is {gain:.2f}x as fast as ddp" if gain >= 1.005 else "bytescheduler is as fast as ddp"
+        times = f"{gain:.2f}x as fast as ddp" if gain >= 1.005 else "as fast as ddp"
         speed = link.workers * here.compute / here.scheduled
-        found += f"; {link.workers:,} workers are " + (
-            f"{speed:.1f}x as fast as one" if speed >= 1 else f"slower than one: train on one machine ({speed:.2f}x)"
-        )
-    return (
-        f"{found}\n{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
+        if speed < 1:
+            found = f"Train on one machine: {link.workers:,} workers are slower ({speed:.2f}x); bytescheduler is {times}"
+        else:
+            found = f"bytescheduler is {times}; {link.workers:,} workers are {speed:.2f}x as fast as one"
+    details = (
+        f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
         f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, {link.algorithm.replace('_', ' ')}"
     )
+    return "\n".join([found, *textwrap.wrap(details, _LINE_LENGTH)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,15 @@ import re
 from lightning_bytescheduler.checks import require_positive, require_seconds
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["RATES", "TIMES", "parameters_in", "rate_in_words", "require_duration", "require_rate"]
+__all__ = [
+    "RATES",
+    "TIMES",
+    "duration_in_words",
+    "parameters_in",
+    "rate_in_words",
+    "require_duration",
+    "require_rate",
+]
 
 RATES = "10Gbit/s, 500Mbps, 25GbE or 1.25GB/s"
 """Examples of rates, for help and errors."""
@@ -117,3 +125,8 @@ def rate_in_words(bandwidth: float) -> str:
     rate = bandwidth * 8
     unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
     return f"{rate / (size or 1e3):,.4g} {unit}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """For example ``0.2 ms``, or ``5 µs`` where that is little."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.3g} µs"
