@@ -1,8 +1,8 @@
 """The console command ``lightning-bytescheduler``.
 
 Each sub-command is an entry of ``_COMMANDS``: its words, a function that adds its arguments, and one that does the work
-and returns the exit code. What a command computes is in its room's ``command.py``, which is imported when the command is
-chosen; here it is printed. Errors that a user can cause are one line on stderr and exit code 2.
+and returns the exit code. What a command computes is in its room, which is imported when it is chosen; here it is
+printed. Errors that a user can cause are one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference, and
-        ``slices verify`` for a slice that is not what it should be; 130 after Ctrl+C.
+        The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference,
+        and ``slices verify`` for a slice that is not what it should be; 130 after Ctrl+C.
     """
     try:
         with _flushed():
@@ -63,8 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     if chosen is not None and chosen not in _COMMANDS:
-        raise _UsageError(f"there is no command {chosen!r}{_like(chosen, _COMMANDS) or '.'} Commands: {', '.join(_COMMANDS)}.")
-    parser = _Parser(prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.", example="COMMAND --help")
+        raise _UsageError(
+            f"there is no command {chosen!r}{_like(chosen, _COMMANDS) or '.'} Commands: {', '.join(_COMMANDS)}."
+        )
+    parser = _Parser(
+        prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.", example="COMMAND --help"
+    )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     for name, command in _COMMANDS.items():
@@ -145,6 +149,10 @@ class _Parser(argparse.ArgumentParser):
         if rest:
             self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many")
         return found, rest
+
+    def print_help(self, file: Any = None) -> None:
+        """Print, where argparse would not say that nothing could be."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         """Raise, where argparse would exit."""

@@ -93,8 +93,14 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "{file}", *LINK], "profile='{file}' is not allowed: profile must be a JSON file"),
         (["--profile", "vgg16", "--workers", "0", "--bandwidth", "1gbit"], "workers=0"),
         (["--profile", "vgg16", "--workers", "4", "--bandwidth", "0mbit"], "--bandwidth='0mbit' is not allowed"),
-        (["--profile", "vgg16", "--workers", "4", "--bandwidth", "500"], "--bandwidth='500' is not allowed: --bandwidth must be a rate with its unit, such as 500Gbit/s"),
-        (["--profile", "vgg16", *LINK, "--latency", "20"], "--latency='20' is not allowed: --latency must be a time with its unit, such as 20ms"),
+        (
+            ["--profile", "vgg16", "--workers", "4", "--bandwidth", "500"],
+            "--bandwidth='500' is not allowed: --bandwidth must be a rate with its unit, such as 500Gbit/s",
+        ),
+        (
+            ["--profile", "vgg16", *LINK, "--latency", "20"],
+            "--latency='20' is not allowed: --latency must be a time with its unit, such as 20ms",
+        ),
         (["--profile", "vgg16", *LINK, "--latency", "20mbit"], "--latency='20mbit'"),
         (["--profile", "vgg16", *LINK, "--compute", "0s"], "--compute='0s'"),
         (["--profile", "vgg16", *LINK, "--messages", "0"], "--messages=0"),
@@ -113,7 +119,9 @@ def test_bad_input_is_one_line(
     assert reason.format(file=file) in line
 
 
-@pytest.mark.parametrize("rate", ["10gbit", "10Gbps", "10Gbit/s", "10 Gbit", "10GbE", "10G", "1.25GB/s", "10000Mbps", "1e10"])
+@pytest.mark.parametrize(
+    "rate", ["10gbit", "10Gbps", "10Gbit/s", "10 Gbit", "10GbE", "10G", "1.25GB/s", "10000Mbps", "1e10"]
+)
 def test_rates_are_written_in_many_ways(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--profile", "25M", "--workers", "4", "--bandwidth", rate]) == 0
     assert "25M, 4 workers, 10 Gbit/s each way" in " ".join(capsys.readouterr().out.split())

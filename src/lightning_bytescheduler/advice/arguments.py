@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"
     )
     add_link_arguments(parser, algorithms=("ring", "halving_doubling"), required=False)
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)"
+    )
     parser.add_argument("--precision", metavar="P", help="as for the Trainer, such as bf16-mixed (default: 32-true)")
     parser.add_argument(
         "--gradient-clip-val", type=float, metavar="V", help="as for the Trainer (default: gradients are not clipped)"
@@ -101,7 +103,7 @@ def load_target(option: str, text: str) -> Any:
         raise ImportError(f"{option}: {module_name} cannot be imported: {error}", name=error.name) from error
     except SystemExit as error:
         raise UnsupportedError(
-            f"{option}: importing {module_name} ended the process (exit code {error.code}). What it does when it is run "
+            f"{option}: importing {module_name} ended the process (exit code {error.code}). What it does when run "
             'belongs under `if __name__ == "__main__":`, and what it trains into a function.'
         ) from error
     for part in name.split("."):

@@ -25,7 +25,7 @@ _NAME_LENGTH = 40
 
 
 def draw_advice(advice: AdviceFigures, out: str | os.PathLike[str]) -> None:
-    """Draw a bar for each strategy, what of a step computes and what waits; and the speed of more workers over bandwidth.
+    """Draw a bar for each strategy, what of a step computes and what waits; and the speed of all over bandwidth.
 
     Args:
         advice: What is drawn.
@@ -117,9 +117,17 @@ def _draw_speeds(ax: Axes, advice: AdviceFigures) -> None:
     ax.plot([], [], color=_INK, linewidth=1.2, linestyle="--", label="ddp")
     here, speed = link.bandwidth * 8 / bits, link.workers * advice.compute_seconds / exact_steps(measured, link)[1]
     ax.axvline(here, color=_INK, linewidth=0.8, alpha=0.4)
-    ax.plot([here], [speed], "o", markersize=10, color=_COLOURS[0], markeredgecolor=_INK, zorder=5, label="this network")
+    ax.plot(
+        [here], [speed], "o", markersize=10, color=_COLOURS[0], markeredgecolor=_INK, zorder=5, label="this network"
+    )
     ax.annotate(
-        f"{speed:.2f}x", (here, speed), xytext=(8, -16), textcoords="offset points", weight="bold", color=_INK, fontsize=11
+        f"{speed:.2f}x",
+        (here, speed),
+        xytext=(8, -16),
+        textcoords="offset points",
+        weight="bold",
+        color=_INK,
+        fontsize=11,
     )
     ax.axhline(1, color=_WARNING, linewidth=1, linestyle=(0, (6, 4)))
     ax.text(

@@ -184,11 +184,11 @@ def _recommendation(advice: AdviceFigures) -> str:
     speed = advice.speedup(chosen.step_seconds)
     if advice.alone_is_faster:
         diloco = advice.of(DILOCO)
-        less = f"diloco, every {diloco.inner_steps} steps, would be {advice.speedup(diloco.step_seconds):.2f}x as fast as one"
+        faster = f"{advice.speedup(diloco.step_seconds):.2f}x as fast as one"
+        less = f"diloco, every {diloco.inner_steps} steps, would be {faster}, with another training"
         return (
             f"Recommended: train on one machine. Over this network {workers} workers are slower than one alone "
-            f"({speed:.2f}x with {chosen.strategy}). What helps is to send less ({less}, with another training), larger "
-            "batches or a faster network."
+            f"({speed:.2f}x with {chosen.strategy}). What helps is to send less ({less}), larger batches or a faster network."
         )
     default = advice.of(DDP).step_seconds
     if chosen.strategy == DDP:

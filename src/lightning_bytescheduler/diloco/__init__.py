@@ -1,7 +1,7 @@
 """DiLoCo with workers of unequal speed: rounds that end for all together, and a mean weighted by samples.
 
-What can be used without a Trainer: the logic of rounds, the mean of pseudo-gradients, and the record of a training. Imported at the first use, so that a
-record can be read without torch.
+What can be used without a Trainer: the logic of rounds, the mean of pseudo-gradients, and the record of a training.
+Imported at the first use, so that a record can be read without torch.
 """
 
 import importlib

@@ -134,7 +134,9 @@ def profile_of(text: str) -> ModelProfile:
         near = difflib.get_close_matches(text.lower(), NETWORKS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise OptionError(
-            "--profile", text, f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}"
+            "--profile",
+            text,
+            f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}",
         )
     return ModelProfile.load(text)
 

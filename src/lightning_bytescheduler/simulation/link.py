@@ -26,7 +26,12 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.quantities import duration_in_words, rate_in_words, require_duration, require_rate
+from lightning_bytescheduler.simulation.quantities import (
+    duration_in_words,
+    rate_in_words,
+    require_duration,
+    require_rate,
+)
 
 __all__ = ["ALGORITHMS", "LinkModel", "network_in_words"]
 

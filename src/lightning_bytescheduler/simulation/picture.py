@@ -72,7 +72,10 @@ def draw_prediction(
         raise ImportError(
             "Drawing a prediction needs matplotlib: pip install 'lightning-bytescheduler[plots]'."
         ) from error
-    counts, rates = tuple(workers) or workers_around(link.workers), tuple(bandwidths) or bandwidths_around(link.bandwidth)
+    counts, rates = (
+        tuple(workers) or workers_around(link.workers),
+        tuple(bandwidths) or bandwidths_around(link.bandwidth),
+    )
     if len(counts) > len(_COLOURS):
         raise OptionError("workers", workers, f"{len(_COLOURS)} numbers at most")
     figure = Figure(figsize=(11.5, 5.4), layout="constrained")
@@ -130,9 +133,7 @@ def draw_prediction(
         ax.xaxis.set_minor_formatter("")
         ax.grid(True, which="major", color="#dde3e8", linewidth=0.8)
         ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        _heading(profile, link, here), x=0.01, ha="left", fontsize=12.5, weight="bold", color=_INK
-    )
+    figure.suptitle(_heading(profile, link, here), x=0.01, ha="left", fontsize=12.5, weight="bold", color=_INK)
     handles = [
         Line2D([], [], color=colour, linewidth=width, label=f"{count:,} worker{'s' if count > 1 else ''}")
         for count, colour, width in lines
@@ -172,7 +173,9 @@ def _heading(profile: ModelProfile, link: LinkModel, here: _Point) -> str:
         times = f"{gain:.2f}x as fast as ddp" if gain >= 1.005 else "as fast as ddp"
         speed = link.workers * here.compute / here.scheduled
         if speed < 1:
-            found = f"Train on one machine: {link.workers:,} workers are slower ({speed:.2f}x); bytescheduler is {times}"
+            found = (
+                f"Train on one machine: {link.workers:,} workers are slower ({speed:.2f}x); bytescheduler is {times}"
+            )
         else:
             found = f"bytescheduler is {times}; {link.workers:,} workers are {speed:.2f}x as fast as one"
     details = (
