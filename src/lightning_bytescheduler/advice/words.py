@@ -188,7 +188,8 @@ def _recommendation(advice: AdviceFigures) -> str:
         less = f"diloco, every {diloco.inner_steps} steps, would be {faster}, with another training"
         return (
             f"Recommended: train on one machine. Over this network {workers} workers are slower than one alone "
-            f"({speed:.2f}x with {chosen.strategy}). What helps is to send less ({less}), larger batches or a faster network."
+            f"({speed:.2f}x with {chosen.strategy}). What helps is to send less ({less}), larger batches or a faster "
+            "network."
         )
     default = advice.of(DDP).step_seconds
     if chosen.strategy == DDP:

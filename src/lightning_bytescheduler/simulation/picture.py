@@ -116,7 +116,9 @@ def draw_prediction(
             color=_INK,
         )
     if link.workers > 1:
-        _mark_one_worker(speed, link.workers)
+        slowest = _Point.of(profile, replace(link, bandwidth=min(rates)))
+        worth_it = link.workers * slowest.compute > slowest.scheduled
+        _mark_one_worker(speed, link.workers, worth_it_everywhere=worth_it)
     gain.set_title("How many times as fast as ddp with its best buckets", loc="left", color=_INK)
     speed.set_title("Share of a step that computes, rather than waits", loc="left", color=_INK)
     highest = max(gain.get_ylim()[1], 1.1)
@@ -149,14 +151,15 @@ def draw_prediction(
     figure.savefig(target, dpi=110)
 
 
-def _mark_one_worker(ax: Axes, workers: int) -> None:
+def _mark_one_worker(ax: Axes, workers: int, *, worth_it_everywhere: bool) -> None:
     """Where so many workers are as fast as one alone: below, they are not worth it."""
     ax.axhline(1 / workers, color=_WARNING, linewidth=1, linestyle=(0, (6, 4)))
     ax.text(
-        0.008,
+        0.992 if worth_it_everywhere else 0.008,  # away from the curves, which rise to the right
         1 / workers + 0.008,
         f"1/{workers:,}: {workers:,} workers are as fast as one alone",
         transform=ax.get_yaxis_transform(),
+        ha="right" if worth_it_everywhere else "left",
         va="bottom",
         fontsize=9,
         color=_WARNING,
