@@ -158,10 +158,14 @@ class _Parser(argparse.ArgumentParser):
         """Raise, where argparse would exit."""
         message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number", message)
         message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
+        if choice := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
+            message += _like(choice[1], re.findall(r"[\w-]+", choice[2]))
         if "required" in message:
             message = self._unknown(self._given) or message
         stop = "" if message.endswith("?") else "."
-        hint = f"For example: {_PROGRAM} {self._example}" if "required" in message else f"Try '{self.prog} --help'."
+        hint = f"Try '{self.prog} --help'."
+        if "required" in message and self._example:
+            hint = f"For example: {_PROGRAM} {self._example}"
         raise _UsageError(f"{message}{stop} {hint}")
 
     def _unknown(self, given: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.simulation import network_profile
+from lightning_bytescheduler.simulation.command import profile_of
 from lightning_bytescheduler.simulation.picture import draw_prediction
 
 LINK = ["--workers", "4", "--bandwidth", "33gbit"]
@@ -19,6 +20,11 @@ def rows(output: str) -> dict[str, list[str]]:
         label, _, value = line.strip("│ ").replace("│", "  ").partition("  ")
         found[label.strip()] = value.split()
     return found
+
+
+@pytest.mark.parametrize("name", ["VGG16", "vgg-16", "ResNet-50"])
+def test_networks_are_known_by_their_usual_names(name: str) -> None:
+    assert profile_of(name).name == name.lower().replace("-", "")
 
 
 def test_it_prints_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +90,9 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--profile"),
         (["--profile", "vgg16", "--workers", "4"], "--bandwidth"),
         (["--profile", "missing.json", *LINK], "missing.json"),
+        (["--profile", "gpt2", *LINK], "did you mean transformer?"),
+        (["--profile", "{file}/..", *LINK], "--profile='{file}/..'"),
+        (["--profile", "vgg16", *LINK, "--algorithm", "rings"], "did you mean ring?"),
         (["--profile", "resnet5", *LINK], "vgg16, resnet50, transformer, uniform"),
         (["--profile", "resnet5", *LINK], "did you mean resnet50?"),
         (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "did you mean --bandwidth?"),

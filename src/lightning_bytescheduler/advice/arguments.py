@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from lightning_bytescheduler.advice.expectations import STEPS
@@ -19,6 +20,8 @@ from lightning_bytescheduler.simulation.command import add_link_arguments, link_
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["add_arguments", "check_arguments", "load_target"]
+
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)"
     )
-    parser.add_argument("--precision", metavar="P", help="as for the Trainer, such as bf16-mixed (default: 32-true)")
+    parser.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        metavar="P",
+        help=f"as for the Trainer: {', '.join(_PRECISIONS)} (default: 32-true)",
+    )
     parser.add_argument(
         "--gradient-clip-val", type=float, metavar="V", help="as for the Trainer (default: gradients are not clipped)"
     )
@@ -90,7 +98,8 @@ def load_target(option: str, text: str) -> Any:
         UnsupportedError: If importing the module ends the process, as a script does that trains at once.
     """
     module_name, _, name = text.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
+    names = (*module_name.split("."), *name.split("."))
+    if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
         raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
     here = os.getcwd()
     if here not in sys.path:
@@ -99,7 +108,11 @@ def load_target(option: str, text: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ImportError(f"{option}: there is no module {error.name}, neither in {here} nor installed") from error
+            near = difflib.get_close_matches(error.name, [file.stem for file in Path(here).glob("*.py")], n=1)
+            hint = f"; did you mean {near[0]}:{name}?" if near else ""
+            raise ImportError(
+                f"{option}: there is no module {error.name}, neither in {here} nor installed{hint}"
+            ) from error
         raise ImportError(f"{option}: {module_name} cannot be imported: {error}", name=error.name) from error
     except SystemExit as error:
         raise UnsupportedError(

@@ -23,6 +23,7 @@ from lightning_bytescheduler.simulation.simulator import Schedule
 
 __all__ = ["add_arguments", "add_link_arguments", "answer", "link_of", "predicted_table", "profile_of"]
 
+_GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 
 
@@ -125,19 +126,22 @@ def profile_of(text: str) -> ModelProfile:
         OptionError: If it is none of these, or the file holds no profile.
         OSError: If the file cannot be read.
     """
-    if text in NETWORKS:
-        return network_profile(text)
+    name = text.lower().replace("-", "").replace("_", "")
+    if name in NETWORKS:
+        return network_profile(name)
     size = parameters_in(text)
     if size is not None and not Path(text).exists():
         return profile_of_size(text, size)
     if not Path(text).exists():
-        near = difflib.get_close_matches(text.lower(), NETWORKS, n=1)
+        near = ["transformer"] if name in _GPT else difflib.get_close_matches(name, NETWORKS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise OptionError(
             "--profile",
             text,
             f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}",
         )
+    if Path(text).is_dir():
+        raise OptionError("--profile", text, "a JSON file, not a folder")
     return ModelProfile.load(text)
 
 
