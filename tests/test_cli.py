@@ -109,6 +109,16 @@ def test_nothing_is_cut_in_a_narrow_terminal(
     assert {"123,456", "start", "123,456,789,", "12,345,678", "12,345.6", "abandoned"} <= set(words)
 
 
+def test_a_very_narrow_terminal_gets_no_frame(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["timeline", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert "│" not in output
+    assert EXPECTED.items() <= rows(output).items()
+
+
 def test_a_file_name_is_not_taken_for_markup(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ _USAGE_ERROR = 2
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
 _BROKEN_PIPE = 141
 _OTHERS_NAMED = 5
+_NARROW = 50  # columns in which the frame of a table leaves too little room
 _WIDEST = 100  # columns that are still easy to read
 _OUTPUTS = ("png", "json", "report")
 
@@ -410,22 +411,33 @@ def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[st
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        lines = [heading, *rows] if heading else rows
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        print(title)
-        for label, *values in lines:
-            # What has no heading is text rather than a column of figures.
-            cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
-            print("  ".join([f"  {label:<{widths[0]}}", *cells]))
+        _print_plainly(title, rows, heading)
         return
-    table = Table(title=Text(title), title_justify="left", show_header=bool(heading))
+    console = Console()
+    if console.width < _NARROW:
+        _print_plainly(title, rows, heading)
+        return
+    table = Table(show_header=bool(heading))
     for index in range(len(rows[0])):
         name = Text(heading[index]) if heading else ""
         # What is too wide for the terminal goes on in the next line: neither labels nor values are cut.
         table.add_column(name, no_wrap=not index, overflow="fold", justify="right" if index else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # as Text: a file name may hold what rich takes for markup
-    Console().print(table)
+    with console.capture() as drawn:
+        console.print(Text(title))
+        console.print(table)
+    print(drawn.get(), end="")  # what rich prints itself ends the process where a pipe was closed
+
+
+def _print_plainly(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str]) -> None:
+    lines = [heading, *rows] if heading else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for label, *values in lines:
+        # What has no heading is text rather than a column of figures.
+        cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
+        print("  ".join([f"  {label:<{widths[0]}}", *cells]))
 
 
 class _Command(NamedTuple):

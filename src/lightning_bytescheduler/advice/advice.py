@@ -72,7 +72,11 @@ def advise(
     if link is None:
         link = _probed(where)
     elif not isinstance(link, LinkModel):
-        raise OptionError("link", link, "a LinkModel, or left out to measure the link")
+        raise OptionError(
+            "link",
+            link,
+            'a LinkModel, or left out to measure the link; such as LinkModel(workers=4, bandwidth="10Gbit/s")',
+        )
     if workers is not None:
         link = replace(link, workers=workers)
     check_link(link)

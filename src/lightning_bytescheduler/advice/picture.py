@@ -76,7 +76,8 @@ def _draw_steps(ax: Axes, advice: AdviceFigures) -> None:
     longest = max(expected.step_seconds for expected in advice.expectations) * 1e3
     bars = [(ALONE, computes, 1)]
     for expected in advice.expectations:
-        every = "" if expected.inner_steps is None else f", every {expected.inner_steps:,} steps"
+        inner = expected.inner_steps
+        every = "" if inner is None else f", every {inner:,} steps" if inner > 1 else ", every step"
         other = "" if expected.same_training else " *"
         bars.append((expected.strategy + every + other, expected.step_seconds * 1e3, workers))
     for position, (_, step, count) in enumerate(bars):
@@ -93,7 +94,7 @@ def _draw_steps(ax: Axes, advice: AdviceFigures) -> None:
     ax.plot([bound, bound], [0.5, exact + 0.5], color=_INK, linewidth=1.6, linestyle=":", label=label)
     ax.set_yticks(range(len(bars)), [name for name, *_ in bars])
     ax.invert_yaxis()
-    ax.set_xlim(0, longest * 1.5)
+    ax.set_xlim(0, longest * 1.58)
     ax.locator_params(axis="x", nbins=6)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     ax.set_title(f"A step of {workers:,} workers", loc="left", color=_INK)
