@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import lightning_bytescheduler
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
@@ -105,6 +109,16 @@ def test_nothing_is_cut_in_a_narrow_terminal(
     assert {"123,456", "start", "123,456,789,", "12,345,678", "12,345.6", "abandoned"} <= set(words)
 
 
+def test_a_very_narrow_terminal_gets_no_frame(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["timeline", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert "│" not in output
+    assert EXPECTED.items() <= rows(output).items()
+
+
 def test_a_file_name_is_not_taken_for_markup(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +160,6 @@ def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "COMMAND"),
         (["paint"], "'paint'"),
         (["timeline"], "FILE"),
         (["timeline", "{file}", "--jpg"], "--jpg"),
@@ -195,6 +208,57 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "timeline" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command", ["timeline", "predict", "advise", "check", "tuning", "rounds", "slices", "slices make", "slices serve"]
+)
+def test_every_help_has_an_example_and_says_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    output = capsys.readouterr().out
+    if " " not in command:
+        assert f"\nexample:\n  lightning-bytescheduler {command} " in output
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_help_fits_terminals(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main(["predict", "--help"])
+    text, _, example = capsys.readouterr().out.partition("\nexample:\n")
+    assert max(map(len, text.splitlines())) <= int(columns)
+    assert len(example.splitlines()) == 1, "an example can be copied"
+
+
+def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    for command in ("timeline", "predict", "advise", "check", "tuning", "rounds", "slices"):
+        assert f"\n    {command} " in output
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["predct"], "there is no command 'predct'; did you mean predict?"),
+        (["tunning", "x"], "did you mean tuning?"),
+        (["paint"], "there is no command 'paint'. Commands: timeline, predict, advise"),
+        (["--verison"], "there is no option --verison; did you mean --version?"),
+        (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn; did you mean --png?"),
+        (["tuning", "--pgn=a.png"], "there is no option --pgn; did you mean --png?"),
+        (["tuning", "run", "more"], "more is one argument too many"),
+        (["slices", "verfy", "x"], "did you mean verify?"),
+        (["rounds"], "For example: lightning-bytescheduler rounds lightning_logs/version_0"),
+        (["check", "nope.py"], "command='nope.py' is not allowed: command must be a script that is there"),
+        (["check", "--stepz", "5", "--", "train.py"], "did you mean --steps?"),
+        (["check", "--steps", "few", "--", "train.py"], "'few' is not a whole number"),
+        (["check", "--timeout", "long", "--", "train.py"], "'long' is not a number"),
+    ],
+)
+def test_what_was_meant(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert meant in fails(argv, capsys)
+
+
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -208,3 +272,168 @@ def test_rounds_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert rows(capsys.readouterr().out)["rounds"] == "2"
     assert main(["rounds", str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
+
+
+# What is written.
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two versions of a run, the second of which is newer."""
+    for version, credit in enumerate((1_000_000, 2_000_000)):
+        folder = tmp_path / "lightning_logs" / f"version_{version}"
+        folder.mkdir(parents=True)
+        append_entries(folder / "tuning.jsonl", [trial(credit)])
+        os.utime(folder / "tuning.jsonl", (version, version))
+    written(tmp_path / "lightning_logs" / "version_0" / "rounds.jsonl")
+    return tmp_path
+
+
+def trial(credit: int) -> TrialEntry:
+    return TrialEntry(
+        search=0,
+        kind="start",
+        step=1,
+        credit=credit,
+        partition_size=1000,
+        step_seconds=0.1,
+        error_seconds=0.0,
+        noise=0.0,
+        steps=9,
+    )
+
+
+@pytest.mark.parametrize(
+    "place", [".", "lightning_logs", "lightning_logs/version_1", "lightning_logs/version_1/tuning.jsonl"]
+)
+def test_a_record_is_found_in_the_folders_of_a_run(run: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tuning", str(run / place)]) == 0
+    output, notes = capsys.readouterr()
+    assert "version_1" in "".join(output.split())
+    assert "2,000,000" in " ".join(output.split())
+    others = str(run / "lightning_logs/version_0/tuning.jsonl")
+    assert ("the newest of 2" in notes) == (others in notes) == ("version_1" not in place)
+
+
+def test_rounds_are_found_as_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rounds", str(run)]) == 0
+    assert rows(capsys.readouterr().out)["rounds"] == "8"
+
+
+@pytest.mark.parametrize("command", ["tuning", "rounds"])
+def test_what_is_not_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"a folder with {command}.jsonl in it" in fails([command, str(tmp_path)], capsys)
+    assert "a file or a folder that is there" in fails([command, str(tmp_path / "missing")], capsys)
+
+
+def test_what_was_written_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = run / "search.png"
+    for said in ("Wrote", "Replaced"):
+        assert main(["tuning", str(run), "--png", str(picture)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"{said} {picture}"
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("missing/a.png", "a file in a folder that is there; "),
+        ("", "the name of a file, not of a folder"),
+        (".", "the name of a file, not of a folder"),
+        ("a", "a file name with one of the suffixes"),
+        ("a.json", "a file name with one of the suffixes"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(
+    out: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    line = fails(["tuning", "not-even-there", "--png", out], capsys)
+    assert f"--png={out!r} is not allowed" in line
+    assert reason in line
+    line = fails(["predict", "--profile", "absent", "--workers", "4", "--bandwidth", "1G", "--png", out], capsys)
+    assert reason in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_outputs_are_two_files(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    argv = ["advise", "a:b", "--workers", "4", "--bandwidth", "1G", "--json", "a.png", "--png", "a.png"]
+    assert "another file" in fails(argv, capsys)
+
+
+# Terminals and pipes.
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_bytescheduler.simulation.command.predicted_table", interrupted)
+    assert main(["predict", "--profile", "vgg16", "--workers", "4", "--bandwidth", "1G"]) == 130
+    assert capsys.readouterr().err == "lightning-bytescheduler: interrupted\n"
+
+
+def process(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_bytescheduler", *argv]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = process(["--help"], stdout=writing)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = process([], stdout=full)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
+
+
+IMPORTED = """
+import sys, types
+
+package = types.ModuleType("lightning_bytescheduler")  # without what its face imports
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["lightning_bytescheduler"] = package
+from lightning_bytescheduler.cli import main
+
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "scipy", "sklearn", "matplotlib", "bayes_opt", "fsspec"}
+print("imported:", sorted(heavy & set(sys.modules)), len(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--version",
+        "--help",
+        "",
+        "predict --profile 9M --workers 4 --bandwidth 1G",
+        "advise --help",
+        "check --help",
+        "tuning {run}",
+        "rounds {run}",
+        "timeline --help",
+    ],
+)
+def test_nothing_heavy_is_imported_that_was_not_asked_for(argv: str, run: Path) -> None:
+    """Counted rather than timed."""
+    package = str(Path(lightning_bytescheduler.__file__).parent)
+    command = [sys.executable, "-c", IMPORTED, package, *argv.format(run=run).split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("imported: [] "), last
+    assert int(last.rpartition(" ")[2]) < 500

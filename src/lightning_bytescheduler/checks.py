@@ -16,9 +16,11 @@ from lightning_bytescheduler.exceptions import OptionError
 __all__ = [
     "is_finite",
     "is_whole",
+    "records_in",
     "require_bool",
     "require_not_negative",
     "require_one_of",
+    "require_output",
     "require_path",
     "require_positive",
     "require_seconds",
@@ -172,6 +174,56 @@ def require_suffix(option: str, value: str | os.PathLike[str], suffixes: Iterabl
     if path.suffix[1:].lower() not in allowed:
         raise OptionError(option, os.fspath(value), f"a file name with one of the suffixes {', '.join(allowed)}")
     return path
+
+
+def require_output(option: str, value: str | os.PathLike[str]) -> Path:
+    """Return ``value`` as a path if a file can be written there, so that nobody computes for nothing.
+
+    Raises:
+        OptionError: If its folder is missing or read-only, or it is a folder itself; names ``option``.
+    """
+    path = Path(value)
+    folder = path.parent
+    allowed = ""
+    if not os.fspath(value) or path.is_dir():
+        allowed = "the name of a file, not of a folder"
+    elif not folder.is_dir():
+        kind = "is no folder" if folder.exists() else "does not exist"
+        allowed = f"a file in a folder that is there; {os.fspath(folder)!r} {kind}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        allowed = "a file that may be written; its permissions forbid it"
+    if allowed:
+        raise OptionError(option, os.fspath(value), allowed)
+    return path
+
+
+def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
+    """Find what a run has recorded, the newest first: in a folder, or below it as loggers number their versions.
+
+    Args:
+        run: The record itself; the folder that it is in; or one above, such as ``lightning_logs``.
+        name: Of the record.
+
+    Raises:
+        OptionError: If there is no such record; says where it was looked for.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        if path.exists():
+            return [path]
+        raise OptionError("RUN", os.fspath(run), f"a file or a folder that is there, such as {_versions(name)}")
+    direct = path / name
+    if direct.is_file():
+        return [direct]
+    places = (f"version_*/{name}", f"*/version_*/{name}", f"*/{name}", f"*/*/version_*/{name}")
+    found = {file for place in places for file in path.glob(place) if file.is_file()}
+    if not found:
+        raise OptionError("RUN", os.fspath(run), f"a folder with {name} in it, or in one of its folders version_*")
+    return sorted(found, key=lambda file: (file.stat().st_mtime_ns, os.fspath(file)), reverse=True)
+
+
+def _versions(name: str) -> str:
+    return f"lightning_logs, lightning_logs/version_0 or {name}"
 
 
 def _finite(of: str) -> str:

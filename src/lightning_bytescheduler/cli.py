@@ -1,34 +1,38 @@
 """The console command ``lightning-bytescheduler``.
 
-Each sub-command is one function that adds its parser, listed in ``_COMMANDS``; the parser's ``run`` default does the
-work and returns the exit code. What a command computes is in its room's ``command.py``; here it is printed. Errors that
-a user can cause are one line on stderr and exit code 2.
+Each sub-command is an entry of ``_COMMANDS``: its words, a function that adds its arguments, and one that does the work
+and returns the exit code. What a command computes is in its room, which is imported when it is chosen; here it is
+printed. Errors that a user can cause are one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.advice import command as advise_command
-from lightning_bytescheduler.checking import command as check_command
-from lightning_bytescheduler.diloco import picture as rounds_command
-from lightning_bytescheduler.exceptions import ByteSchedulerError
-from lightning_bytescheduler.simulation import command as predict_command
-from lightning_bytescheduler.slices import command as slices_command
-from lightning_bytescheduler.timeline import command as timeline_command
-from lightning_bytescheduler.tuning import picture as tuning_command
-
-if TYPE_CHECKING:
-    _SubParsers = argparse._SubParsersAction["_Parser"]
+from lightning_bytescheduler.checks import records_in, require_output, require_suffix
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 __all__ = ["main"]
 
 _PROGRAM = "lightning-bytescheduler"
 _USAGE_ERROR = 2
+_INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
+_BROKEN_PIPE = 141
+_OTHERS_NAMED = 5
+_NARROW = 50  # columns in which the frame of a table leaves too little room
+_WIDEST = 100  # columns that are still easy to read
+_OUTPUTS = ("png", "json", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,20 +42,83 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference.
+        The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference,
+        and ``slices verify`` for a slice that is not what it should be; 130 after Ctrl+C.
     """
-    parser = _Parser(prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.")
-    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in _COMMANDS:
-        add(commands)
     try:
-        options = parser.parse_args(argv)
-        code: int = options.run(options)
+        with _flushed():
+            return _run(sys.argv[1:] if argv is None else list(argv))
+    except BrokenPipeError:
+        return _BROKEN_PIPE  # who reads, such as `head`, has enough
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except (_UsageError, ByteSchedulerError, OSError, ValueError, ImportError) as error:
-        print(f"{_PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_PROGRAM}: error: {' '.join(_words_of(error).split())}", file=sys.stderr)
         return _USAGE_ERROR
+
+
+def _run(argv: list[str]) -> int:
+    chosen = next((argument for argument in argv if not argument.startswith("-")), None)
+    if chosen is not None and chosen not in _COMMANDS:
+        raise _UsageError(
+            f"there is no command {chosen!r}{_like(chosen, _COMMANDS) or '.'} Commands: {', '.join(_COMMANDS)}."
+        )
+    parser = _Parser(
+        prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.", example="COMMAND --help"
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    for name, command in _COMMANDS.items():
+        added = commands.add_parser(
+            name, help=command.summary, description=command.description, example=f"{name} {command.example}"
+        )
+        if name == chosen:  # arguments of the others would import what nobody asked for
+            added.set_defaults(run=command.run)
+            command.add(added)
+    options = parser.parse_args(argv)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    code: int = options.run(options)
     return code
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.strerror}: {error.filename}"  # without the number
+    return str(error)
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """What was printed is written in here, so that a full disk or a closed pipe is no error at the exit of Python."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if _is_of_stdout(error):
+            _discard_stdout()
+        raise
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    if isinstance(error, BrokenPipeError):
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _discard_stdout() -> None:
+    """Python flushes once more as it exits; that goes nowhere."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class _UsageError(Exception):
@@ -59,120 +126,254 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves errors to ``main``, where argparse would print the usage as well and exit."""
+    """Leaves errors to ``main``, where argparse would print the usage as well and exit; says what was probably meant.
+
+    Args:
+        example: Arguments of an example, after the program's name.
+        description: What the command does.
+        options: As for argparse.
+    """
+
+    def __init__(self, *, example: str = "", description: str = "", **options: Any) -> None:
+        width = min(shutil.get_terminal_size().columns - 2, _WIDEST)
+        super().__init__(
+            description=textwrap.fill(description, max(width, 30)),
+            # Not wrapped, so that it can be copied.
+            epilog=f"example:\n  {_PROGRAM} {example}" if example else None,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=max(width, 40)),
+            **options,
+        )
+        self._given: list[str] = []
+        self._example = example
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, and refuses what is not known where it is best known what could have been meant."""
+        self._given = list(args or ())
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many")
+        return found, rest
+
+    def print_help(self, file: Any = None) -> None:
+        """Print, where argparse would not say that nothing could be."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message}. Try '{self.prog} --help'.")
+        """Raise, where argparse would exit."""
+        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number", message)
+        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
+        if choice := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
+            message += _like(choice[1], re.findall(r"[\w-]+", choice[2]))
+        if "required" in message:
+            message = self._unknown(self._given) or message
+        stop = "" if message.endswith("?") else "."
+        hint = f"Try '{self.prog} --help'."
+        if "required" in message and self._example:
+            hint = f"For example: {_PROGRAM} {self._example}"
+        raise _UsageError(f"{message}{stop} {hint}")
+
+    def _unknown(self, given: Sequence[str]) -> str:
+        """Says of the first option that is none what it is like; nothing if there is none."""
+        known = self._option_string_actions
+        for argument in given:
+            if argument == "--" or (self._subparsers is not None and not argument.startswith("-")):
+                break  # what follows is for others
+            name = argument.partition("=")[0]
+            if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
+                return f"there is no option {name}{_like(name, known)}"
+        return ""
 
 
-def _add_timeline(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "timeline",
-        help="summarise a timeline, and draw it",
-        description="Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
-    )
-    timeline_command.add_arguments(parser)
-    parser.set_defaults(run=_timeline)
+def _like(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class _Outputs:
+    """Files that a command will write: refused before it computes, and named once they are there.
+
+    Args:
+        options: The parsed arguments.
+
+    Raises:
+        OptionError: If one of them cannot be written; names the option.
+        ImportError: If one is a picture and matplotlib is not installed; the message names the extra to install.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._there: dict[Path, bool] = {}
+        for name in _OUTPUTS:
+            value = getattr(options, name, None)
+            if value is None:
+                continue
+            path = require_output(f"--{name}", value)
+            if name == "png":
+                _require_picture(path)
+            if path in self._there:
+                raise OptionError(f"--{name}", value, "another file than the other output's")
+            self._there[path] = path.exists()
+
+    def say(self) -> None:
+        """Print which were written."""
+        for path, was_there in self._there.items():
+            print(f"{'Replaced' if was_there else 'Wrote'} {path}")
+
+
+def _require_picture(path: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
+    require_suffix("--png", path, FigureCanvasAgg(Figure()).get_supported_filetypes())
+
+
+def _found(options: argparse.Namespace, name: str, argument: str) -> None:
+    """Put the newest record of a run in the place of the folder that was given; say so, and which others there are."""
+    newest, *others = records_in(getattr(options, argument), name)
+    if others:
+        rest = ", ".join(map(str, others[:_OTHERS_NAMED])) + (" ..." if len(others) > _OTHERS_NAMED else "")
+        print(f"{_PROGRAM}: the newest of {len(others) + 1} is {newest}; also there: {rest}", file=sys.stderr)
+    setattr(options, argument, str(newest))
+
+
+def _add_timeline(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.timeline.command import add_arguments
+
+    add_arguments(parser)
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    trace = timeline_command.trace_of(options)
-    _print_table(*timeline_command.summarised(trace, options))
-    timeline_command.draw(trace, options)
+    from lightning_bytescheduler.timeline.command import draw, summarised, trace_of
+
+    outputs = _Outputs(options)
+    trace = trace_of(options)
+    _print_table(*summarised(trace, options))
+    draw(trace, options)
+    outputs.say()
     return 0
 
 
-def _add_predict(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "predict",
-        help="predict the time of a step on a network",
-        description="Say how long a training step would take on a network, with ddp and with bytescheduler.",
-    )
-    predict_command.add_arguments(parser)
-    parser.set_defaults(run=_predict)
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.simulation.command import add_arguments
+
+    add_arguments(parser)
 
 
 def _predict(options: argparse.Namespace) -> int:
-    _print_table(*predict_command.predicted_table(options))
+    from lightning_bytescheduler.simulation.command import predicted_table
+
+    outputs = _Outputs(options)
+    answer, title, rows = predicted_table(options)
+    print(f"{_wrapped(answer)}\n")
+    _print_table(title, rows)
+    outputs.say()
     return 0
 
 
-def _add_rounds(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "rounds",
-        help="summarise the rounds of a DiLoCo training, and draw them",
-        description="Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
-    )
-    rounds_command.add_arguments(parser)
-    parser.set_defaults(run=_rounds)
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.advice.arguments import add_arguments
 
-
-def _rounds(options: argparse.Namespace) -> int:
-    _print_table(*rounds_command.rounds_table(options))
-    return 0
-
-
-def _add_slices(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "slices",
-        help="make, verify and serve slices of data",
-        description="Make slices of data, verify them, and serve them to trainings on other machines.",
-    )
-    slices_command.add_arguments(parser)
-
-
-def _add_advise(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "advise",
-        help="measure your model, and say what each strategy makes of it on a network",
-        description="Take a few steps of a training, on a copy and on one device, and say in plain words what to "
-        "expect of each strategy on a network. Without --bandwidth the network is measured: start one process on each "
-        "machine, with torchrun.",
-    )
-    advise_command.add_arguments(parser)
-    parser.set_defaults(run=_advise)
+    add_arguments(parser)
 
 
 def _advise(options: argparse.Namespace) -> int:
-    advice = advise_command.advice_for(options)
+    outputs = _Outputs(options)
+    from lightning_bytescheduler.advice.arguments import check_arguments, load_target
+
+    check_arguments(options)  # before what takes seconds to import
+    load_target("target", options.target)  # decides which Lightning there is
+    from lightning_bytescheduler.advice.command import advice_for
+
+    advice = advice_for(options)
     if advice is not None:
+        answer, *paragraphs = advice.text().splitlines()
+        print(f"{_wrapped(answer)}\n")
         heading, *rows = advice.table()
         _print_table(advice.measured.profile.name, rows, heading)
-        for paragraph in advice.text().splitlines():
-            print(f"\n{paragraph}")
+        for paragraph in paragraphs:
+            print(f"\n{_wrapped(paragraph)}")
+        outputs.say()
     return 0
 
 
-def _add_check(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "check",
-        help="train your script with ddp and with bytescheduler, and compare",
-        description="Run a training script for some steps with ddp and with bytescheduler, from the same seeds and "
-        "whatever its strategy is, and say whether weights, optimizer state and metrics are the same, and which is "
-        "faster; or where they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
-    )
-    check_command.add_arguments(parser)
-    parser.set_defaults(run=_check)
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.checking.command import add_arguments
+
+    add_arguments(parser)
 
 
 def _check(options: argparse.Namespace) -> int:
-    report = check_command.report_for(options)
+    from lightning_bytescheduler.checking.command import report_for
+
+    outputs = _Outputs(options)
+    report = report_for(options)
     print(report.text())
+    outputs.say()
     return report.exit_code
 
 
-def _add_tuning(commands: _SubParsers) -> None:
-    parser = commands.add_parser(
-        "tuning",
-        help="show how credit and partition size were tuned, and draw it",
-        description="Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
-    )
-    tuning_command.add_arguments(parser)
-    parser.set_defaults(run=_tuning)
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.tuning.picture import add_arguments
+
+    add_arguments(parser)
 
 
 def _tuning(options: argparse.Namespace) -> int:
-    _print_table(*tuning_command.tuning_table(options))
+    from lightning_bytescheduler.tuning.picture import tuning_table
+    from lightning_bytescheduler.tuning.record import RECORD_NAME
+
+    outputs = _Outputs(options)
+    _found(options, RECORD_NAME, "record")
+    _print_table(*tuning_table(options))
+    outputs.say()
+    return 0
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.diloco.picture import add_arguments
+
+    add_arguments(parser)
+
+
+def _rounds(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.diloco.picture import rounds_table
+    from lightning_bytescheduler.diloco.round_record import RECORD_NAME
+
+    outputs = _Outputs(options)
+    _found(options, RECORD_NAME, "path")
+    _print_table(*rounds_table(options))
+    outputs.say()
+    return 0
+
+
+def _add_slices(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.slices.command import add_arguments
+
+    add_arguments(parser)
+
+
+def _slices(_: argparse.Namespace) -> int:
+    raise _UsageError("slices needs an action: make, verify or serve")
+
+
+def _wrapped(text: str) -> str:
+    """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text
+    return textwrap.fill(text, max(min(shutil.get_terminal_size().columns, _WIDEST + 20), 20), break_long_words=False)
+
+
+def _add_examples(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.example_files import add_arguments
+
+    add_arguments(parser)
+
+
+def _examples(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.example_files import copied_table
+
+    _print_table(*copied_table(options))
     return 0
 
 
@@ -182,30 +383,112 @@ def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[st
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        lines = [heading, *rows] if heading else rows
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        print(title)
-        for label, *values in lines:
-            # What has no heading is text rather than a column of figures.
-            cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
-            print("  ".join([f"  {label:<{widths[0]}}", *cells]))
+        _print_plainly(title, rows, heading)
         return
-    table = Table(title=Text(title), title_justify="left", show_header=bool(heading))
+    console = Console()
+    if console.width < _NARROW:
+        _print_plainly(title, rows, heading)
+        return
+    table = Table(show_header=bool(heading))
     for index in range(len(rows[0])):
         name = Text(heading[index]) if heading else ""
         # What is too wide for the terminal goes on in the next line: neither labels nor values are cut.
         table.add_column(name, no_wrap=not index, overflow="fold", justify="right" if index else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # as Text: a file name may hold what rich takes for markup
-    Console().print(table)
+    with console.capture() as drawn:
+        console.print(Text(title))
+        console.print(table)
+    print(drawn.get(), end="")  # what rich prints itself ends the process where a pipe was closed
 
 
-_COMMANDS: tuple[Callable[[_SubParsers], None], ...] = (
-    _add_timeline,
-    _add_predict,
-    _add_advise,
-    _add_check,
-    _add_tuning,
-    _add_rounds,
-    _add_slices,
-)
+def _print_plainly(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str]) -> None:
+    lines = [heading, *rows] if heading else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for label, *values in lines:
+        # What has no heading is text rather than a column of figures.
+        cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
+        print("  ".join([f"  {label:<{widths[0]}}", *cells]))
+
+
+class _Command(NamedTuple):
+    """A sub-command.
+
+    Attributes:
+        summary: Its line in the list of commands.
+        description: What it does, for its own help.
+        example: Arguments of an example.
+        add: Adds its arguments; called if it was chosen.
+        run: Does the work and returns the exit code.
+    """
+
+    summary: str
+    description: str
+    example: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+_COMMANDS = {
+    "timeline": _Command(
+        "summarise a timeline, and draw it",
+        "Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
+        "trace.json --png trace.png --steps 10:13",
+        _add_timeline,
+        _timeline,
+    ),
+    "predict": _Command(
+        "predict the time of a step on a network",
+        "Say how long a training step would take on a network, with ddp and with bytescheduler.",
+        "--profile resnet50 --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
+        _add_predict,
+        _predict,
+    ),
+    "advise": _Command(
+        "measure your model, and say what each strategy makes of it on a network",
+        "Take a few steps of a training, on a copy and on one device, and say in plain words what to expect of each "
+        "strategy on a network. Without --bandwidth the network is measured: start one process on each machine, with "
+        "torchrun.",
+        "my_project.train:make --workers 4 --bandwidth 1Gbit/s --latency 0.1ms --png advice.png",
+        _add_advise,
+        _advise,
+    ),
+    "check": _Command(
+        "train your script with ddp and with bytescheduler, and compare",
+        "Run a training script for some steps with ddp and with bytescheduler, from the same seeds and whatever its "
+        "strategy is, and say whether weights, optimizer state and metrics are the same, and which is faster; or where "
+        "they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
+        "--steps 50 --devices 2 -- python train.py --lr 1e-3",
+        _add_check,
+        _check,
+    ),
+    "tuning": _Command(
+        "show how credit and partition size were tuned, and draw it",
+        "Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
+        "lightning_logs/version_0 --png search.png",
+        _add_tuning,
+        _tuning,
+    ),
+    "rounds": _Command(
+        "summarise the rounds of a DiLoCo training, and draw them",
+        "Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
+        "lightning_logs/version_0 --png rounds.png --rounds 10:13",
+        _add_rounds,
+        _rounds,
+    ),
+    "slices": _Command(
+        "make, verify and serve slices of data",
+        "Make slices of data, verify them, and serve them to trainings on other machines.",
+        "make data/*.jsonl data/slices",
+        _add_slices,
+        _slices,
+    ),
+    "examples": _Command(
+        "copy the examples into a folder",
+        "Copy the examples into a new folder 'examples', to run them and to change them.",
+        "--to .",
+        _add_examples,
+        _examples,
+    ),
+}

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.command import _launched, call_target, load_target
+from lightning_bytescheduler.advice.arguments import load_target
+from lightning_bytescheduler.advice.command import _launched, call_target
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), (None, "nccl"), ("cuda:0", "nccl")])
@@ -70,6 +71,10 @@ def fails():
     raise ValueError("of the user")
 
 
+def quits():
+    raise SystemExit(3)
+
+
 bare_module = Bare()
 nothing = 3
 """
@@ -107,7 +112,9 @@ def test_a_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: p
     for module in ("rich", "rich.console", "rich.table", "rich.text"):
         monkeypatch.setitem(sys.modules, module, None)
     assert main(["advise", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
-    title, *table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    answer, table_text, *_ = capsys.readouterr().out.split("\n\n")
+    assert answer.startswith("Recommended: ")
+    title, *table = table_text.splitlines()
     assert title == "Bare"
     assert len({len(line) for line in table}) == 1
     assert table[0].split() == ["a", "step", "speed", "of", "4", "efficiency", "samples/s"]
@@ -144,10 +151,13 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:both", "--bandwidth", "1gbit"], "--workers must be given with --bandwidth"),
         (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given with --latency"),
         (["advised:both", "--workers", "2", "--messages", "2"], "--bandwidth must be given with --latency"),
-        (["advised:both", "--workers", "2", "--bandwidth", "fast"], "'fast' is not a rate"),
-        (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "bandwidth=0.0"),
+        (["advised:both", "--workers", "2", "--bandwidth", "fast"], "--bandwidth='fast' is not allowed"),
+        (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "--bandwidth='0mbit'"),
         (["advised:both"], "There is no link to measure"),
         (["advised:both", *LINK, "--steps", "0"], "steps=0"),
+        (["advised:both", *LINK, "--precision", "fp17"], "'fp17'"),
+        (["advised:quits", *LINK], "ended the process (exit code 3)"),
+        (["advised:both", *LINK, "--json", "absent/a.json"], "'absent' does not exist"),
         (["advised:both", *LINK, "--device", "abacus"], "device='abacus'"),
         (["advised:both", *LINK, "--algorithm", "push_pull"], "push_pull"),
         (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
@@ -197,6 +207,37 @@ def test_names_in_the_current_directory(importable: Path) -> None:
 def test_another_form(importable: Path, text: str) -> None:
     with pytest.raises(OptionError, match=r"package\.module:name"):
         load_target("--data", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("advised_project", "advised_project:make"),
+        ("advised_project.py", "advised_project:make"),
+        ("./advised_project.py:Outer", "advised_project:Outer"),
+        ("scripts/advised_project.py:Outer()", "scripts.advised_project:Outer"),
+        ("advised_project.py:Outer", "advised_project:Outer"),
+        ("1:2", "my_project.train:make"),
+    ],
+)
+def test_another_form_comes_with_what_was_meant(importable: Path, text: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=rf"such as {meant}\.$"):
+        load_target("target", text)
+
+
+def test_misspelt_modules_and_names(importable: Path) -> None:
+    with pytest.raises(ImportError, match=r"no module advised_projct, .* did you mean advised_project:make\?"):
+        load_target("target", "advised_projct:make")
+    with pytest.raises(OptionError, match=r"did you mean make\?"):
+        load_target("target", "advised_project:mak")
+    with pytest.raises(ImportError, match="target: advised_broken cannot be imported: No module named"):
+        load_target("target", "advised_broken:make")
+
+
+def test_a_script_that_ends_the_process(importable: Path) -> None:
+    (importable / "advised_script.py").write_text("raise SystemExit(2)\n")
+    with pytest.raises(UnsupportedError, match=r"ended the process \(exit code 2\).*__main__"):
+        load_target("target", "advised_script:make")
 
 
 def test_no_such_name(importable: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation import LinkModel, ModelProfile, lower_bound, network_profile, predict, simulate
-from lightning_bytescheduler.simulation.picture import draw_prediction
+from lightning_bytescheduler.simulation.picture import bandwidths_around, draw_prediction, workers_around
 from lightning_bytescheduler.simulation.prediction import best_ddp, best_scheduled, chosen_schedule
 from tests.simulation.profiles import links, models
 
@@ -119,7 +119,26 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
     if suffix == "png":
         assert content.startswith(b"\x89PNG")
     else:
-        assert all(text in content for text in (b"4,096 workers", b"uniform: 100 MB of gradients", b"1.00x"))
+        assert all(text in content for text in (b"4,096 workers", b"uniform (100 MB of gradients", b"1.00x"))
+
+
+def test_a_picture_is_about_the_given_network() -> None:
+    assert workers_around(6) == (6, 24, 96)
+    rates = bandwidths_around(62.5e6)
+    assert rates[0] == pytest.approx(6.25e6)
+    assert rates[len(rates) // 2] == 62.5e6
+    assert rates[-1] == pytest.approx(625e6)
+
+
+def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    link = LinkModel(workers=4, bandwidth="10Mbit/s", latency="20ms")
+    draw_prediction(network_profile("uniform"), link, tmp_path / "p.svg", bandwidths=(1e6, 2e6))
+    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
+    assert "Train on one machine: 4 workers are slower" in drawn
+    assert "bandwidth of each worker" in drawn
+    assert "(Mbit/s)" in drawn
+    assert all(f"{count} workers" in drawn for count in (4, 16, 64))
 
 
 def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +154,7 @@ def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch
     draw_prediction(
         network_profile("uniform"), link, tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT)
     )
-    assert seen == {(1, 0), (4, 2), (256, 128)}
+    assert seen == {(8, 4), (1, 0), (4, 2), (256, 128)}
 
 
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
@@ -143,9 +162,8 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
     profile, link = network_profile("uniform"), LinkModel(workers=2, bandwidth=1.0)
     with pytest.raises(OptionError, match=r"^out=.*suffixes .*png"):
         draw_prediction(profile, link, tmp_path / "out.xyz")
-    for workers in ((), (1, 2, 3, 4, 5, 6)):
-        with pytest.raises(OptionError, match=r"^workers=.* 1 to 5 numbers"):
-            draw_prediction(profile, link, tmp_path / "out.png", workers=workers)
+    with pytest.raises(OptionError, match=r"^workers=.* 5 numbers at most"):
+        draw_prediction(profile, link, tmp_path / "out.png", workers=(1, 2, 3, 4, 5, 6))
     assert not list(tmp_path.iterdir())
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.advice.expectations import (
+    STEPS,
     AdviceFigures,
     MeasuredStep,
     ceiling,
@@ -21,7 +22,7 @@ from lightning_bytescheduler.advice.expectations import (
 )
 from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.profiled_fit import measure_step
-from lightning_bytescheduler.advice.words import network, sentences, table
+from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -30,9 +31,6 @@ from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["STEPS", "Advice", "advise", "give_advice"]
-
-STEPS = 10
-"""How many steps are timed."""
 
 
 def advise(
@@ -77,7 +75,11 @@ def advise(
     if link is None:
         link = _probed(where)
     elif not isinstance(link, LinkModel):
-        raise OptionError("link", link, "a LinkModel, or left out to measure the link")
+        raise OptionError(
+            "link",
+            link,
+            'a LinkModel, or left out to measure the link; such as LinkModel(workers=4, bandwidth="10Gbit/s")',
+        )
     if workers is not None:
         link = replace(link, workers=workers)
     check_link(link)
@@ -158,7 +160,7 @@ class Advice(AdviceFigures):
         Path(file).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw the strategies' step times, and the ceiling.
+        """Draw the strategies' step times and the ceiling; and what other bandwidths and more workers would bring.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
@@ -168,14 +170,7 @@ class Advice(AdviceFigures):
             OptionError: If matplotlib does not know the suffix.
             OSError: If the file cannot be written.
         """
-        draw_advice(
-            self.expectations,
-            out,
-            title=f"{self.measured.profile.name}: {network(self.link)}",
-            compute_seconds=self.compute_seconds,
-            ceiling_seconds=self.ceiling_seconds,
-            workers=self.link.workers,
-        )
+        draw_advice(self, out)
 
 
 def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequence[float] = ()) -> Advice:

@@ -1,54 +1,25 @@
-"""The body of ``lightning-bytescheduler advise``: its arguments, what they name, and the advice they ask for."""
+"""The body of ``lightning-bytescheduler advise``: what its arguments name, and the advice they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.advice import STEPS, Advice, advise
-from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
+from lightning_bytescheduler.advice.advice import Advice, advise
+from lightning_bytescheduler.advice.arguments import check_arguments, load_target
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
-from lightning_bytescheduler.simulation.command import add_link_arguments, link_of
 
-__all__ = ["add_arguments", "advice_for", "call_target", "load_target"]
+__all__ = ["advice_for", "call_target"]
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:NAME",
-        help="a function that returns a LightningModule, or one and its data (a DataLoader or LightningDataModule); or "
-        "a LightningModule class that is made without arguments. Such as my_project.train:make",
-    )
-    parser.add_argument(
-        "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"
-    )
-    add_link_arguments(parser, algorithms=("ring", "halving_doubling"), required=False)
-    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--precision", metavar="P", help="as for the Trainer, such as bf16-mixed")
-    parser.add_argument("--gradient-clip-val", type=float, metavar="V", help="as for the Trainer")
-    parser.add_argument(
-        "--gradient-clip-algorithm", choices=("norm", "value"), metavar="A", help="as for the Trainer: norm or value"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"how many steps to time (default: {STEPS})"
-    )
-    parser.add_argument("--json", metavar="OUT", help="write all figures to this file")
-    parser.add_argument(
-        "--png", metavar="OUT", help="draw them to this file, a .png, .svg or .pdf (needs the extra 'plots')"
-    )
 
 
 def advice_for(options: argparse.Namespace) -> Advice | None:
@@ -67,13 +38,7 @@ def advice_for(options: argparse.Namespace) -> Advice | None:
         OSError: If a file cannot be written.
         RuntimeError: If the user's code fails; its cause is what it failed with.
     """
-    link = None
-    if options.bandwidth is not None:
-        if options.workers is None:
-            raise OptionError("--workers", None, "given with --bandwidth")
-        link = link_of(options)
-    elif options.latency or options.overhead or options.messages or options.algorithm != "ring":
-        raise OptionError("--bandwidth", None, "given with --latency, --overhead, --messages and --algorithm")
+    link = check_arguments(options)
     target = load_target("target", options.target)
     data_target = None if options.data is None else load_target("--data", options.data)
     with _launched(options.device) if link is None else contextlib.nullcontext(), _failing_as_itself():
@@ -109,31 +74,6 @@ def _module_and_data(text: str, target: Any) -> tuple[Any, Any]:
     if len(made) != 2:
         raise OptionError("target", text, "a function that returns a LightningModule, or a pair of one and its data")
     return made
-
-
-def load_target(option: str, text: str) -> Any:
-    """Import what ``text`` names; modules in the current directory are found too.
-
-    Args:
-        option: What the text was given for.
-        text: ``package.module:name``.
-
-    Raises:
-        OptionError: If the text has another form, or the module has no such name.
-        ImportError: If there is no such module, or it imports what is missing.
-    """
-    module_name, _, name = text.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
-        raise OptionError(option, text, "package.module:name, such as my_project.train:make")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does, and a console script does not
-    found: Any = importlib.import_module(module_name)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise OptionError(option, text, f"a name that {module_name} has")
-        found = getattr(found, part)
-    return found
 
 
 def call_target(option: str, text: str, target: Any, *, instances: tuple[type, ...]) -> Any:
@@ -184,5 +124,7 @@ def _failing_as_itself() -> Iterator[None]:
         yield
     except ByteSchedulerError:
         raise
+    except SystemExit as error:
+        raise UnsupportedError(f"The training to be measured ended the process (exit code {error.code}).") from error
     except (OSError, ValueError, ImportError) as error:
         raise RuntimeError("The training to be measured failed.") from error

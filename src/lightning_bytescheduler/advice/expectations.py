@@ -19,20 +19,26 @@ from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 
 __all__ = [
+    "ALONE",
     "BF16",
     "BYTESCHEDULER",
     "DDP",
     "DDP_BEST",
     "DILOCO",
     "DILOCO_OVERHEAD",
+    "STEPS",
     "AdviceFigures",
     "Expectation",
     "MeasuredStep",
     "ceiling",
     "communication_seconds",
     "diloco_interval",
+    "exact_steps",
     "expectations",
 ]
+
+STEPS = 10
+"""How many steps are timed."""
 
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
 _MIB = 2**20
@@ -42,6 +48,7 @@ DDP_BEST = "ddp, best bucket size"
 BF16 = "ddp, bf16 on the wire"
 BYTESCHEDULER = "bytescheduler"
 DILOCO = "diloco"
+ALONE = "one worker alone"
 
 DILOCO_OVERHEAD = 0.05
 """Share of computation up to which communication may add to it."""
@@ -127,6 +134,11 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
     )
 
 
+def exact_steps(measured: MeasuredStep, link: LinkModel) -> tuple[float, float]:
+    """Seconds of a step with ``ddp`` and with ``bytescheduler``, whose training is the same."""
+    return _seconds(measured.profile, link, [Schedule.ddp()]), _bytescheduler(measured, link)
+
+
 def ceiling(measured: MeasuredStep, link: LinkModel) -> float:
     """Seconds that a step takes at least, whatever the order in which these bytes are sent."""
     if measured.norm_needed_by and not measured.synchronised_because:
@@ -200,9 +212,16 @@ class AdviceFigures:
         return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
 
     @property
+    def alone_is_faster(self) -> bool:
+        """Whether one worker trains faster than all of them, with any strategy that trains as ``ddp`` does."""
+        return self.speedup(self.recommended.step_seconds) < 1
+
+    @property
     def line(self) -> str:
         """The line of Python that does what is recommended."""
         recommended = self.recommended
+        if self.alone_is_faster:
+            return "trainer = L.Trainer(devices=1)"
         if recommended.strategy == BYTESCHEDULER:
             return 'trainer = L.Trainer(strategy="bytescheduler")'
         if recommended.strategy == DDP or recommended.bucket_bytes is None:
@@ -249,7 +268,7 @@ class AdviceFigures:
             "ceiling_seconds": self.ceiling_seconds,
             "worker_seconds": list(self.worker_seconds),
             "limited_by": self.limited_by,
-            "recommended": self.recommended.strategy,
+            "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
             "line": self.line,
             "unused_parameters": list(measured.unused),
             "synchronised_because": list(measured.synchronised_because),

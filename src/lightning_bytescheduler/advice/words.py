@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_bytescheduler.advice.expectations import (
+    ALONE,
     BF16,
     BYTESCHEDULER,
     DDP,
@@ -13,9 +14,9 @@ from lightning_bytescheduler.advice.expectations import (
     DILOCO_OVERHEAD,
     AdviceFigures,
 )
-from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.link import network_in_words
 
-__all__ = ["network", "sentences", "table"]
+__all__ = ["sentences", "table"]
 
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 _UNEVEN = 1.1  # slowest over fastest worker
@@ -35,7 +36,7 @@ def table(advice: AdviceFigures) -> list[tuple[str, ...]]:
     workers = advice.link.workers
     heading = ("", "a step", f"speed of {workers}", "efficiency")
     rows: list[tuple[str, ...]] = [heading if advice.measured.batch_size is None else (*heading, "samples/s")]
-    rows.append(row("one worker alone", advice.compute_seconds, 1))
+    rows.append(row(ALONE, advice.compute_seconds, 1))
     for expected in advice.expectations:
         name = expected.strategy
         if expected.inner_steps is not None:
@@ -46,7 +47,8 @@ def table(advice: AdviceFigures) -> list[tuple[str, ...]]:
 
 
 def sentences(advice: AdviceFigures) -> Iterator[str]:
-    """Paragraphs."""
+    """Paragraphs; the first says what to do."""
+    yield _recommendation(advice)
     yield _measured(advice)
     yield from _uneven(advice)
     yield _ddp(advice)
@@ -55,21 +57,11 @@ def sentences(advice: AdviceFigures) -> Iterator[str]:
     yield _compression(advice)
     yield _diloco(advice)
     yield from _remarks(advice)
-    yield _recommendation(advice)
 
 
 def _ms(seconds: float) -> str:
     """For example ``12.3 ms``."""
     return f"{seconds * 1e3:,.1f} ms"
-
-
-def network(link: LinkModel) -> str:
-    """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
-    rate = link.bandwidth * 8
-    unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
-    number = f"{rate / (size or 1e3):,.4g}"
-    hop = f", {link.latency * 1e3:.3g} ms a hop" if link.latency else ""
-    return f"{link.workers} workers, {number} {unit} each way{hop}"
 
 
 def _measured(advice: AdviceFigures) -> str:
@@ -81,7 +73,7 @@ def _measured(advice: AdviceFigures) -> str:
     megabytes = f"{measured.profile.parameter_bytes / 1e6:,.4g} MB"
     return (
         f"{text}. Exchanging its {megabytes} of gradients takes {_ms(exchange)}, "
-        f"{exchange / advice.compute_seconds:.2f} times as long ({network(advice.link)})."
+        f"{exchange / advice.compute_seconds:.2f} times as long ({network_in_words(advice.link)})."
     )
 
 
@@ -188,19 +180,24 @@ def _remarks(advice: AdviceFigures) -> Iterator[str]:
 
 
 def _recommendation(advice: AdviceFigures) -> str:
-    chosen = advice.recommended
-    text = f"Recommended: {advice.line}"
+    chosen, workers = advice.recommended, advice.link.workers
+    speed = advice.speedup(chosen.step_seconds)
+    if advice.alone_is_faster:
+        diloco = advice.of(DILOCO)
+        faster = f"{advice.speedup(diloco.step_seconds):.2f}x as fast as one"
+        less = f"diloco, every {diloco.inner_steps} steps, would be {faster}, with another training"
+        return (
+            f"Recommended: train on one machine. Over this network {workers} workers are slower than one alone "
+            f"({speed:.2f}x with {chosen.strategy}). What helps is to send less ({less}), larger batches or a faster "
+            "network."
+        )
     default = advice.of(DDP).step_seconds
     if chosen.strategy == DDP:
-        text += "  # as it is; nothing else gains more than 3% with the same training"
+        why = "nothing else gains more than 3% with the same training"
     else:
-        text += f"  # {default / chosen.step_seconds:.2f}x as fast as ddp, with the same training"
-    if advice.speedup(chosen.step_seconds) < 1:
-        text += (
-            f"\nBut on this link {advice.link.workers} workers are slower than one alone: train on one, or send less "
-            "(diloco, larger batches)."
-        )
-    elif advice.efficiency(chosen.step_seconds) < 0.7:
+        why = f"{default / chosen.step_seconds:.2f}x as fast as ddp, with the same training"
+    text = f"Recommended: {advice.line}  # {workers} workers {speed:.2f}x as fast as one; {why}"
+    if advice.efficiency(chosen.step_seconds) < 0.7:
         text += "\nMore than that needs fewer bytes: larger batches for each worker, bf16 on the wire or diloco."
     return text
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checking.procedure import investigate
-from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
-from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
 from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.checking.report import CheckReport
 
 __all__ = ["STEPS", "TIMEOUT", "add_arguments", "check_numbers", "report_for"]
 
@@ -70,13 +71,20 @@ def report_for(options: argparse.Namespace) -> CheckReport:
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise OptionError("command", "", "the command that trains, such as `-- python train.py`")
-    if command[0].endswith(".py"):
-        command.insert(0, sys.executable)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UnsupportedError(
             "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
             "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
         )
+    if command[0].endswith(".py"):
+        if not os.path.exists(command[0]):
+            raise OptionError("command", command[0], "a script that is there, or another command that trains")
+        command.insert(0, sys.executable)
+    # Comparing takes torch, which takes seconds to import: not for what is refused above, or asks for help.
+    from lightning_bytescheduler.checking.procedure import investigate
+    from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
+    from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
+
     with RunFolders() as folders:
         launch = ScriptRuns(command, folders, timeout=options.timeout, progress=RunProgress())
         findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)

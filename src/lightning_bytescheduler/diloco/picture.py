@@ -42,6 +42,12 @@ _ACTIVITIES: dict[Activity, str] = {
 }
 _INK = "#26323d"
 _ROUNDS_SHOWN = 6
+_ROUNDS_MARKED = 20  # of more, lines would hide what is drawn
+_PAGE = 11.0  # inches for all workers
+_LEAST_LABELLED = 0.25  # inches of a row that has room for text
+_NAME_LENGTH, _HEAD, _TAIL = 30, 17, 12  # letters
+_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+_ENOUGH = 3.0  # of a unit, to take it
 _LETTER = 0.0068  # width of a letter, and some air, as a share of the width of the axes
 
 
@@ -73,15 +79,21 @@ def draw_rounds(
     shown = _choose(record, rounds)
     workers = sorted({worker.worker for one in shown for worker in one.workers}, key=_natural)
     target = Path(out)
-    figure = Figure(figsize=(12.5, 2.4 + 0.45 * max(len(workers), 2)), layout="constrained")
+    figure = Figure(figsize=(12.5, 2.4 + _row_height(len(workers)) * max(len(workers), 2)), layout="constrained")
     formats = FigureCanvasAgg(figure).get_supported_filetypes()
     if target.suffix[1:].lower() not in formats:
         raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
     numbers = f"{shown[0].round}" if len(shown) == 1 else f"{shown[0].round} to {shown[-1].round}"
-    heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}" if title is None else title
+    found = f"workers waited {waiting_share(shown):.1%} of their time"
+    heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}" if title is None else title
     _draw(figure, shown, workers, heading)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=140)
+
+
+def _row_height(workers: int) -> float:
+    """In inches: of a few workers as is comfortable, of many as much as a page has."""
+    return min(0.45, max(_PAGE / max(workers, 1), 0.12))
 
 
 def _choose(record: Sequence[RoundRecord], rounds: tuple[int, int] | None) -> list[RoundRecord]:
@@ -103,58 +115,88 @@ def _natural(name: str) -> tuple[int, str]:
 def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], heading: str) -> None:
     from matplotlib.patches import Patch
 
-    origin, end = shown[0].start, shown[-1].end - shown[0].start
+    origin, whole = shown[0].start, shown[-1].end - shown[0].start
+    unit, seconds = next(((u, s) for u, s in _UNITS if whole >= _ENOUGH * s), _UNITS[-1])
+
+    def at(moment: float) -> float:
+        return (moment - origin) / seconds
+
     axes: Axes = figure.subplots()
-    axes.set_xlim(0, end or 1.0)
-    axes.set_ylim(len(workers) - 0.4, -0.95)
-    axes.set_yticks(range(len(workers)), workers)
+    end = whole / seconds or 1.0
+    few = len(shown) <= _ROUNDS_MARKED
+    height = _row_height(len(workers))
+    axes.set_xlim(0, end)
+    axes.set_ylim(max(len(workers), 1) - 0.4, -0.55 - 0.4 * 0.45 / height)
+    axes.set_yticks(range(len(workers)), _short(workers), fontsize=min(10.0, 52 * height))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("time (s)")
+    axes.set_xlabel(f"time ({unit})")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    labelled_until = -1.0
     for one in shown:
-        start = one.start - origin
-        axes.axvline(start, color=_INK, linewidth=1.2)
-        axes.text(start, -0.62, f" round {one.round}", va="bottom", weight="bold", color=_INK, clip_on=True)
-        if one.decided is not None:
-            axes.axvline(one.decided - origin, color=_INK, linewidth=0.8, linestyle=":")
+        start = at(one.start)
+        axes.axvline(start, color=_INK, linewidth=1.2 if few else 0.5)
+        label = f" round {one.round}"
+        width = 1.5 * (len(label) + 1) * _LETTER * end
+        if labelled_until <= start <= end - width:  # where rounds are short, some of them have their number
+            axes.text(start, -0.62, label, va="bottom", weight="bold", color=_INK, clip_on=True)
+            labelled_until = start + width
+        if one.decided is not None and few:
+            axes.axvline(at(one.decided), color=_INK, linewidth=0.8, linestyle=":")
         for worker in one.workers:
             row = workers.index(worker.worker)
             for activity, colour in _COLOURS.items():
-                bars = [(begin - origin, stop - begin) for kind, begin, stop in worker.spans if kind == activity]
+                bars = [(at(begin), (stop - begin) / seconds) for kind, begin, stop in worker.spans if kind == activity]
                 drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
                 if not worker.merged:
                     drawn.set(hatch="////", edgecolor="white", linewidth=0)
-            _label(axes, worker.spans, row, origin, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
+            if height >= _LEAST_LABELLED:
+                spans = [(at(begin), at(stop)) for kind, begin, stop in worker.spans if kind == "working"]
+                _label(axes, spans, row, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
     handles: list[Artist] = [Patch(color=colour, label=_MEANING[activity]) for activity, colour in _COLOURS.items()]
-    handles.append(axes.plot([], [], color=_INK, linewidth=0.8, linestyle=":", label="end decided")[0])
+    if few:
+        handles.append(axes.plot([], [], color=_INK, linewidth=0.8, linestyle=":", label="end decided")[0])
     if not all(worker.merged for one in shown for worker in one.workers):
         handles.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(heading, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
     samples = sum(one.samples for one in shown)
-    axes.set_title(
-        f"{samples:,} samples became part of the weights. Workers waited {waiting_share(shown):.1%} of their time.",
-        loc="left",
-        fontsize=11,
-        color=_INK,
-    )
+    axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=_INK)
 
 
-def _label(axes: Axes, spans: Sequence[tuple[Activity, float, float]], row: int, origin: float, *lines: str) -> None:
+def _short(names: Sequence[str]) -> list[str]:
+    """Names that leave room for the picture, as long as they can still be told apart."""
+    short = [name if len(name) <= _NAME_LENGTH else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
+    return short if len(set(short)) == len(names) else list(names)
+
+
+def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: str) -> None:
     """Write into the bar of a worker's training what fits."""
-    for activity, start, end in spans:
-        if activity != "working":
-            continue
+    for start, end in spans:
         for text in (", ".join(lines), lines[0]):
             if end - start > len(text) * _LETTER * axes.get_xlim()[1]:
-                centre = (start + end) / 2 - origin
-                axes.text(centre, row, text, ha="center", va="center", color="white", fontsize=9, clip_on=True)
+                axes.text(
+                    (start + end) / 2,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=9,
+                    clip_on=True,
+                    # Also over hatches and the line at which the end was decided.
+                    bbox={"facecolor": _COLOURS["working"], "edgecolor": "none", "pad": 1.0},
+                )
                 break
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightning-bytescheduler rounds``."""
-    parser.add_argument("path", metavar="RUN", help="the file of rounds that a training wrote, or its folder")
+    parser.add_argument(
+        "path",
+        metavar="RUN",
+        help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
+    )
     parser.add_argument(
         "--png", metavar="OUT", help="draw rounds to this file, a .png, .svg or .pdf (needs the extra 'plots')"
     )

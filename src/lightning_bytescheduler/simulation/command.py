@@ -1,22 +1,30 @@
-"""The body of ``lightning-bytescheduler predict``: its arguments, and the rows that it prints."""
+"""The body of ``lightning-bytescheduler predict``: its arguments, and what it prints."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import difflib
 from collections.abc import Sequence
+from pathlib import Path
 
-from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
 from lightning_bytescheduler.simulation.prediction import Prediction, predict
-from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile
+from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
+from lightning_bytescheduler.simulation.quantities import (
+    RATES,
+    TIMES,
+    parameters_in,
+    require_duration,
+    require_rate,
+)
 from lightning_bytescheduler.simulation.simulator import Schedule
 
-__all__ = ["add_arguments", "add_link_arguments", "bits_per_second", "link_of", "predicted_table", "seconds"]
+__all__ = ["add_arguments", "add_link_arguments", "answer", "link_of", "predicted_table", "profile_of"]
 
-_QUANTITY = re.compile(r"\s*(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>[a-z]+)\s*", re.IGNORECASE)
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
+_LITTLE = 0.03  # of a step; less than a model of a network can tell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         required=True,
         metavar="PROFILE",
-        help=f"{', '.join(NETWORKS)}, or a JSON file with the layers' parameter_bytes, forward_seconds and "
-        "backward_seconds in the order of the forward pass",
+        help=f"the model: {', '.join(NETWORKS)}; a size, such as 350M (parameters) or 100MB (fp32 gradients), for 20 "
+        "equal layers; or a JSON file, as `advise --json` writes it",
     )
     add_link_arguments(parser)
-    parser.add_argument("--spare-servers", type=int, default=0, metavar="K", help="for push_pull, beside the workers")
     parser.add_argument(
-        "--compute", type=seconds, metavar="TIME", help="of a step on one worker, to which the profile is scaled"
+        "--spare-servers",
+        type=int,
+        default=0,
+        metavar="K",
+        help="servers beside the workers, for --algorithm push_pull (default: 0)",
+    )
+    parser.add_argument(
+        "--compute",
+        metavar="TIME",
+        help="how long one worker alone takes for a step, such as 350ms (default: what the profile says; 200ms for "
+        "networks and sizes)",
     )
     parser.add_argument(
         "--png",
         metavar="OUT",
-        help="draw the speed-up over 1 to 100 Gbit/s to this file, a .png, .svg or .pdf (needs the extra 'plots')",
+        help="draw the speed-up around this bandwidth, for N, 4N and 16N workers, to this file: a .png, .svg or .pdf "
+        "(needs the extra 'plots')",
     )
 
 
@@ -53,64 +71,133 @@ def add_link_arguments(
     parser.add_argument("--workers", type=int, required=required, metavar="N", help="how many workers train together")
     parser.add_argument(
         "--bandwidth",
-        type=bits_per_second,
         required=required,
         metavar="RATE",
-        help="of each link, such as 500mbit, 10gbit",
+        help=f"of each worker's link, each way, such as {RATES}",
     )
     parser.add_argument(
-        "--latency", type=seconds, default=0.0, metavar="TIME", help="of a hop, such as 20ms, 50us (default: none)"
+        "--latency",
+        metavar="TIME",
+        help=f"of one hop, half of the round trip that ping shows, such as {TIMES} (default: 0s)",
     )
     parser.add_argument(
         "--overhead",
-        type=seconds,
-        default=0.0,
         metavar="TIME",
-        help="what each message costs however many are in flight (default: nothing)",
+        help="what each message costs however many are in flight, such as 50us (default: 0s)",
     )
-    parser.add_argument("--algorithm", choices=algorithms, default="ring", help="how gradients are reduced")
-    parser.add_argument("--messages", type=int, metavar="M", help="that the backend carries at once (default: any)")
+    parser.add_argument(
+        "--algorithm",
+        choices=algorithms,
+        default="ring",
+        help=f"how gradients are reduced: {', '.join(algorithms)} (default: ring)",
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--messages", type=int, metavar="M", help="how many messages the backend carries at once (default: any number)"
+    )
 
 
 def link_of(options: argparse.Namespace, *, spare_servers: int = 0) -> LinkModel:
     """The network that parsed arguments describe.
 
     Raises:
-        OptionError: If it cannot be.
+        OptionError: If it cannot be; names the option.
     """
-    return LinkModel(
-        workers=options.workers,
-        bandwidth=options.bandwidth / 8,
-        latency=options.latency,
-        overhead=options.overhead,
-        algorithm=options.algorithm,
-        spare_servers=spare_servers,
-        messages_in_flight=options.messages,
-    )
+    rates = {"bandwidth": require_rate("--bandwidth", options.bandwidth)}
+    times = {name: require_duration(f"--{name}", getattr(options, name) or 0.0) for name in ("latency", "overhead")}
+    try:
+        return LinkModel(
+            workers=options.workers,
+            algorithm=options.algorithm,
+            spare_servers=spare_servers,
+            messages_in_flight=options.messages,
+            **rates,
+            **times,
+        )
+    except OptionError as error:
+        name = {"messages_in_flight": "messages"}.get(error.option, error.option)
+        raise OptionError(f"--{name.replace('_', '-')}", error.value, error.allowed) from None
 
 
-def predicted_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]]]:
+def profile_of(text: str) -> ModelProfile:
+    """The model that ``--profile`` names: a network, a size, or a file.
+
+    Raises:
+        OptionError: If it is none of these, or the file holds no profile.
+        OSError: If the file cannot be read.
+    """
+    name = text.lower().replace("-", "").replace("_", "")
+    if name in NETWORKS:
+        return network_profile(name)
+    size = parameters_in(text)
+    if size is not None and not Path(text).exists():
+        return profile_of_size(text, size)
+    if not Path(text).exists():
+        near = ["transformer"] if name in _GPT else difflib.get_close_matches(name, NETWORKS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise OptionError(
+            "--profile",
+            text,
+            f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}",
+        )
+    if Path(text).is_dir():
+        raise OptionError("--profile", text, "a JSON file, not a folder")
+    return ModelProfile.load(text)
+
+
+def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
     """Do what the command was asked for.
 
     Args:
         options: The parsed arguments.
 
     Returns:
-        A title, and pairs of a label and a value to print below it.
+        The answer in a sentence or two, a title, and pairs of a label and a value to print below it.
 
     Raises:
         OptionError: If an argument is not allowed.
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    profile = network_profile(options.profile) if options.profile in NETWORKS else ModelProfile.load(options.profile)
-    if options.compute is not None:
-        profile = profile.scaled_to(options.compute)
     link = link_of(options, spare_servers=options.spare_servers)
+    compute = None if options.compute is None else require_duration("--compute", options.compute)
+    if compute == 0:
+        raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
+    profile = profile_of(options.profile)
+    if compute is not None:
+        profile = profile.scaled_to(compute)
     lines = predict(profile, link)
     if options.png is not None:
         draw_prediction(profile, link, options.png)
-    return f"{profile.name}: a step, and its speed-up over ddp's best", _rows(profile, link, lines)
+    title = f"{profile.name}, {network_in_words(link)}: a step, and its speed-up over ddp's best"
+    return answer(profile, link, lines), title, _rows(profile, link, lines)
+
+
+def answer(profile: ModelProfile, link: LinkModel, lines: Sequence[Prediction]) -> str:
+    """What the figures mean, in a sentence or two.
+
+    Args:
+        profile: The model.
+        link: The network.
+        lines: What :func:`predict` says of both.
+    """
+    if link.workers == 1:
+        return "One worker has nobody to talk to: every strategy takes as long as it computes."
+    by_name = {line.name: line.step_seconds for line in lines}
+    ddp, scheduled = by_name["ddp, best buckets"], by_name["bytescheduler, best sizes"]
+    fastest = min(ddp, scheduled)
+    speed = link.workers * profile.compute_seconds / fastest
+    if speed < 1:
+        return (
+            f"Train on one machine: over this network {link.workers:,} workers are slower than one alone "
+            f"({speed:.2f}x). What helps is a faster link, or to send less: larger batches, diloco."
+        )
+    gain = ddp / scheduled
+    if gain < 1 + _LITTLE:
+        name, why = "ddp", "bytescheduler gains nothing that shows"
+    else:
+        name, why = "bytescheduler", f"a step is {gain:.2f}x as fast as ddp's with its best buckets"
+    return f"Use {name}: {link.workers:,} workers train {speed:.2f}x as fast as one, and {why}."
 
 
 def _rows(profile: ModelProfile, link: LinkModel, lines: tuple[Prediction, ...]) -> list[tuple[str, str]]:
@@ -139,28 +226,3 @@ def _megabytes(schedule: Schedule | None) -> str:
         return "one for each layer"
     default = " (default)" if schedule.first_bucket_bytes is not None else ""
     return f"{schedule.bucket_bytes / 2**20:.3g} MiB{default}"
-
-
-def bits_per_second(text: str) -> float:
-    """Parse a rate such as ``500mbit``.
-
-    Raises:
-        ArgumentTypeError: If it is none.
-    """
-    return _quantity(text, _RATES, "a rate such as 500mbit or 10gbit")
-
-
-def seconds(text: str) -> float:
-    """Parse a time such as ``20ms``.
-
-    Raises:
-        ArgumentTypeError: If it is none.
-    """
-    return _quantity(text, _TIMES, "a time such as 20ms, 50us or 0.2s")
-
-
-def _quantity(text: str, units: dict[str, float], what: str) -> float:
-    found = _QUANTITY.fullmatch(text)
-    if found is None or found["unit"].lower() not in units:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return float(found["number"]) * units[found["unit"].lower()]

@@ -26,16 +26,25 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation.quantities import (
+    duration_in_words,
+    rate_in_words,
+    require_duration,
+    require_rate,
+)
 
-__all__ = ["ALGORITHMS", "LinkModel"]
+__all__ = ["ALGORITHMS", "LinkModel", "network_in_words"]
 
 ALGORITHMS = ("ring", "halving_doubling", "push_pull")
 """How gradients can be reduced."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, init=False, slots=True)
 class LinkModel:
     """A network and the algorithm that reduces gradients over it.
+
+    Rates and times may be given as text, such as ``bandwidth="10Gbit/s"`` and ``latency="0.1ms"``; they are kept as
+    numbers.
 
     Attributes:
         workers: How many take part.
@@ -60,19 +69,37 @@ class LinkModel:
     spare_servers: int = 0
     messages_in_flight: int | None = None
 
-    def __post_init__(self) -> None:
-        require_whole("workers", self.workers, 1)
-        require_positive("bandwidth", self.bandwidth, of="bytes per second")
-        require_seconds("latency", self.latency)
-        require_seconds("overhead", self.overhead)
-        require_one_of("algorithm", self.algorithm, ALGORITHMS)
-        require_whole("spare_servers", self.spare_servers, 0)
-        most = self.workers if self.algorithm == "push_pull" else 0
-        if self.spare_servers > most:
+    def __init__(
+        self,
+        *,
+        workers: int,
+        bandwidth: float | str,
+        latency: float | str = 0.0,
+        overhead: float | str = 0.0,
+        algorithm: str = "ring",
+        spare_servers: int = 0,
+        messages_in_flight: int | None = None,
+    ) -> None:
+        require_whole("workers", workers, 1)
+        require_one_of("algorithm", algorithm, ALGORITHMS)
+        require_whole("spare_servers", spare_servers, 0)
+        most = workers if algorithm == "push_pull" else 0
+        if spare_servers > most:
             allowed = "at most one for each worker" if most else "0 unless algorithm is push_pull"
-            raise OptionError("spare_servers", self.spare_servers, allowed)
-        if self.messages_in_flight is not None:
-            require_whole("messages_in_flight", self.messages_in_flight, 1)
+            raise OptionError("spare_servers", spare_servers, allowed)
+        if messages_in_flight is not None:
+            require_whole("messages_in_flight", messages_in_flight, 1)
+        values = {
+            "workers": workers,
+            "bandwidth": require_rate("bandwidth", bandwidth),
+            "latency": require_duration("latency", latency),
+            "overhead": require_duration("overhead", overhead),
+            "algorithm": algorithm,
+            "spare_servers": spare_servers,
+            "messages_in_flight": messages_in_flight,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def measured(cls, *, workers: int, alpha: float, beta: float) -> LinkModel:
@@ -114,3 +141,9 @@ class LinkModel:
     def overhead_seconds(self) -> float:
         """Overhead of each collective; nothing for a lone worker, who has none."""
         return self.overhead if self.workers > 1 else 0.0
+
+
+def network_in_words(link: LinkModel) -> str:
+    """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
+    hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
+    return f"{link.workers:,} worker{'s' if link.workers > 1 else ''}, {rate_in_words(link.bandwidth)} each way{hop}"

@@ -20,6 +20,7 @@ __all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "predi
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
+_MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
 _WIDTH = 4  # bytes of a parameter
 
 
@@ -123,6 +124,8 @@ def _scheduled(profile: ModelProfile, link: LinkModel, clipping: str | None) -> 
     hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
     stages = 2 if link.algorithm == "push_pull" else 1
     for partition in _PARTITIONS:
+        if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
+            continue
         for window in sorted({hidden + stages * partition, profile.parameter_bytes or 1}):
             yield Schedule.scheduled(
                 partition_bytes=partition,

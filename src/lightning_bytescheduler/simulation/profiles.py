@@ -31,10 +31,11 @@ from lightning_bytescheduler.checks import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["NETWORKS", "LayerProfile", "ModelProfile", "network_profile"]
+__all__ = ["NETWORKS", "LayerProfile", "ModelProfile", "network_profile", "profile_of_size"]
 
 _COMPUTE_SECONDS = 0.2  # of a network's step; any hardware, some batch
 _BYTES = 4
+_UNIFORM_LAYERS = 20
 _Layer = tuple[str, int, float]  # name, parameters, multiply-adds per sample
 
 
@@ -143,8 +144,11 @@ class ModelProfile:
             raise OptionError("profile", os.fspath(file), f"a JSON file ({error})") from error
         if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
             raise OptionError("profile", os.fspath(file), "an object with a list of 'layers'")
-        layers = tuple(_layer(f"layers[{index}]", layer) for index, layer in enumerate(content["layers"]))
-        return cls(name=content.get("name", Path(file).stem), layers=layers)
+        try:
+            layers = tuple(_layer(f"layers[{index}]", layer) for index, layer in enumerate(content["layers"]))
+            return cls(name=content.get("name", Path(file).stem), layers=layers)
+        except OptionError as error:
+            raise OptionError(error.option, error.value, f"{error.allowed} (in {os.fspath(file)})") from None
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the profile as JSON.
@@ -159,8 +163,14 @@ _LAYER_FIELDS = tuple(field.name for field in fields(LayerProfile))
 
 
 def _layer(place: str, content: object) -> LayerProfile:
-    if not isinstance(content, dict) or not set(_LAYER_FIELDS[1:]) <= content.keys() <= set(_LAYER_FIELDS):
+    if not isinstance(content, dict):
         raise OptionError(place, content, f"an object with {', '.join(_LAYER_FIELDS)}")
+    for name in content:
+        if name not in _LAYER_FIELDS:
+            raise OptionError(f"{place}.{name}", content[name], f"left out; a layer has {', '.join(_LAYER_FIELDS)}")
+    for name in _LAYER_FIELDS[1:]:
+        if name not in content:
+            raise OptionError(f"{place}.{name}", None, "given")
     try:
         return LayerProfile(**{"name": place, **content})
     except OptionError as error:
@@ -188,6 +198,33 @@ def network_profile(name: str) -> ModelProfile:
                 backward_seconds=_COMPUTE_SECONDS * 2 / 3 * multiply_adds / work,
             )
             for layer, parameters, multiply_adds in layers
+        ),
+    )
+
+
+def profile_of_size(name: str, parameters: int) -> ModelProfile:
+    """Equal layers, twenty where there are enough parameters, with a step of 200 ms.
+
+    Args:
+        name: Of the model.
+        parameters: How many it has, at least 1.
+
+    Raises:
+        OptionError: If there are none.
+    """
+    require_whole("parameters", parameters, 1)
+    layers = min(_UNIFORM_LAYERS, parameters)
+    sizes = (parameters // layers + (index < parameters % layers) for index in range(layers))
+    return ModelProfile(
+        name=name,
+        layers=tuple(
+            LayerProfile(
+                name=f"layer{index}",
+                parameter_bytes=size * _BYTES,
+                forward_seconds=_COMPUTE_SECONDS / 3 / layers,
+                backward_seconds=_COMPUTE_SECONDS * 2 / 3 / layers,
+            )
+            for index, size in enumerate(sizes)
         ),
     )
 
@@ -255,7 +292,7 @@ def _transformer() -> list[_Layer]:
 
 def _uniform() -> list[_Layer]:
     """Twenty equal layers, 25 million parameters."""
-    return [(f"layer{index}", 1_250_000, 1.0) for index in range(20)]
+    return [(f"layer{index}", 1_250_000, 1.0) for index in range(_UNIFORM_LAYERS)]
 
 
 NETWORKS: dict[str, Callable[[], list[_Layer]]] = {

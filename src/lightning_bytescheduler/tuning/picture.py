@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "draw_tuning", "fixed_options", "tuning_table"]
 
 _INK = "#26323d"
+_FEW, _MANY = 12, 60  # trials: each has a tick; each has a number and an error
+_NUMBERS = 3  # of trials at one point
 _BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
 
 
@@ -48,26 +50,50 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Drawing a search needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
-    figure = Figure(figsize=(12.5, 5.0), layout="constrained")
+    figure = Figure(figsize=(12.5, 5.4), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
-    times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
+    points = {entry.point for entry in _last_search(trials).values() if not entry.point.is_plain_ddp}
+    if len(points) > 1:
+        times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
+        figure.colorbar(_draw_plane(plane, record, trials), ax=plane, label="step time (ms)")
+        drawn = [times, plane]
+    else:  # a plane with one point says nothing
+        times = figure.subplots()
+        drawn = [times]
     _draw_times(times, record, trials)
-    colours = _draw_plane(plane, record, trials)
-    if colours is not None:
-        figure.colorbar(colours, ax=plane, label="step time (ms)")
-    for ax in (times, plane):
+    for ax in drawn:
         ax.grid(True, which="major", color="#dde3e8", linewidth=0.8)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
-    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
-    outcome = f"chosen: {chosen.point}" if chosen is not None else "nothing chosen yet"
-    figure.suptitle(f"{len(trials)} trials, {outcome}", x=0.01, ha="left", fontsize=14, weight="bold", color=_INK)
+    figure.suptitle(_heading(record, trials), x=0.01, ha="left", fontsize=13, weight="bold", color=_INK)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
 
 
+def _heading(record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> str:
+    """What was found, and by how many trials."""
+    count = f"{len(trials):,} trial{'s' if len(trials) > 1 else ''}"
+    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
+    if chosen is None:
+        best = min((entry.step_seconds for entry in trials if entry.outcome == "measured"), default=None)
+        so_far = "" if best is None else f"; the best so far takes {best * 1e3:,.1f} ms a step"
+        return f"{count}, nothing chosen yet{so_far}"
+    time = f"{chosen.step_seconds * 1e3:,.1f} ms a step"
+    ddp = [entry.step_seconds for entry in trials if entry.kind == "ddp" and entry.search == chosen.search]
+    gain = ""
+    if ddp and not chosen.point.is_plain_ddp and chosen.step_seconds:
+        gain = f", {ddp[-1] / chosen.step_seconds:.2f}x as fast as plain DDP"
+    return f"{time}{gain}\nchosen after {count}: {chosen.point}"
+
+
+def _last_search(trials: Sequence[TrialEntry]) -> dict[int, TrialEntry]:
+    """Trials of the last search, by their number among all."""
+    return {number: entry for number, entry in enumerate(trials, start=1) if entry.search == trials[-1].search}
+
+
 def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> None:
     numbered = list(enumerate(trials, start=1))
+    many = len(trials) > _MANY
     styles = (
         ("measured", _BLUE, "o", [(n, e) for n, e in numbered if e.outcome == "measured" and e.kind != "ddp"]),
         ("abandoned", _GREY, "x", [(n, e) for n, e in numbered if e.outcome == "abandoned" and e.kind != "ddp"]),
@@ -78,9 +104,11 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
             ax.errorbar(
                 [number for number, _ in shown],
                 [entry.step_seconds * 1e3 for _, entry in shown],
-                yerr=[entry.error_seconds * 1e3 for _, entry in shown],
+                yerr=None if many else [entry.error_seconds * 1e3 for _, entry in shown],
                 color=colour,
                 marker=marker,
+                markersize=3.5 if many and label != "plain DDP" else 6,
+                alpha=0.6 if many and label != "plain DDP" else 1.0,
                 linestyle="none",
                 capsize=2,
                 label=label,
@@ -89,16 +117,19 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
         search = list(group)
         measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for _, entry in search]
         best = list(itertools.accumulate(measured, min))
-        ax.step(
-            [trial for trial, _ in search],
-            best,
-            where="post",
-            color=_INK,
-            linewidth=1.2,
-            label=None if number else "best so far",
-        )
+        if len(search) > 1:
+            ax.step(
+                [trial for trial, _ in search],
+                best,
+                where="post",
+                color=_INK,
+                linewidth=1.6 if many else 1.2,
+                label=None if number else "best so far",
+                zorder=3,
+            )
         if search[0][0] > 1:
-            ax.axvline(search[0][0] - 0.5, color=_RED, linewidth=1, linestyle=":")
+            again = "a new search" if number == 1 else None
+            ax.axvline(search[0][0] - 0.5, color=_RED, linewidth=1, linestyle=":", label=again)
     for index, entry in enumerate(entry for entry in record if entry.kind == "chosen"):
         last = max((number for number, trial in numbered if trial.search == entry.search), default=0)
         ax.plot(
@@ -109,25 +140,31 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
             color=_GREEN,
             linestyle="none",
             label=None if index else "chosen, measured again",
+            zorder=4,
         )
     ax.set_title("Step time of each trial", loc="left", color=_INK)
     ax.set_xlabel("trial")
     ax.set_ylabel("step time (ms)")
-    ax.locator_params(axis="x", integer=True)
-    ax.legend(frameon=False)
+    ax.set_xlim(0.5 - 0.02 * len(trials), len(trials) + 0.6 + 0.02 * len(trials))
+    if len(trials) <= _FEW:
+        ax.set_xticks(range(1, len(trials) + 1))
+    else:
+        ax.locator_params(axis="x", integer=True)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=6, frameon=False, columnspacing=1.2, fontsize=9)
 
 
-def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> PathCollection | None:
-    last = trials[-1].search
-    sized = [(n, e) for n, e in enumerate(trials, start=1) if e.search == last and not e.point.is_plain_ddp]
-    ax.set_title("Where the last search looked", loc="left", color=_INK)
+def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> PathCollection:
+    from matplotlib.ticker import LogLocator
+
+    sized = [(n, e) for n, e in _last_search(trials).items() if not e.point.is_plain_ddp]
+    numbered = " (numbers: trials)" if len(sized) <= _MANY else ""
+    ax.set_title(f"Where the last search looked{numbered}", loc="left", color=_INK)
     ax.set_xlabel("credit (parameters)")
     ax.set_ylabel("partition size (parameters)")
-    if not sized:
-        return None
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(base=2, numticks=7))
         axis.set_major_formatter(lambda value, _: f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value / 1e3:.3g} k")
     best = min(entry.step_seconds for _, entry in sized)
     drawn = ax.scatter(
@@ -140,10 +177,15 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
         vmax=best * 1.3e3,  # what is far off is just far off
         edgecolors="white",
     )
+    numbers: dict[TuningPoint, list[int]] = {}
     for number, entry in sized:
-        ax.annotate(str(number), entry.point.sizes, xytext=(7, 5), textcoords="offset points", color=_INK, fontsize=9)
-    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen" and entry.search == last), None)
-    if chosen is not None and not chosen.point.is_plain_ddp:
+        numbers.setdefault(entry.point, []).append(number)
+    for point, tried in numbers.items():
+        text = ", ".join(map(str, tried[:_NUMBERS])) + (", …" if len(tried) > _NUMBERS else "")
+        if len(sized) <= _MANY:
+            ax.annotate(text, point.sizes, xytext=(7, 5), textcoords="offset points", color=_INK, fontsize=9)
+    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
+    if chosen is not None and chosen.search == trials[-1].search and not chosen.point.is_plain_ddp:
         ax.plot(
             *([size] for size in chosen.point.sizes),
             marker="o",
@@ -154,7 +196,7 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
             linestyle="none",
             label="chosen",
         )
-        ax.legend(frameon=False)
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9, markerscale=0.6)
     # The whole range of whichever size varies less, too, so that a search of credits alone is not a line on the frame.
     ax.margins(0.12)
     return drawn
@@ -162,7 +204,11 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("record", metavar="RUN", help=f"a run's directory with {RECORD_NAME} in it, or such a file")
+    parser.add_argument(
+        "record",
+        metavar="RUN",
+        help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
+    )
     parser.add_argument(
         "--png",
         metavar="OUT",

@@ -1,0 +1,137 @@
+"""The arguments of ``lightning-bytescheduler advise``: which of them go together, and what they name.
+
+Imports neither torch nor Lightning: which Lightning there is to be, the user's own module says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_bytescheduler.advice.expectations import STEPS
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.simulation.command import add_link_arguments, link_of
+from lightning_bytescheduler.simulation.link import LinkModel
+
+__all__ = ["add_arguments", "check_arguments", "load_target"]
+
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function that returns a LightningModule, or one and its data (a DataLoader or LightningDataModule); or "
+        "a LightningModule class that is made without arguments. Such as my_project.train:make",
+    )
+    parser.add_argument(
+        "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"
+    )
+    add_link_arguments(parser, algorithms=("ring", "halving_doubling"), required=False)
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        metavar="P",
+        help=f"as for the Trainer: {', '.join(_PRECISIONS)} (default: 32-true)",
+    )
+    parser.add_argument(
+        "--gradient-clip-val", type=float, metavar="V", help="as for the Trainer (default: gradients are not clipped)"
+    )
+    parser.add_argument(
+        "--gradient-clip-algorithm",
+        choices=("norm", "value"),
+        metavar="A",
+        help="as for the Trainer: norm or value (default: norm)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"how many steps to time (default: {STEPS})"
+    )
+    parser.add_argument("--json", metavar="OUT", help="write all figures to this file, which `predict --profile` reads")
+    parser.add_argument(
+        "--png", metavar="OUT", help="draw them to this file, a .png, .svg or .pdf (needs the extra 'plots')"
+    )
+
+
+def check_arguments(options: argparse.Namespace) -> LinkModel | None:
+    """Refuse what makes no sense, before anything is imported or measured.
+
+    Args:
+        options: The parsed arguments.
+
+    Returns:
+        The network, or ``None`` if it is to be measured.
+
+    Raises:
+        OptionError: If an argument is not allowed.
+    """
+    require_whole("--steps", options.steps, 1)
+    if options.bandwidth is not None:
+        if options.workers is None:
+            raise OptionError("--workers", None, "given with --bandwidth")
+        return link_of(options)
+    if options.latency or options.overhead or options.messages or options.algorithm != "ring":
+        raise OptionError("--bandwidth", None, "given with --latency, --overhead, --messages and --algorithm")
+    return None
+
+
+def load_target(option: str, text: str) -> Any:
+    """Import what ``text`` names; modules in the current directory are found too.
+
+    Args:
+        option: What the text was given for.
+        text: ``package.module:name``.
+
+    Raises:
+        OptionError: If the text has another form, or the module has no such name.
+        ImportError: If there is no such module, or it imports what is missing.
+        UnsupportedError: If importing the module ends the process, as a script does that trains at once.
+    """
+    module_name, _, name = text.partition(":")
+    names = (*module_name.split("."), *name.split("."))
+    if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
+        raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and a console script does not
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            near = difflib.get_close_matches(error.name, [file.stem for file in Path(here).glob("*.py")], n=1)
+            hint = f"; did you mean {near[0]}:{name}?" if near else ""
+            raise ImportError(
+                f"{option}: there is no module {error.name}, neither in {here} nor installed{hint}"
+            ) from error
+        raise ImportError(f"{option}: {module_name} cannot be imported: {error}", name=error.name) from error
+    except SystemExit as error:
+        raise UnsupportedError(
+            f"{option}: importing {module_name} ended the process (exit code {error.code}). What it does when run "
+            'belongs under `if __name__ == "__main__":`, and what it trains into a function.'
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise OptionError(option, text, f"a name that {module_name} has{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _meant(module: str, name: str) -> str:
+    """What somebody may have meant who gave a file, or left out the name."""
+    module = module.removesuffix(".py").strip("./").replace(os.sep, ".")
+    called = name.removesuffix("()")
+    if not all(part.isidentifier() for part in module.split(".")):
+        return "my_project.train:make"
+    return f"{module}:{called if called.isidentifier() else 'make'}"
