@@ -5,6 +5,7 @@ Of a traced run also what opened each parameter's gate: the line that touched it
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import xxhash
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
@@ -90,7 +90,8 @@ def digest(value: Any) -> str:
     if value.layout != torch.strided:
         value = value.to_dense()
     flat = value.cpu().contiguous().reshape(-1)
-    bits = xxhash.xxh3_64_hexdigest(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    content = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    bits = hashlib.blake2b(content, digest_size=8).hexdigest()
     return f"{value.dtype} {tuple(value.shape)} {bits}"
 
 

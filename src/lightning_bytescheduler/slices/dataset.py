@@ -5,16 +5,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_bytescheduler.checks import is_whole, require_bool, require_whole
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import BatchReader
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.lock_step import LockStepPlan
-from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.make import SLICE_BYTES
+from lightning_bytescheduler.slices.options import (
+    Shortage,
+    StoreOptions,
+    batch_sizes_of,
+    require_batch_size,
+    require_function,
+    require_packages,
+    require_shortage,
+)
+from lightning_bytescheduler.slices.shuffle import require_seed
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
@@ -30,17 +43,22 @@ class SliceDataset(IterableDataset[list[Any]]):
 
     Args:
         source: URLs, as for :class:`SliceDataModule`, or slices that were opened.
-        batch_sizes: Samples of a batch, of each rank.
-        rank: This one.
+        batch_size: Samples of a batch; a list has one number for each rank.
+        num_replicas: Ranks that share the samples; None is as many as ``batch_size`` has numbers.
+        rank: This one, from 0.
         seed: Of the order of slices, and of samples in them.
         shuffle: Take the slices in another order in each epoch.
         shuffle_samples: Take the samples of a slice in an order of their own too; holds a whole slice in memory.
         shortage: ``"pad"`` repeats or ``"drop"`` leaves out samples where a step has fewer than there are ranks.
         transform: Applied to each sample.
+        reader: Makes samples of bytes, for files whose suffix is not known.
+        slice_bytes: Target size of the slices into which files without an index are divided.
+        storage_options: For fsspec's file systems.
         options: How slices are stored and fetched.
 
     Raises:
         OptionError: If an option is not allowed.
+        ImportError: If a package is missing, such as those of the extra ``data``.
         SourceUnavailableError: If a source stays away.
     """
 
@@ -48,19 +66,48 @@ class SliceDataset(IterableDataset[list[Any]]):
         self,
         source: str | Sequence[str] | SliceSource,
         *,
-        batch_sizes: Sequence[int] = (1,),
+        batch_size: int | Sequence[int] = 1,
+        num_replicas: int | None = None,
         rank: int = 0,
         seed: int = 0,
         shuffle: bool = True,
         shuffle_samples: bool = False,
-        shortage: str = "pad",
+        shortage: Shortage = "pad",
         transform: Callable[[Any], Any] | None = None,
+        reader: SliceReader | None = None,
+        slice_bytes: int = SLICE_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
         options: StoreOptions | None = None,
     ) -> None:
-        found = source if isinstance(source, SliceSource) else open_source(source)
+        size = require_batch_size("batch_size", batch_size)
+        ranks = (1 if isinstance(size, int) else len(size)) if num_replicas is None else num_replicas
+        sizes = batch_sizes_of("batch_size", size, require_whole("num_replicas", ranks, 1))
+        if not is_whole(rank) or rank >= ranks:
+            allowed = f"from 0 to {ranks - 1}; num_replicas, or a list as batch_size, says how many ranks there are"
+            raise OptionError("rank", rank, allowed)
+        require_seed("seed", seed)
+        require_shortage(shortage)
+        for option, flag in (("shuffle", shuffle), ("shuffle_samples", shuffle_samples)):
+            require_bool(option, flag)
+        require_function("transform", transform)
+        require_function("reader", reader)
+        if options is not None and not isinstance(options, StoreOptions):
+            raise OptionError("options", options, "a StoreOptions of lightning_bytescheduler.slices, or None")
+        storing = options or StoreOptions()
+        require_packages("SliceDataset")
+        found = source
+        if not isinstance(found, SliceSource):
+            found = open_source(
+                found,
+                option="source",
+                reader=reader,
+                slice_bytes=slice_bytes,
+                storage_options=storage_options,
+                options=storing.fetch_options(),
+            )
         self._plan = LockStepPlan(
             SliceCatalogue(found.slices),
-            batch_sizes=batch_sizes,
+            batch_sizes=sizes,
             rank=rank,
             seed=seed,
             shuffle=shuffle,
@@ -70,7 +117,7 @@ class SliceDataset(IterableDataset[list[Any]]):
         with contextlib.suppress(RuntimeError, OSError):  # workers that persist see which epoch is wanted
             self._epoch.share_memory_()
         self._reader = BatchReader(
-            SliceStore(found, options), transform=transform, shuffle_samples=shuffle_samples, seed=seed
+            SliceStore(found, storing), transform=transform, shuffle_samples=shuffle_samples, seed=seed
         )
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data import default_collate as torch_collate
 
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport, SliceBatch
 
 __all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
@@ -39,14 +40,25 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
     Args:
         samples: A list, or an array whose rows they are.
+
+    Raises:
+        OptionError: If they do not fit together.
     """
     if isinstance(samples, np.ndarray):
         if samples.dtype.kind in "biufc":
             return _tensor_of(samples)
         samples = list(samples)
-    if isinstance(samples[0], np.ndarray):
-        return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
-    return torch_collate(list(samples))
+    try:
+        if isinstance(samples[0], np.ndarray):
+            return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
+        return torch_collate(list(samples))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        allowed = (
+            "a function that makes a batch of these samples, which do not fit together by themselves (of the types "
+            f"{', '.join(sorted({type(sample).__name__ for sample in samples}))}: {error}); or let transform make "
+            "tensors of one shape of them"
+        )
+        raise OptionError("collate", None, allowed) from error
 
 
 def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -113,6 +125,8 @@ class SliceLoader:
                 self._on_report(report)
             if batch is not None:
                 yield batch
+            elif not report.is_empty:  # left out in silence, it would count as trained on
+                raise OptionError("collate", None, "a function that returns a batch; the one given returned None")
 
 
 class BatchWorkers:

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-import platformdirs
-
-from lightning_bytescheduler.checks import is_whole, require_bool, require_positive, require_whole
+from lightning_bytescheduler.checks import (
+    importing,
+    is_whole,
+    require_bool,
+    require_one_of,
+    require_positive,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.shuffle import require_seed
 
 __all__ = [
+    "Delivery",
     "FetchOptions",
     "LoaderOptions",
+    "Shortage",
     "StoreOptions",
     "TrackerOptions",
     "batch_sizes_of",
     "default_cache_dir",
     "require_batch_size",
+    "require_function",
+    "require_packages",
     "require_shortage",
     "require_urls",
 ]
 
-SHORTAGES = ("pad", "drop")
+Shortage = Literal["pad", "drop"]
 """What is done where there is not one sample for each rank in every step."""
 
-DELIVERIES = ("at_least_once", "at_most_once")
+Delivery = Literal["at_least_once", "at_most_once"]
 """What a worker's death may cost: samples trained twice, or samples left out."""
+
+_PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +69,7 @@ class LoaderOptions:
     shuffle: bool
     shuffle_samples: bool
     seed: int
-    shortage: str
+    shortage: Shortage
     transform: Callable[[Any], Any] | None
     collate: Callable[[list[Any]], Any] | None
 
@@ -69,8 +81,7 @@ class LoaderOptions:
             require_bool(option, getattr(self, option))
         require_shortage(self.shortage)
         for option in ("transform", "collate"):
-            if getattr(self, option) is not None and not callable(getattr(self, option)):
-                raise OptionError(option, getattr(self, option), "a function, or None")
+            require_function(option, getattr(self, option))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,27 +170,49 @@ class TrackerOptions:
 
     seed: int = 0
     shuffle: bool = True
-    delivery: str = "at_least_once"
+    delivery: Delivery = "at_least_once"
     lease: float = 300.0
     prefetch: int = 2
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
         require_bool("shuffle", self.shuffle)
-        if self.delivery not in DELIVERIES:
-            raise OptionError("delivery", self.delivery, f"one of {', '.join(map(repr, DELIVERIES))}")
+        require_one_of("delivery", self.delivery, get_args(Delivery))
         require_positive("lease", self.lease)
         require_whole("prefetch", self.prefetch, 1)
 
 
+def require_packages(feature: str) -> None:
+    """Require the packages that slices are read with, before any process is started that would lack them.
+
+    Args:
+        feature: What needs them.
+
+    Raises:
+        ImportError: If one is missing; names it and the extra.
+    """
+    for package in _PACKAGES:
+        with importing(feature, extra="data"):
+            importlib.import_module(package)
+
+
+def require_function(option: str, value: object) -> None:
+    """Require a function, or None.
+
+    Raises:
+        OptionError: If it is neither.
+    """
+    if value is not None and not callable(value):
+        raise OptionError(option, value, "a function, or None")
+
+
 def require_shortage(value: object) -> None:
-    """Require one of ``SHORTAGES``.
+    """Require a ``Shortage``.
 
     Raises:
         OptionError: If it is none.
     """
-    if value not in SHORTAGES:
-        raise OptionError("shortage", value, f"one of {', '.join(map(repr, SHORTAGES))}")
+    require_one_of("shortage", value, get_args(Shortage))
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:
@@ -221,5 +254,11 @@ def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[
 
 
 def default_cache_dir() -> str:
-    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it."""
+    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it.
+
+    Raises:
+        ImportError: If a package is missing that finds it.
+    """
+    with importing("A cache of slices", extra="data"):
+        import platformdirs
     return str(platformdirs.user_cache_path("lightning-bytescheduler", appauthor=False) / "slices")
