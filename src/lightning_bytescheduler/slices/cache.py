@@ -88,7 +88,8 @@ class SliceCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._require_locks()
         except OSError as error:
-            allowed = f"a folder that can be made and written; this one cannot: {error.strerror or error}"
+            reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+            allowed = f"a folder of this machine that can be made and written, but {reason}"
             raise OptionError("cache_dir", os.fspath(folder), allowed) from error
         with self._locked():
             for path, _, _ in self._files(_PARTIAL):
