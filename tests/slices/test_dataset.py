@@ -71,7 +71,16 @@ def test_a_source_that_stays_away_ends_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("batch_size", ()), ("batch_size", (0,)), ("batch_size", 0), ("rank", 1), ("num_replicas", 0), ("shortage", "x"), ("seed", -1)]
+    ("option", "value"),
+    [
+        ("batch_size", ()),
+        ("batch_size", (0,)),
+        ("batch_size", 0),
+        ("rank", 1),
+        ("num_replicas", 0),
+        ("shortage", "x"),
+        ("seed", -1),
+    ],
 )
 def test_misuse(rows, option, value):
     with pytest.raises(OptionError, match=option):

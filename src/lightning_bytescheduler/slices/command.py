@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(options: argparse.Namespace) -> int:
-    with _progress("cutting") as progress:
+    with _named(urls="SRC", folder="DST", storage_options="--storage-options"), _progress("cutting") as progress:
         made = make_slices(
             options.sources,
             options.folder,
@@ -87,7 +87,8 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
+    with _named(storage_options="--storage-options"):
+        source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
     with _progress("verifying") as progress:
         bad = verify_slices(source, progress=progress)
     for slice_, reason in bad:
@@ -103,15 +104,26 @@ def _serve(options: argparse.Namespace) -> int:
     if options.token_file is not None:
         token = _token_in(options.token_file)
     host, port = options.bind
-    with SliceServer(
-        options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
-    ) as server:
+    with _named(folder="DIR", host="--bind", certificate="--cert", key="--key", token=TOKEN_VARIABLE):
+        server = SliceServer(
+            options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
+        )
+    with server:
         print(f"{options.folder} is served at {server.url}; end it with Ctrl+C", flush=True)
         try:
             server.wait()
         except KeyboardInterrupt:
             print()
     return 0
+
+
+@contextmanager
+def _named(**arguments: str) -> Iterator[None]:
+    """Errors name an option as it is written here."""
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(arguments.get(error.option, error.option), error.value, error.allowed) from error
 
 
 def _token_in(path: str) -> str:
@@ -151,6 +163,8 @@ def verify_slices(
     bad = []
     for slice_ in source.slices:
         try:
+            if not source.has_file(slice_, options):  # whoever verifies does not wait for a folder to be mounted
+                raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
             chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
             whole = WholeChecksum()
             hashed = _hashed(chunks, whole)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
@@ -173,7 +173,7 @@ class SliceDataModule(CoordinatedDataModule):
             attempts=attempts,
         )
         self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
-        require_function("reader", reader)
+        require_function("reader", reader, "stream", "first")
         self._opening: dict[str, Any] = {
             "reader": reader,
             "slice_bytes": require_whole("slice_bytes", slice_bytes, 1),
@@ -245,9 +245,9 @@ class SliceDataModule(CoordinatedDataModule):
             SourceUnavailableError: If a source stays away.
             UnsupportedError: If a tracker is bound, and a worker has several ranks.
         """
-        splits = _SPLITS[stage]
+        splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
         if self._urls[splits[0]] is None:
-            raise OptionError(splits[0], None, f"given, for the stage {stage!r}")
+            raise OptionError(splits[0], None, f"given, for trainer.{getattr(stage, 'value', stage)}()")
         for split in splits:
             urls = self._urls[split]
             if urls is None:
@@ -303,7 +303,7 @@ class SliceDataModule(CoordinatedDataModule):
         catalogue = self._catalogue("train")
         plan = LockStepPlan(
             catalogue,
-            batch_sizes=batch_sizes_of("batch_size", self.batch_size, ranks),
+            batch_sizes=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), ranks),
             rank=rank,
             seed=self._loading.seed,
             shuffle=self._loading.shuffle,
@@ -326,7 +326,9 @@ class SliceDataModule(CoordinatedDataModule):
             host,
             self._stores["train"],
             options=self._tracking,
-            batch_size=batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],
+            batch_size=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), host.workers)[
+                host.worker
+            ],
             ahead=self._storing.prefetch,
         )
         if before is not None:
@@ -369,10 +371,11 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _evaluation(self, split: str) -> list[SliceLoader]:
         if split not in self._stores:
-            return []
+            allowed = f"asked for after setup('{'fit' if split == 'val' else split}'), as a Trainer does it"
+            raise OptionError(f"{split}_dataloader", None, allowed)
         rank, ranks = self._rank_and_ranks_of_evaluation()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
-        size = getattr(self, name)
+        size = require_batch_size(name, getattr(self, name))
         if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = LockStepPlan(
@@ -392,7 +395,9 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
         on_report = self._heed_training if split == "train" else self._heed
-        return SliceLoader(plan, self._workers_of(split), length=length, on_report=on_report)
+        return SliceLoader(
+            plan, self._workers_of(split), length=length, on_report=on_report, is_alone=self.trainer is None
+        )
 
     def _workers_of(self, split: str) -> BatchWorkers:
         """Those of the loader before, as there is one for each epoch."""

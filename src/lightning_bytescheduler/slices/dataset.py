@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import collate
 
 from lightning_bytescheduler.checks import is_whole, require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError
@@ -32,6 +34,19 @@ from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
 __all__ = ["SliceDataset"]
+
+
+class _Batch(list[Any]):
+    """The samples of a batch, which a DataLoader must not put into batches of its own."""
+
+
+def _refuse(batches: list[_Batch], **_: Any) -> None:
+    allowed = "None: a SliceDataset makes the batches itself, DataLoader(dataset, batch_size=None)"
+    raise OptionError("batch_size", len(batches), allowed)
+
+
+# Where PyTorch wants it to be said how a type is collated.
+getattr(collate, "default_collate_fn_map", {})[_Batch] = _refuse
 
 
 class SliceDataset(IterableDataset[list[Any]]):
@@ -89,8 +104,8 @@ class SliceDataset(IterableDataset[list[Any]]):
         require_shortage(shortage)
         for option, flag in (("shuffle", shuffle), ("shuffle_samples", shuffle_samples)):
             require_bool(option, flag)
-        require_function("transform", transform)
-        require_function("reader", reader)
+        require_function("transform", transform, "sample")
+        require_function("reader", reader, "stream", "first")
         if options is not None and not isinstance(options, StoreOptions):
             raise OptionError("options", options, "a StoreOptions of lightning_bytescheduler.slices, or None")
         storing = options or StoreOptions()
@@ -113,6 +128,7 @@ class SliceDataset(IterableDataset[list[Any]]):
             shuffle=shuffle,
             shortage=shortage,
         )
+        self._ranks = ranks
         self._epoch = torch.zeros((), dtype=torch.int64)
         with contextlib.suppress(RuntimeError, OSError):  # workers that persist see which epoch is wanted
             self._epoch.share_memory_()
@@ -125,6 +141,13 @@ class SliceDataset(IterableDataset[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         worker = get_worker_info()
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1 and self._ranks == 1 and (worker is None or not worker.id):
+            warnings.warn(
+                f"Each of {ranks} ranks reads all samples of this SliceDataset. To share them, give it num_replicas="
+                f"{ranks} and rank, or use SliceDataModule.",
+                stacklevel=2,
+            )
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if self._plan.epoch != (epoch := int(self._epoch)):
             self._plan.start_epoch(epoch)
@@ -132,7 +155,7 @@ class SliceDataset(IterableDataset[list[Any]]):
             samples, report = self._reader.read(batch)
             for key, reason in report.corrupt:
                 warnings.warn(f"Slice {key!r} is corrupt, others are repeated in its place: {reason}", stacklevel=2)
-            yield samples if isinstance(samples, list) else list(samples)
+            yield _Batch(samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is iterated next.

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
-_SAID_SECONDS = 5.0  # without an answer, until it is said that one is waited for
+_SAID_SECONDS = 2.0  # without an answer, until it is said that one is waited for
 
 LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
 """Errors of a source against which asking again does not help."""
 
-LASTING_AT_FIRST = (*LASTING, FileNotFoundError, ValueError)
+LASTING_AT_FIRST = (*LASTING, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError)
 """The same at the beginning: what is missing then was probably never there."""
 
 _Answer = TypeVar("_Answer")
@@ -113,7 +113,8 @@ def ask(
         try:
             return question()
         except Exception as error:
-            refused = None if isinstance(error, lasting) else refusal_of(error, url)
+            # Asked first of all: an untrusted certificate is a ValueError too.
+            refused = refusal_of(error, url)
             if refused is None:
                 raise
             raise _Refused(*refused) from error
@@ -173,9 +174,15 @@ class SliceStatistics:
 
 
 class SliceCounters:
-    """Statistics that any thread may add to."""
+    """Statistics that any thread may add to.
+
+    Attributes:
+        missing: Set as long as files are missing, from the first one on that was waited for in vain. If all are, as on
+            a disk that was taken away, only that one is waited for.
+    """
 
     def __init__(self) -> None:
+        self.missing = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, float] = asdict(SliceStatistics())
 
@@ -241,14 +248,20 @@ def fetch_chunks(
                 partial(read, slice_.start + start, slice_.start + stop),
                 timeout=options.timeout,
                 waiting=waiting,
+                lasting=(*LASTING, FileNotFoundError) if counters.missing.is_set() else LASTING,
                 on_retry=lambda: counters.add(retries=1),
             )
+        except FileNotFoundError as error:
+            missing = "its file is missing, as others have been for longer."
+            raise SliceCorruptError(slice_.key, slice_.url, missing) from error
         except SourceUnavailableError as away:
             if not isinstance(away.__cause__, FileNotFoundError):
                 raise
+            counters.missing.set()
             # For a while a missing file may be a folder that is not mounted yet; then it is the slice's fault.
             missing = f"its file is missing, and has been for {away.seconds:.1f} s."
             raise SliceCorruptError(slice_.key, slice_.url, missing) from away.__cause__
+        counters.missing.clear()
         counters.add(bytes_fetched=len(content))
         reason = ""
         if len(content) > stop - start:

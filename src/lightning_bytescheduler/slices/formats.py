@@ -23,7 +23,7 @@ import itertools
 import json
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import ModuleType
@@ -114,10 +114,14 @@ class SliceFormat:
 
         Raises:
             ValueError: If the data is malformed.
+            TypeError: If a user's reader returns nothing that can be iterated.
             ImportError: If a library is missing that the format needs.
         """
         if self.read is not None:
-            return self.read(self.opened(stream), first)
+            made: object = self.read(self.opened(stream), first)
+            if not isinstance(made, Iterable):
+                raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
+            return iter(made)
         return samples_of(self.blocks_of(stream), first)
 
     def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:

@@ -97,7 +97,7 @@ def make_slices(
     found = [asked(place, partial(expand, place, known, "urls")) for place in places]
     files = list(dict.fromkeys(itertools.chain.from_iterable(found)))
     _require_other_folder(folder, files)
-    forms = {url: format_of(url) for url in files}
+    forms = {url: format_of(url, option="urls") for url in files}
     if asked(folder, partial(exists, join(folder, INDEX_NAME), known)):
         if not overwrite:
             allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
@@ -107,7 +107,11 @@ def make_slices(
     sizes = {url: asked(url, partial(size_of, url, known)) for url in files}
     total, done = sum(sizes.values()), 0
     entries: list[IndexedSlice] = []
-    make_folder(folder, known)
+    try:
+        make_folder(folder, known)
+    except OSError as error:
+        allowed = f"a folder that can be made and written, but {error.strerror or error}"
+        raise OptionError("folder", folder, allowed) from error
 
     def pieces(url: str) -> Iterator[bytearray]:
         nonlocal done
@@ -265,8 +269,8 @@ def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
                 block[:1]
                 return
     except ValueError as error:
-        reason = f"its first sample is none of {form.suffix}: {error}. Is it in another format than its name says?"
-        raise SliceCorruptError(url, url, reason) from error
+        hint = "Is it in another format than its name says, or not UTF-8?"
+        raise SliceCorruptError(url, url, f"its first sample is none of {form.suffix}: {error}. {hint}") from error
 
 
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ class LoaderOptions:
         for option in ("pin_memory", "shuffle", "shuffle_samples"):
             require_bool(option, getattr(self, option))
         require_shortage(self.shortage)
-        for option in ("transform", "collate"):
-            require_function(option, getattr(self, option))
+        require_function("transform", self.transform, "sample")
+        require_function("collate", self.collate, "samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,7 @@ class FetchOptions:
     request_bytes: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        require_positive("timeout", self.timeout)
+        require_positive("timeout", self.timeout, of="seconds")
         require_whole("attempts", self.attempts, 1)
         require_whole("request_bytes", self.request_bytes, 1)
 
@@ -142,8 +143,10 @@ class StoreOptions:
             object.__setattr__(self, "cache_dir", folder)
         if self.prefetch is not None:
             require_whole("prefetch", self.prefetch, 0)
-        for option in ("cache_bytes", "most_prefetch", "fetch_threads"):
+        for option in ("most_prefetch", "fetch_threads"):
             require_whole(option, getattr(self, option), 1)
+        if not is_whole(self.cache_bytes, 1):
+            raise OptionError("cache_bytes", self.cache_bytes, "a whole number of bytes, such as 10 * 1024**3")
         self.fetch_options()
 
     def fetch_options(self) -> FetchOptions:
@@ -178,7 +181,7 @@ class TrackerOptions:
         require_seed("seed", self.seed)
         require_bool("shuffle", self.shuffle)
         require_one_of("delivery", self.delivery, get_args(Delivery))
-        require_positive("lease", self.lease)
+        require_positive("lease", self.lease, of="seconds")
         require_whole("prefetch", self.prefetch, 1)
 
 
@@ -196,14 +199,30 @@ def require_packages(feature: str) -> None:
             importlib.import_module(package)
 
 
-def require_function(option: str, value: object) -> None:
-    """Require a function, or None.
+def require_function(option: str, value: object, *arguments: str) -> None:
+    """Require a function that can be called with so many arguments, or None.
+
+    Args:
+        option: Its name.
+        value: What was given.
+        arguments: Names for the message.
 
     Raises:
         OptionError: If it is neither.
     """
-    if value is not None and not callable(value):
-        raise OptionError(option, value, "a function, or None")
+    if value is None:
+        return
+    call = f"{option}({', '.join(arguments)})"
+    if not callable(value):
+        raise OptionError(option, value, f"a function that is called as {call}, or None")
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # nothing is known of it, as of much that is written in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise OptionError(option, value, f"a function that can be called as {call}: {error}") from error
 
 
 def require_shortage(value: object) -> None:
@@ -216,17 +235,23 @@ def require_shortage(value: object) -> None:
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:
-    """URLs as a tuple.
+    """URLs and paths, as a tuple of texts.
 
     Raises:
-        OptionError: If they are none.
+        OptionError: If they are none, or one is there twice.
     """
     if urls is None:
         return None
-    places = (urls,) if isinstance(urls, str) else tuple(urls) if isinstance(urls, (list, tuple)) else ()
-    if not places or not all(isinstance(place, str) and place for place in places):
-        raise OptionError(option, urls, "a URL, or a list of some")
-    return places
+    given = tuple(urls) if isinstance(urls, (list, tuple)) else (urls,)
+    places = [os.fspath(place) if isinstance(place, (str, os.PathLike)) else None for place in given]
+    found = tuple(place for place in places if isinstance(place, str) and place)
+    if not found or len(found) != len(given):
+        raise OptionError(option, urls, "a path or a URL, or a list of some")
+    twice = next((place for place in found if found.count(place) > 1), None)
+    if twice is not None:
+        allowed = f"a list of different URLs, and {twice!r} is there twice: a sample is in an epoch once"
+        raise OptionError(option, urls, allowed)
+    return found
 
 
 def require_batch_size(option: str, size: object) -> int | list[int]:

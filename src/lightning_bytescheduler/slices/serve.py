@@ -56,7 +56,7 @@ class SliceServer:
     ) -> None:
         self._folder = Path(folder).resolve()
         if not self._folder.is_dir():
-            raise OptionError("folder", folder, "a folder that exists")
+            raise OptionError("folder", folder, f"a folder that exists, and there is no folder {self._folder}")
         if (certificate is None) != (key is None):
             raise OptionError(
                 "key" if key is None else "certificate", None, "given: TLS needs a certificate and its key"
@@ -189,7 +189,7 @@ def _tls_of(certificate: str, key: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
 
     def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
-        raise OptionError("key", key, "without a password; openssl rsa -in KEY -out PLAIN takes it away")
+        raise OptionError("key", key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
 
     try:
         context.load_cert_chain(certificate, key, password=refuse)

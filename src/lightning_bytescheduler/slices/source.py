@@ -9,6 +9,7 @@ other file, and one that is compressed, is one slice, read once to count its sam
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_bytescheduler.slices.make import SLICE_BYTES, cut_lines, require_
 from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
 from lightning_bytescheduler.slices.urls import (
+    exists,
     expand,
     file_version,
     read_range,
@@ -103,6 +105,15 @@ class SliceSource:
         """What tells other contents of the same URL apart, where there is no checksum; else empty."""
         return self._files[slice_.url].version
 
+    def has_file(self, slice_: Slice, options: FetchOptions) -> bool:
+        """Whether the slice's file is there now.
+
+        Raises:
+            SourceUnavailableError: If the source stays away.
+        """
+        question = partial(exists, slice_.url, self._storage_options)
+        return ask(slice_.url, question, timeout=options.timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
+
     def read(self, slice_: Slice, start: int, stop: int) -> bytes:
         """Ask the source for a range of the slice's file.
 
@@ -158,9 +169,10 @@ class SliceSource:
             number = slice_.samples - length_hint(missing)
             reason = str(error) or type(error).__name__
             raise SliceCorruptError(slice_.key, slice_.url, f"after sample {number}: {reason}") from error
-        raise SliceCorruptError(
-            slice_.key, slice_.url, f"it holds more than the {slice_.samples} samples that were counted."
-        )
+        reason = f"it holds more than the {slice_.samples} samples that were counted."
+        if first and file.form.read is not None:
+            reason += f" Or the reader did not begin with sample number {first}, its argument first."
+        raise SliceCorruptError(slice_.key, slice_.url, reason)
 
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header
@@ -195,7 +207,7 @@ def open_source(
     Raises:
         OptionError: If a URL stands for no file, a suffix is not known, no source takes one of ``storage_options``,
             an index is needed and missing, or there is not a single sample.
-        SliceIndexError: If an index is damaged.
+        SliceIndexError: If an index is damaged, or a folder has slices and none.
         SliceCorruptError: If a file without an index cannot be understood, or is shorter than its source says.
         SourceUnavailableError: If a source stays away.
         ImportError: If a library is missing that a URL or a format needs.
@@ -203,7 +215,7 @@ def open_source(
     require_whole("slice_bytes", slice_bytes, 1)
     places = require_urls(option, urls)
     if places is None:
-        raise OptionError(option, urls, "a URL, or a list of some")
+        raise OptionError(option, urls, "a path or a URL, or a list of some")
     require_packages("Reading slices")
     require_protocols(option, places)
     known = require_storage_options(places, storage_options)
@@ -247,6 +259,12 @@ class _Opening:
         if self._needs_index:
             allowed = "a folder with an index, or the index: without one there are no checksums and counts to compare "
             raise OptionError(self._option, place, f"{allowed}with. 'lightning-bytescheduler slices make' writes one")
+        if place not in urls and not any(sign in place for sign in "*?[") and any(map(_is_slice, urls)):
+            raise SliceIndexError(
+                f"{place} holds slices and no {INDEX_NAME}, so that some may be missing: making or copying them was "
+                "not finished. Make them again, or copy the index too; a glob, such as folder/slice-*, takes what is "
+                "there."
+            )
         for url in urls:
             if url in self._found:
                 continue  # two globs may name the same file
@@ -371,6 +389,10 @@ class _Opening:
             at = begin + first * header.row_bytes
             length = (after - first) * header.row_bytes
             self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
+
+
+def _is_slice(url: str) -> bool:
+    return re.fullmatch(r"slice-\d{6,}\.\w+", _name(url)) is not None
 
 
 def _name(url: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, cast
@@ -101,12 +102,14 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
     places = list(urls)
     unknown = [name for name in options if not any(takes(place, name) for place in places)]
     if unknown:
-        protocols = sorted({_protocol(place) for place in places})
-        is_web = any(is_http(place) for place in places)
-        known = "a path takes none" if not is_web else "https:// takes headers, auth, cookies, ssl, client_kwargs, ..."
-        allowed = f"of options that the sources take: {known}. They are {', '.join(protocols)}"
-        if is_web and {"token", "key", "password"}.intersection(unknown):
-            allowed += "; a token goes into {'headers': {'Authorization': 'Bearer TOKEN'}}"
+        if any(is_http(place) for place in places):
+            allowed = (
+                "of options that https:// takes, such as headers, auth, cookies or client_kwargs; a token goes into "
+                "{'headers': {'Authorization': 'Bearer TOKEN'}}"
+            )
+        else:
+            protocols = ", ".join(sorted({_protocol(place) for place in places}))
+            allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
         raise OptionError("storage_options", unknown, allowed)
     return dict(options)
 
@@ -143,15 +146,18 @@ def _class_of(protocol: str) -> type[Any]:
 
 
 def _protocol(url: str) -> str:
-    first = url.split("::")[0]
-    protocol, sign, _ = first.partition("://")
-    # A link of a chain may be a protocol without a path, as in simplecache::https://...
-    return protocol if sign else first if "::" in url and first in available_protocols() else "file"
+    return _protocols(url)[0]
 
 
 def _protocols(url: str) -> list[str]:
+    """Those of the links of a chain; a link may be a protocol without a path, as in simplecache::https://..."""
     links = url.split("::")
-    return [_protocol("::".join(links[place:])) for place in range(len(links))]
+    found = []
+    for link in links:
+        protocol, sign, _ = link.partition("://")
+        is_bare = len(links) > 1 and re.fullmatch("[a-z]+", link) is not None
+        found.append(protocol if sign or is_bare else "file")
+    return found
 
 
 def _open(url: str, options: Options) -> tuple[Any, str]:
@@ -194,7 +200,7 @@ def _is_there(filesystem: Any, path: str) -> bool:
     """As ``exists``, which takes whatever goes wrong for a no, and so the lack of rights."""
     try:
         _about(filesystem, path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
@@ -215,7 +221,7 @@ def _what_is_there(url: str, filesystem: Any, path: str, is_glob: bool) -> str:
         return "no file fits it"
     local = local_path(url)
     if local is None:
-        return "its source says that there is nothing" if not filesystem.isdir(path) else "the folder is empty"
+        return "its source answers that there is nothing" if not filesystem.isdir(path) else "the folder is empty"
     if os.path.isdir(local):
         return f"the folder {local} has no files"
     folder = os.path.dirname(local)
@@ -279,9 +285,12 @@ def local_path(url: str) -> str | None:
 
 
 def exists(url: str, options: Options) -> bool:
-    """Whether there is something at a URL."""
-    filesystem, path = _open(url, options)
-    return bool(filesystem.exists(path))
+    """Whether there is something at a URL.
+
+    Raises:
+        Exception: Whatever the file system raises, but for what is missing.
+    """
+    return _is_there(*_open(url, options))
 
 
 def make_folder(url: str, options: Options) -> None:
