@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator, Mapping
 
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.slices.urls import is_http, local_path
 
 __all__ = ["refusal_of"]
@@ -51,15 +52,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _status(error: BaseException) -> int | None:
     """The status of HTTP that the libraries behind fsspec know, each in a place of its own."""
-    response = getattr(error, "response", None)
-    inside = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
-    places = (
-        getattr(error, "status", None),  # aiohttp
-        getattr(error, "code", None),  # gcsfs
-        getattr(response, "status_code", None),  # huggingface_hub
-        inside.get("HTTPStatusCode") if isinstance(inside, Mapping) else None,  # botocore
-    )
-    return next((place for place in places if isinstance(place, int) and not isinstance(place, bool)), None)
+    if hasattr(error, "status"):  # aiohttp, whose code is deprecated
+        found = error.status
+    elif hasattr(error, "response"):  # botocore and huggingface_hub
+        response = error.response
+        inside = response.get("ResponseMetadata") if isinstance(response, Mapping) else None
+        found = inside.get("HTTPStatusCode") if isinstance(inside, Mapping) else getattr(response, "status_code", None)
+    else:
+        found = getattr(error, "code", None)  # gcsfs
+    return found if is_whole(found) else None
 
 
 def _rights(url: str, *, listing: bool) -> str:
