@@ -302,7 +302,7 @@ def test_a_dataset_without_lightning_follows_its_epoch(tmp_path: Path, workers: 
     for epoch in range(2):
         dataset.set_epoch(epoch)
         epochs.append([int(number) for batch in loader for number in batch])
-        alone = SliceDataset(write(tmp_path, "numbers"), batch_sizes=(4,), shuffle_samples=True)
+        alone = SliceDataset(write(tmp_path, "numbers"), batch_size=4, shuffle_samples=True)
         alone.set_epoch(epoch)
         assert epochs[-1] == [int(number) for batch in alone for number in batch]
     assert epochs[0] != epochs[1]

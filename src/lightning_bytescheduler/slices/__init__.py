@@ -1,8 +1,8 @@
 """Data in slices: handed out as they are needed, to workers of any speed, and never lost.
 
 - A slice and its bytes: ``slice``, ``checksums``, ``catalogue``, ``formats``, ``shuffle``.
-- Where slices come from, and where they are kept: ``urls``, ``refusals``, ``source``, ``fetch``, ``prefetch``, ``cache``,
-  ``store``.
+- Where slices come from, and where they are kept: ``urls``, ``refusals``, ``source``, ``fetch``, ``prefetch``,
+  ``cache``, ``store``.
 - Batches: ``open_slice``, ``batches``, ``lock_step`` (ranks that step together), ``tracked_batches`` (workers that take
   slices as they need them), ``loader``, ``dataset``.
 - The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracked_workers``,
