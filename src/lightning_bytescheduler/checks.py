@@ -1,19 +1,22 @@
 """Checks of options: each says what is wrong, with the option's name, and what is allowed.
 
 Every ``require_*`` returns the value it was given, and raises :class:`OptionError` if that is not allowed.
+``importing`` is the same for packages that are not installed.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "importing",
     "is_finite",
     "is_whole",
     "records_in",
@@ -32,6 +35,29 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+
+@contextmanager
+def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
+    """Imports inside of it say what they are for, and what to install where a package is missing.
+
+    Args:
+        feature: What needs the packages, as the subject of a sentence.
+        extra: The extra of this package that installs them; None where they are installed by their own names.
+
+    Raises:
+        ImportError: If an import inside fails; names the feature, the package and the extra.
+    """
+    try:
+        yield
+    except ImportError as error:
+        # fsspec raises an error of its own, and the one that names the package is behind it.
+        name = error.name or getattr(error.__cause__, "name", None) or "a package"
+        package = name.partition(".")[0]
+        is_missing = isinstance(error if error.name else error.__cause__ or error, ModuleNotFoundError)
+        state = "is not installed" if is_missing else f"cannot be imported ({error})"
+        install = f"'lightning-bytescheduler[{extra}]'" if extra else package
+        raise ImportError(f"{feature} needs {package}, which {state}: pip install {install}", name=name) from error
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:

@@ -13,7 +13,7 @@ ByteSchedulerError
 ├── RanksDifferError                     the ranks are not in the same training: another version, other options
 ├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
 ├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
-├── SourceUnavailableError (OSError)     a source of slices does not answer; names it and how long was tried
+├── SourceUnavailableError (OSError)     a source of slices does not answer, or refuses to; names it and what it said
 └── TrackerStateError (ValueError)       a saved state of a slice tracker is of other data, or damaged
 """
 
@@ -150,22 +150,26 @@ class SliceCorruptError(ByteSchedulerError, RuntimeError):
 
 
 class SourceUnavailableError(ByteSchedulerError, OSError):
-    """A source of slices stayed away.
+    """A source of slices stayed away, or refuses to be read.
 
     Args:
         url: What was asked for.
         seconds: How long it was tried.
         cause: What the last attempt said.
+        way_out: What to do if it refuses, so that it was not tried again; None if it stayed away.
     """
 
-    def __init__(self, url: str, seconds: float, cause: str) -> None:
+    def __init__(self, url: str, seconds: float, cause: str, way_out: str | None = None) -> None:
         super().__init__(
             f"{url} cannot be read; it was tried for {seconds:.1f} s, and the last answer was: {cause}. "
             "Check that the source is there and reachable, or raise the option 'timeout'."
+            if way_out is None
+            else f"{url} refuses to be read: {cause}. {way_out}"
         )
         self.url = url
         self.seconds = seconds
         self.cause = cause
+        self.way_out = way_out
 
-    def __reduce__(self) -> tuple[type[SourceUnavailableError], tuple[str, float, str]]:
-        return (type(self), (self.url, self.seconds, self.cause))
+    def __reduce__(self) -> tuple[type[SourceUnavailableError], tuple[str, float, str, str | None]]:
+        return (type(self), (self.url, self.seconds, self.cause, self.way_out))

@@ -39,9 +39,10 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION
 VARIABLES = {
     "DOCS_INTERSPHINX",
     "GLOO_SOCKET_IFNAME",
+    "SSL_CERT_FILE",
     *re.findall(r"BYTESCHEDULER_\w+", (DOCS / "options.md").read_text(encoding="utf-8")),
 }
-TRUSTED = ("ip", "srun")  # no programs of Python's; checked by nothing but the shell's grammar
+TRUSTED = ("ip", "openssl", "srun")  # no programs of Python's; checked by nothing but the shell's grammar
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=")
 
 

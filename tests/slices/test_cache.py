@@ -246,5 +246,5 @@ def test_misuse(tmp_path):
     with pytest.raises(OptionError, match="cache_bytes"):
         SliceCache(tmp_path, 0)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OptionError, match=r"cache_dir=.*can be made and written, but it is a file"):
         SliceCache(tmp_path / "file", 10)

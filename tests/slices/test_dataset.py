@@ -22,7 +22,7 @@ def rows(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_share_an_epoch_with_any_number_of_workers(rows, workers):
-    datasets = [SliceDataset(rows, batch_sizes=(4, 2), rank=rank) for rank in range(2)]
+    datasets = [SliceDataset(rows, batch_size=(4, 2), rank=rank) for rank in range(2)]
     for epoch in range(2):
         seen: Counter = Counter()
         for dataset in datasets:
@@ -35,7 +35,7 @@ def test_ranks_share_an_epoch_with_any_number_of_workers(rows, workers):
 
 
 def test_samples_are_transformed_and_shuffled(rows):
-    options = {"batch_sizes": (15,), "transform": int, "shuffle_samples": True}
+    options = {"batch_size": 15, "transform": int, "shuffle_samples": True}
     first, second = (next(iter(SliceDataset(rows, seed=seed, **options))) for seed in (0, 1))
     assert sorted(first) == sorted(second)
     assert first != second
@@ -45,7 +45,7 @@ def test_samples_are_transformed_and_shuffled(rows):
 def test_a_corrupt_slice_is_named_and_others_repeated():
     source = FaultySource(3, count=6)
     source.fault = lambda slice_, start, answer: b"?" * len(answer) if slice_.key == "s1" else answer
-    dataset = SliceDataset(source, batch_sizes=(6,), shuffle=False)
+    dataset = SliceDataset(source, batch_size=6, shuffle=False)
     with pytest.warns(UserWarning, match="'s1' is corrupt, others are repeated"):
         batches = list(dataset)
     assert batches[0] == lines(0, 6)
@@ -57,7 +57,7 @@ def test_nothing_readable_at_all_is_an_error():
     source = FaultySource(2, count=6)
     source.fault = lambda slice_, start, answer: b"?" * len(answer)
     with pytest.raises(RuntimeError, match="corrupt"):
-        list(SliceDataset(source, batch_sizes=(6,)))
+        list(SliceDataset(source, batch_size=6))
 
 
 def test_a_source_that_stays_away_ends_the_loop():
@@ -67,11 +67,20 @@ def test_a_source_that_stays_away_ends_the_loop():
     source = FaultySource(2, count=6)
     source.fault = gone
     with pytest.raises(SourceUnavailableError, match="gone"):
-        list(SliceDataset(source, batch_sizes=(6,), options=StoreOptions(timeout=0.1)))
+        list(SliceDataset(source, batch_size=6, options=StoreOptions(timeout=0.1)))
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("batch_sizes", ()), ("batch_sizes", (0,)), ("rank", 1), ("shortage", "x"), ("seed", -1)]
+    ("option", "value"),
+    [
+        ("batch_size", ()),
+        ("batch_size", (0,)),
+        ("batch_size", 0),
+        ("rank", 1),
+        ("num_replicas", 0),
+        ("shortage", "x"),
+        ("seed", -1),
+    ],
 )
 def test_misuse(rows, option, value):
     with pytest.raises(OptionError, match=option):

@@ -89,8 +89,9 @@ def digest(value: Any) -> str:
     if value.layout != torch.strided:
         value = value.to_dense()
     flat = value.cpu().contiguous().reshape(-1)
-    bits = hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"", digest_size=8)
-    return f"{value.dtype} {tuple(value.shape)} {bits.hexdigest()}"
+    content = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    bits = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return f"{value.dtype} {tuple(value.shape)} {bits}"
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

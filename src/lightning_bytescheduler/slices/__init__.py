@@ -1,7 +1,8 @@
 """Data in slices: handed out as they are needed, to workers of any speed, and never lost.
 
 - A slice and its bytes: ``slice``, ``checksums``, ``catalogue``, ``formats``, ``shuffle``.
-- Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``prefetch``, ``cache``, ``store``.
+- Where slices come from, and where they are kept: ``urls``, ``refusals``, ``source``, ``fetch``, ``prefetch``,
+  ``cache``, ``store``.
 - Batches: ``open_slice``, ``batches``, ``lock_step`` (ranks that step together), ``tracked_batches`` (workers that take
   slices as they need them), ``loader``, ``dataset``.
 - The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracked_workers``,
@@ -13,21 +14,31 @@
 from lightning_bytescheduler.slices.batches import SampleRun
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.lock_step import LockStepEpoch, Stage
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Slice, SliceState
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions, TrackerOptions
+from lightning_bytescheduler.slices.slice import Slice, SliceState, SliceStream
+from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.training import TrackerHost
 
 __all__ = [
+    "FetchOptions",
     "LocalTracker",
     "LockStepEpoch",
     "SampleRun",
     "Slice",
     "SliceCatalogue",
+    "SliceSource",
     "SliceState",
+    "SliceStream",
     "SliceTracker",
     "Stage",
+    "StoreOptions",
     "TrackerClient",
+    "TrackerHost",
     "TrackerOptions",
     "TrackerReport",
+    "make_slices",
+    "open_source",
 ]

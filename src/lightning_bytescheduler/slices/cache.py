@@ -13,7 +13,6 @@ latter are never waited for.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -23,14 +22,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.slices.checksums import ChunkPlan, ChunkSeals, digests_of, right_chunks
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = ["CacheFull", "CachedSlice", "DiskFailed", "GrowingSlice", "SliceCache", "cache_name", "file_bytes"]
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "CAN_CACHE",
+    "CacheFull",
+    "CachedSlice",
+    "DiskFailed",
+    "GrowingSlice",
+    "SliceCache",
+    "cache_name",
+    "file_bytes",
+]
+
+CAN_CACHE = fcntl is not None
+"""Whether this system has the locks of POSIX, which the processes share a cache by."""
 
 _COMPLETE = ".slice"
 _PARTIAL = ".partial"
@@ -57,17 +71,26 @@ class SliceCache:
         capacity_bytes: Bound of all slices together, those being written included.
 
     Raises:
-        OptionError: If the capacity is not positive.
-        OSError: If the folder cannot be made or written.
-        UnsupportedError: If its file system has no file locks.
+        OptionError: If the capacity is not positive, or the folder cannot be made or written.
+        UnsupportedError: If its file system, or this system, has no file locks.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.folder = Path(folder).absolute()
         self.capacity_bytes = require_whole("cache_bytes", capacity_bytes, 1)
+        if not CAN_CACHE:
+            raise UnsupportedError(
+                "A cache of slices needs file locks as Linux and macOS have them. Leave cache_dir out, which fetches "
+                "slices anew in each epoch, use sources on this machine, or train in WSL."
+            )
         self._threads = threading.Lock()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._require_locks()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._require_locks()
+        except OSError as error:
+            reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+            allowed = f"a folder of this machine that can be made and written, but {reason}"
+            raise OptionError("cache_dir", os.fspath(folder), allowed) from error
         with self._locked():
             for path, _, _ in self._files(_PARTIAL):
                 self._delete_unused(path)
@@ -199,6 +222,8 @@ class SliceCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        from filelock import FileLock  # comes with torch
+
         # A lock object of its own each time: none is inherited in a locked state by a process that is forked.
         lock = FileLock(self.folder / _LOCK_NAME, thread_local=False)
         with self._threads, lock.acquire(timeout=_LOCK_SECONDS, poll_interval=_POLL_SECONDS):

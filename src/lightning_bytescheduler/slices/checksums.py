@@ -7,19 +7,31 @@ were found to be right is known to all processes that read for a rank, so that n
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = ["CHUNK_BYTES", "ChunkPlan", "ChunkSeals", "VerifiedChunks", "checksum_of", "digests_of", "right_chunks"]
+__all__ = [
+    "CHUNK_BYTES",
+    "ChunkPlan",
+    "ChunkSeals",
+    "VerifiedChunks",
+    "WholeChecksum",
+    "checksum_of",
+    "digests_of",
+    "right_chunks",
+    "xxhash",
+]
 
 CHUNK_BYTES = 1024 * 1024
 """Size of a chunk: small enough that the first sample is there soon, large enough that checks cost nothing."""
@@ -31,16 +43,42 @@ _MARK_BITS = 2**63 - 1
 _MARK_STEP = 0x9E3779B97F4A7C15  # odd: neighbours have marks that have nothing in common
 
 
+@functools.cache
+def xxhash() -> ModuleType:
+    """The package that makes checksums, imported when the first one is wanted.
+
+    Raises:
+        ImportError: If it is not installed; names the extra.
+    """
+    with importing("Verifying slices", extra="data"):
+        import xxhash
+    return xxhash
+
+
 def checksum_of(content: Bytes) -> str:
     """The checksum of ``content`` as slices and indexes state it, ``"xxh3_64:<hex>"``."""
-    return f"{_ALGORITHM}:{xxhash.xxh3_64_hexdigest(content)}"
+    return f"{_ALGORITHM}:{xxhash().xxh3_64_hexdigest(content)}"
+
+
+class WholeChecksum:
+    """The checksum of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash().xxh3_64()
+
+    def update(self, piece: Bytes) -> None:
+        """Take the next piece."""
+        self._state.update(piece)
+
+    def __str__(self) -> str:
+        return f"{_ALGORITHM}:{self._state.hexdigest()}"
 
 
 def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     """The digests of all chunks of ``content``, one after the other, ``DIGEST_BYTES`` each."""
     view = memoryview(content)
     starts = range(0, len(view), chunk_bytes)
-    return b"".join(xxhash.xxh3_64_digest(view[start : start + chunk_bytes]) for start in starts)
+    return b"".join(xxhash().xxh3_64_digest(view[start : start + chunk_bytes]) for start in starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +137,9 @@ class ChunkPlan:
             return False
         if self.digests is None:
             return True
-        return xxhash.xxh3_64_digest(content) == self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        return bool(
+            xxhash().xxh3_64_digest(content) == self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        )
 
 
 def right_chunks(
@@ -160,7 +200,7 @@ class ChunkSeals:
 
     def __init__(self, marks: npt.NDArray[np.int64], identity: bytes) -> None:
         self._marks = marks
-        number = xxhash.xxh3_128_intdigest(identity)
+        number: int = xxhash().xxh3_128_intdigest(identity)
         self._place, self._mark = number >> 64, number
 
     def is_set(self, chunk: int) -> bool:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
+from lightning_bytescheduler.slices.checksums import WholeChecksum
 from lightning_bytescheduler.slices.fetch import fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
 from lightning_bytescheduler.slices.options import FetchOptions
-from lightning_bytescheduler.slices.serve import SliceServer
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(options: argparse.Namespace) -> int:
-    with _progress("cutting") as progress:
+    with _named(urls="SRC", folder="DST", storage_options="--storage-options"), _progress("cutting") as progress:
         made = make_slices(
             options.sources,
             options.folder,
@@ -87,9 +87,8 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    source = open_source(options.source, storage_options=options.storage_options)
-    if any(slice_.checksum is None for slice_ in source.slices):
-        raise OptionError("DST", options.source, "a folder with an index; 'slices make' writes one")
+    with _named(storage_options="--storage-options"):
+        source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
     with _progress("verifying") as progress:
         bad = verify_slices(source, progress=progress)
     for slice_, reason in bad:
@@ -99,19 +98,43 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    with importing("slices serve", extra="data"):
+        from lightning_bytescheduler.slices.serve import SliceServer
     token = os.environ.get(TOKEN_VARIABLE)
     if options.token_file is not None:
-        token = Path(options.token_file).read_text(encoding="utf-8").strip()
+        token = _token_in(options.token_file)
     host, port = options.bind
-    with SliceServer(
-        options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
-    ) as server:
+    with _named(folder="DIR", host="--bind", certificate="--cert", key="--key", token=TOKEN_VARIABLE):
+        server = SliceServer(
+            options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
+        )
+    with server:
         print(f"{options.folder} is served at {server.url}; end it with Ctrl+C", flush=True)
         try:
             server.wait()
         except KeyboardInterrupt:
             print()
     return 0
+
+
+@contextmanager
+def _named(**arguments: str) -> Iterator[None]:
+    """Errors name an option as it is written here."""
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(arguments.get(error.option, error.option), error.value, error.allowed) from error
+
+
+def _token_in(path: str) -> str:
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OptionError("--token-file", path, f"a text file that can be read: {reason}") from error
+    if not token:
+        raise OptionError("--token-file", path, "a file with a token, and is empty")
+    return token
 
 
 def verify_slices(
@@ -140,14 +163,16 @@ def verify_slices(
     bad = []
     for slice_ in source.slices:
         try:
+            if not source.has_file(slice_, options):  # whoever verifies does not wait for a folder to be mounted
+                raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
             chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
-            whole = xxhash.xxh3_64()
+            whole = WholeChecksum()
             hashed = _hashed(chunks, whole)
             for _ in source.samples(slice_, hashed):
                 pass
             for _ in hashed:
                 pass  # a reader may stop before the end
-            if slice_.checksum not in (None, f"xxh3_64:{whole.hexdigest()}"):
+            if slice_.checksum not in (None, str(whole)):
                 bad.append((slice_, "its checksum is not that of its chunks."))
         except SliceCorruptError as error:
             bad.append((slice_, error.reason))
@@ -157,7 +182,7 @@ def verify_slices(
     return bad
 
 
-def _hashed(chunks: Iterator[bytearray], whole: xxhash.xxh3_64) -> Iterator[bytearray]:
+def _hashed(chunks: Iterator[bytearray], whole: WholeChecksum) -> Iterator[bytearray]:
     for chunk in chunks:
         whole.update(chunk)
         yield chunk

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import rank_zero_info
+from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
+from lightning_bytescheduler.slices.cache import CAN_CACHE
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
@@ -17,12 +18,16 @@ from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, col
 from lightning_bytescheduler.slices.lock_step import LockStepPlan
 from lightning_bytescheduler.slices.make import SLICE_BYTES
 from lightning_bytescheduler.slices.options import (
+    Delivery,
     LoaderOptions,
+    Shortage,
     StoreOptions,
     TrackerOptions,
     batch_sizes_of,
     default_cache_dir,
     require_batch_size,
+    require_function,
+    require_packages,
     require_urls,
 )
 from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
@@ -35,7 +40,9 @@ from lightning_bytescheduler.slices.training import (
     TrackerHost,
     TrainingSlices,
     require_same_slices,
+    require_tracker_host,
 )
+from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
 
 __all__ = ["SliceDataModule"]
 
@@ -83,7 +90,8 @@ class SliceDataModule(CoordinatedDataModule):
         collate: Makes a batch of a list of samples; None stacks arrays, and else does as PyTorch does.
         reader: Makes samples of bytes, for files whose suffix is not known.
         slice_bytes: Target size of the slices into which files without an index are divided.
-        storage_options: For fsspec's file systems.
+        storage_options: For fsspec's file systems, as what asks for a token takes it; by protocol where URLs need
+            different ones, as in ``{"s3": {...}, "https": {...}}``.
         cache_dir: Folder of the cache, for sources that are not on this machine; None is the user's folder for caches.
         cache_bytes: Bound of the cache.
         prefetch: Slices to fetch ahead; None follows the speeds.
@@ -98,6 +106,7 @@ class SliceDataModule(CoordinatedDataModule):
 
     Raises:
         OptionError: If an option is not allowed.
+        ImportError: If a package is missing, such as those of the extra ``data``.
     """
 
     def __init__(
@@ -115,7 +124,7 @@ class SliceDataModule(CoordinatedDataModule):
         shuffle: bool = True,
         shuffle_samples: bool = False,
         seed: int = 0,
-        shortage: Literal["pad", "drop"] = "pad",
+        shortage: Shortage = "pad",
         transform: Callable[[Any], Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         reader: SliceReader | None = None,
@@ -124,7 +133,7 @@ class SliceDataModule(CoordinatedDataModule):
         cache_dir: str | None = None,
         cache_bytes: int = 10 * 1024**3,
         prefetch: int | None = None,
-        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        delivery: Delivery = "at_least_once",
         lease: float = 300.0,
         timeout: float = 60.0,
         attempts: int = 3,
@@ -134,6 +143,9 @@ class SliceDataModule(CoordinatedDataModule):
         self._urls = {split: require_urls(split, urls) for split, urls in given.items()}
         if not any(self._urls.values()):
             raise OptionError("train", train, "given, or val, test or predict")
+        require_packages("SliceDataModule")
+        for split, urls in self._urls.items():
+            require_protocols(split, urls or ())
         for split, urls in self._urls.items():
             if urls is None:  # as if the method was not there, which Lightning can tell from a loader without batches
                 setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
@@ -153,18 +165,20 @@ class SliceDataModule(CoordinatedDataModule):
             collate=collate,
         )
         self._storing = StoreOptions(
-            cache_dir=default_cache_dir() if cache_dir is None else cache_dir,
+            cache_dir=default_cache_dir() if cache_dir is None and CAN_CACHE else cache_dir,
             cache_bytes=cache_bytes,
             prefetch=prefetch,
             timeout=timeout,
             attempts=attempts,
         )
         self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
-        require_whole("slice_bytes", slice_bytes, 1)
+        require_function("reader", reader, "stream", "first")
         self._opening: dict[str, Any] = {
             "reader": reader,
-            "slice_bytes": slice_bytes,
-            "storage_options": storage_options,
+            "slice_bytes": require_whole("slice_bytes", slice_bytes, 1),
+            "storage_options": require_storage_options(
+                [url for urls in self._urls.values() for url in urls or ()], storage_options
+            ),
         }
         self._sources: dict[str, SliceSource] = {}
         self._catalogues: dict[str, SliceCatalogue] = {}
@@ -187,10 +201,13 @@ class SliceDataModule(CoordinatedDataModule):
             host: The way to the tracker; None goes back to ranks that step together.
 
         Raises:
-            OptionError: In the middle of a fit.
+            OptionError: If it is no ``TrackerHost``, or in the middle of a fit.
         """
+        if host is not None:
+            require_tracker_host(host)
         if self._stores:
-            raise OptionError("host", host, "bound before setup()")
+            allowed = "bound before setup(), as in Strategy.setup_environment, or after teardown()"
+            raise OptionError("host", host, allowed)
         if (host is None) != (self._host is None):
             self._training = None
         self._host = host
@@ -227,18 +244,29 @@ class SliceDataModule(CoordinatedDataModule):
             SourceUnavailableError: If a source stays away.
             UnsupportedError: If a tracker is bound, and a worker has several ranks.
         """
-        splits = _SPLITS[stage]
+        splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
         if self._urls[splits[0]] is None:
-            raise OptionError(splits[0], None, f"given, for the stage {stage!r}")
+            raise OptionError(splits[0], None, f"given, for trainer.{getattr(stage, 'value', stage)}()")
         for split in splits:
             urls = self._urls[split]
             if urls is None:
                 continue
             if split not in self._sources:
-                self._sources[split] = open_source(list(urls), options=self._storing.fetch_options(), **self._opening)
+                self._sources[split] = self._open(split, urls)
             self._stores[split] = SliceStore(self._sources[split], self._storing)
+        if self._storing.cache_dir is None and not all(store.is_local for store in self._stores.values()):
+            rank_zero_warn(
+                "slices: this system has no file locks as Linux and macOS have them, so there is no cache, and slices "
+                "are fetched anew in each epoch. Copy them to this machine, or train in WSL."
+            )
         if stage == "fit":
             self._set_up_training()
+
+    def _open(self, split: str, urls: Sequence[str]) -> SliceSource:
+        options = self._opening["storage_options"]  # each of them is for some of the URLs, but not for all
+        taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
+        opening = {**self._opening, "storage_options": taken}
+        return open_source(urls, option=split, options=self._storing.fetch_options(), **opening)
 
     def teardown(self, stage: str) -> None:
         """Stop what fetches, and give back what is held; see LightningDataModule."""
@@ -274,7 +302,7 @@ class SliceDataModule(CoordinatedDataModule):
         catalogue = self._catalogue("train")
         plan = LockStepPlan(
             catalogue,
-            batch_sizes=batch_sizes_of("batch_size", self.batch_size, ranks),
+            batch_sizes=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), ranks),
             rank=rank,
             seed=self._loading.seed,
             shuffle=self._loading.shuffle,
@@ -297,7 +325,9 @@ class SliceDataModule(CoordinatedDataModule):
             host,
             self._stores["train"],
             options=self._tracking,
-            batch_size=batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],
+            batch_size=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), host.workers)[
+                host.worker
+            ],
             ahead=self._storing.prefetch,
         )
         if before is not None:
@@ -340,10 +370,11 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _evaluation(self, split: str) -> list[SliceLoader]:
         if split not in self._stores:
-            return []
+            allowed = f"asked for after setup('{'fit' if split == 'val' else split}'), as a Trainer does it"
+            raise OptionError(f"{split}_dataloader", None, allowed)
         rank, ranks = self._rank_and_ranks_of_evaluation()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
-        size = getattr(self, name)
+        size = require_batch_size(name, getattr(self, name))
         if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = LockStepPlan(
@@ -363,7 +394,9 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
         on_report = self._heed_training if split == "train" else self._heed
-        return SliceLoader(plan, self._workers_of(split), length=length, on_report=on_report)
+        return SliceLoader(
+            plan, self._workers_of(split), length=length, on_report=on_report, is_alone=self.trainer is None
+        )
 
     def _workers_of(self, split: str) -> BatchWorkers:
         """Those of the loader before, as there is one for each epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
@@ -11,20 +12,35 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception
-
-from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
 from lightning_bytescheduler.slices.checksums import ChunkPlan
 from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.refusals import refusal_of
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = ["LASTING", "ReadAhead", "SliceCounters", "SliceStatistics", "Waiting", "ask", "fetch_chunks"]
+__all__ = [
+    "LASTING",
+    "LASTING_AT_FIRST",
+    "ReadAhead",
+    "SliceCounters",
+    "SliceStatistics",
+    "Waiting",
+    "ask",
+    "fetch_chunks",
+]
+
+log = logging.getLogger(__name__)
 
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
+_SAID_SECONDS = 2.0  # without an answer, until it is said that one is waited for
 
-LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, TypeError)
+LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
 """Errors of a source against which asking again does not help."""
+
+LASTING_AT_FIRST = (*LASTING, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError)
+"""The same at the beginning: what is missing then was probably never there."""
 
 _Answer = TypeVar("_Answer")
 _POLL_SECONDS = 0.1
@@ -66,9 +82,13 @@ def ask(
         on_retry: Called before each pause.
 
     Raises:
-        SourceUnavailableError: If the source stays away.
+        SourceUnavailableError: If the source stays away, or refuses to be read, which is not tried again.
     """
+    with importing("Reading slices", extra="data"):
+        from tenacity import RetryCallState, Retrying, retry_if_exception
+
     began = waiting.clock()
+    is_said = False
 
     def is_over(_: RetryCallState) -> bool:
         return waiting.clock() - began >= timeout
@@ -77,19 +97,49 @@ def ask(
         # The last attempt comes when the time is over, not a little before.
         return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
 
+    def before_pause(state: RetryCallState) -> None:
+        nonlocal is_said
+        on_retry()
+        if waiting.clock() - began >= _SAID_SECONDS and not is_said and state.outcome is not None:
+            is_said = True
+            words = _words(state.outcome.exception())
+            log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
+
     def give_up(state: RetryCallState) -> _Answer:
         error = state.outcome.exception() if state.outcome is not None else None
-        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise SourceUnavailableError(url, waiting.clock() - began, words) from error
+        raise SourceUnavailableError(url, waiting.clock() - began, _words(error)) from error
 
-    return Retrying(
-        retry=retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, lasting)),
-        stop=is_over,
-        wait=pause,
-        sleep=waiting.sleep,
-        before_sleep=lambda _: on_retry(),
-        retry_error_callback=give_up,
-    )(question)
+    def answer() -> _Answer:
+        try:
+            return question()
+        except Exception as error:
+            # Asked first of all: an untrusted certificate is a ValueError too.
+            refused = refusal_of(error, url)
+            if refused is None:
+                raise
+            raise _Refused(*refused) from error
+
+    try:
+        return Retrying(
+            retry=retry_if_exception(
+                lambda error: isinstance(error, Exception) and not isinstance(error, (*lasting, _Refused))
+            ),
+            stop=is_over,
+            wait=pause,
+            sleep=waiting.sleep,
+            before_sleep=before_pause,
+            retry_error_callback=give_up,
+        )(answer)
+    except _Refused as refused:
+        raise SourceUnavailableError(url, waiting.clock() - began, *refused.args) from refused.__cause__
+
+
+class _Refused(Exception):
+    """A source refuses to be read: what it says, and the way out."""
+
+
+def _words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _delay(failures: int, waiting: Waiting) -> float:
@@ -124,9 +174,15 @@ class SliceStatistics:
 
 
 class SliceCounters:
-    """Statistics that any thread may add to."""
+    """Statistics that any thread may add to.
+
+    Attributes:
+        missing: Set as long as files are missing, from the first one on that was waited for in vain. If all are, as on
+            a disk that was taken away, only that one is waited for.
+    """
 
     def __init__(self) -> None:
+        self.missing = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, float] = asdict(SliceStatistics())
 
@@ -192,14 +248,20 @@ def fetch_chunks(
                 partial(read, slice_.start + start, slice_.start + stop),
                 timeout=options.timeout,
                 waiting=waiting,
+                lasting=(*LASTING, FileNotFoundError) if counters.missing.is_set() else LASTING,
                 on_retry=lambda: counters.add(retries=1),
             )
+        except FileNotFoundError as error:
+            missing = "its file is missing, as others have been for longer."
+            raise SliceCorruptError(slice_.key, slice_.url, missing) from error
         except SourceUnavailableError as away:
             if not isinstance(away.__cause__, FileNotFoundError):
                 raise
+            counters.missing.set()
             # For a while a missing file may be a folder that is not mounted yet; then it is the slice's fault.
             missing = f"its file is missing, and has been for {away.seconds:.1f} s."
             raise SliceCorruptError(slice_.key, slice_.url, missing) from away.__cause__
+        counters.missing.clear()
         counters.add(bytes_fetched=len(content))
         reason = ""
         if len(content) > stop - start:

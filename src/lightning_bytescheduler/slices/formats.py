@@ -23,14 +23,16 @@ import itertools
 import json
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from types import ModuleType
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Bytes, SliceStream
 
@@ -112,10 +114,14 @@ class SliceFormat:
 
         Raises:
             ValueError: If the data is malformed.
+            TypeError: If a user's reader returns nothing that can be iterated.
             ImportError: If a library is missing that the format needs.
         """
         if self.read is not None:
-            return self.read(self.opened(stream), first)
+            made: object = self.read(self.opened(stream), first)
+            if not isinstance(made, Iterable):
+                raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
+            return iter(made)
         return samples_of(self.blocks_of(stream), first)
 
     def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
@@ -127,30 +133,36 @@ class SliceFormat:
         return stream if self.compression is None else decompressed(stream, self.compression)
 
 
-def format_of(url: str, reader: SliceReader | None = None) -> SliceFormat:
+def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url") -> SliceFormat:
     """The format of a file.
 
     Args:
         url: Of the file; what follows its suffixes as a query does not count.
         reader: Used in place of the one that belongs to the suffix.
+        option: What the file was given as, for the message.
 
     Raises:
         OptionError: If the suffix is not known and no reader is given.
+        ImportError: If a package is missing that the format needs; names it and the extra.
     """
     name = PurePosixPath(url.split("::")[0].split("?")[0]).name.lower()
     suffixes = PurePosixPath(name).suffixes
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
     suffix = suffixes[-1] if suffixes else ""
+    if compression == ".zst":
+        import_zstandard()
     if reader is not None:
         return SliceFormat(suffix=suffix, read=reader, compression=compression)
     known = FORMATS.get(suffix)
     if known is None:
         raise OptionError(
-            "url",
+            option,
             url,
-            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), "
-            "unless a reader for its format is given",
+            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), unless a reader for its format "
+            "is given; of a folder with other files too, a glob chooses, such as folder/*.jsonl",
         )
+    if known.blocks is parquet_blocks:
+        import_parquet()
     return replace(known, compression=compression)
 
 
@@ -436,11 +448,20 @@ def import_parquet() -> Any:
     Raises:
         ImportError: If pyarrow is not installed.
     """
-    try:
+    with importing("Parquet"):
         from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("Parquet is read with pyarrow, which is not installed: pip install pyarrow") from error
     return parquet
+
+
+def import_zstandard() -> ModuleType:
+    """``zstandard``.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    with importing(".zst", extra="data"):
+        import zstandard
+    return zstandard
 
 
 def decompressed(stream: SliceStream, suffix: str) -> SliceStream:
@@ -466,12 +487,7 @@ def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:
 
 
 def _zstandard_pieces(stream: SliceStream) -> Iterator[bytearray]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            "Files in .zst need zstandard, which is not installed: pip install 'lightning-bytescheduler[data]'"
-        ) from error
+    zstandard = import_zstandard()
     # The library's own reader takes a frame that is cut short for its end, so frames are followed here.
     decompressor = zstandard.ZstdDecompressor()
     frame = None

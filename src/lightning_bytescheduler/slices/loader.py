@@ -16,15 +16,19 @@ import functools
 import itertools
 import mmap
 import os
+import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data import default_collate as torch_collate
 
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport, SliceBatch
 
 __all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
@@ -32,6 +36,7 @@ __all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
 _SLOT_BYTES = 4 * 1024 * 1024  # of address space; memory is taken as far as batches reach
 _ALIGNMENT = 64
 _END: Any = object()
+_WHOLE = "Give the Trainer the data module: trainer.fit(model, datamodule=data)."
 
 
 def collate_samples(samples: Sequence[Any]) -> Any:
@@ -39,14 +44,25 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
     Args:
         samples: A list, or an array whose rows they are.
+
+    Raises:
+        OptionError: If they do not fit together.
     """
     if isinstance(samples, np.ndarray):
         if samples.dtype.kind in "biufc":
             return _tensor_of(samples)
         samples = list(samples)
-    if isinstance(samples[0], np.ndarray):
-        return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
-    return torch_collate(list(samples))
+    try:
+        if isinstance(samples[0], np.ndarray):
+            return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
+        return torch_collate(list(samples))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        allowed = (
+            "a function that makes a batch of these samples, which do not fit together by themselves (of the types "
+            f"{', '.join(sorted({type(sample).__name__ for sample in samples}))}: {error}); or let transform make "
+            "tensors of one shape of them"
+        )
+        raise OptionError("collate", None, allowed) from error
 
 
 def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -65,6 +81,8 @@ class SliceLoader:
         workers: Read them; may be those of a loader before this one.
         length: Of the loader; None if nobody knows how many batches there will be.
         on_report: Called with what the reader has to tell, when a batch is handed out.
+        is_alone: Whether its data module has no Trainer, so that nobody tells which rank this is, and what was trained
+            on.
 
     Attributes:
         plan: As given.
@@ -78,8 +96,10 @@ class SliceLoader:
         *,
         length: int | None,
         on_report: Callable[[ReadReport], None] | None = None,
+        is_alone: bool = False,
     ) -> None:
         self.plan = plan
+        self._is_alone = is_alone
         self.worker_init_fn: Callable[[int], None] | None = None  # Lightning sets it, for seeds
         self._workers = workers
         self._on_report = on_report
@@ -93,12 +113,22 @@ class SliceLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
+        if self._is_alone:
+            warnings.warn(
+                "The Trainer was given a loader of slices without its data module, so this checkpoint has no position "
+                f"in them, and each epoch takes them in the same order. {_WHOLE}",
+                stacklevel=2,
+            )
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do, see ``state_dict``."""
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UnsupportedError(
+                f"Each rank would train on all slices, as the loader does not know its rank. {_WHOLE}"
+            )
         # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
         # it uses.
         batches = self._workers.batches(self.plan, self.worker_init_fn)
@@ -113,6 +143,8 @@ class SliceLoader:
                 self._on_report(report)
             if batch is not None:
                 yield batch
+            elif not report.is_empty:  # left out in silence, it would count as trained on
+                raise OptionError("collate", None, "a function that returns a batch; the one given returned None")
 
 
 class BatchWorkers:
@@ -254,7 +286,7 @@ class _Loading:
             torch.empty((), dtype=torch.int64).random_()  # as a DataLoader's first iteration draws a seed
         self._asked.plan, self._taken = plan, 0
         keeps, self._may_be_kept = self._may_be_kept, False  # unless nothing is raised
-        self._iterator = iterator = iter(self._loader)
+        self._iterator = iterator = self._begun()
         while (read := next(iterator, _END)) is not _END:
             if read is not None:  # or a process rests
                 self._taken += 1
@@ -262,6 +294,18 @@ class _Loading:
                 yield (read[0] if self._slots is None else self._slots.unpack(read[0])), ReadReport(*read[1])
                 self._may_be_kept = False
         self._may_be_kept = keeps
+
+    def _begun(self) -> Iterator[Any]:
+        try:
+            return iter(self._loader)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            if "pickle" not in str(error):
+                raise
+            allowed = (
+                "0, or transform, collate and reader functions of a module: processes are started anew on this system, "
+                f"and a lambda or a function within another one cannot be sent to them ({error})"
+            )
+            raise OptionError("num_workers", self._loader.num_workers, allowed) from error
 
     def stop(self) -> None:
         """End the processes."""

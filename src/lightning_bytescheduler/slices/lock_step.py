@@ -21,7 +21,7 @@ from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch, cut_batches
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.options import require_shortage
+from lightning_bytescheduler.slices.options import Shortage, require_shortage
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.tracker_state import read_state
 
@@ -60,7 +60,7 @@ class LockStepPlan:
         rank: int = 0,
         seed: int = 0,
         shuffle: bool = True,
-        shortage: str = "pad",
+        shortage: Shortage = "pad",
         repeats: bool = True,
     ) -> None:
         self.catalogue = catalogue

@@ -9,26 +9,38 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-import fsspec
 import numpy as np
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, UnsupportedError
 from lightning_bytescheduler.slices.checksums import ChunkPlan
-from lightning_bytescheduler.slices.fetch import fetch_chunks
+from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import SliceFormat, format_of, import_parquet, npy_blocks, parquet_blocks
 from lightning_bytescheduler.slices.index import INDEX_NAME, IndexedSlice, indexed_slice, write_index
-from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
-from lightning_bytescheduler.slices.urls import exists, expand, join, local_path, make_folder, read_range, size_of
+from lightning_bytescheduler.slices.urls import (
+    exists,
+    expand,
+    join,
+    local_path,
+    make_folder,
+    open_for_writing,
+    read_range,
+    remove,
+    require_protocols,
+    require_storage_options,
+    size_of,
+)
 
-__all__ = ["SLICE_BYTES", "cut_lines", "make_slices", "npy_slice", "row_ranges"]
+__all__ = ["SLICE_BYTES", "cut_lines", "make_slices", "npy_slice", "require_sample", "row_ranges"]
 
 SLICE_BYTES = 64 * 1024 * 1024
 """Target size of a slice."""
 
+_Result = TypeVar("_Result")
 _PIECE_BYTES = 4 * 1024 * 1024
 
 
@@ -68,19 +80,38 @@ def make_slices(
         ImportError: If a library is missing that a URL or a format needs.
     """
     require_whole("slice_bytes", slice_bytes, 1)
-    known = storage_options or {}
-    places = [urls] if isinstance(urls, str) else list(urls)
-    files = list(dict.fromkeys(url for place in places for url in expand(place, known)))
-    forms = {url: format_of(url) for url in files}
-    if exists(join(folder, INDEX_NAME), known):
+    require_bool("overwrite", overwrite)
+    places = require_urls("urls", urls)
+    if places is None or not isinstance(folder, str) or not folder:
+        option = "urls" if places is None else "folder"
+        raise OptionError(option, urls if places is None else folder, "a path or a URL")
+    require_packages("Making slices")
+    require_protocols("urls", places)
+    require_protocols("folder", (folder,))
+    known = require_storage_options((*places, folder), storage_options)
+    timeout = (options or FetchOptions()).timeout
+
+    def asked(url: str, question: Callable[[], _Result]) -> _Result:
+        return ask(url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
+
+    found = [asked(place, partial(expand, place, known, "urls")) for place in places]
+    files = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    _require_other_folder(folder, files)
+    forms = {url: format_of(url, option="urls") for url in files}
+    if asked(folder, partial(exists, join(folder, INDEX_NAME), known)):
         if not overwrite:
-            raise OptionError("folder", folder, "one without slices, unless they are to be overwritten")
+            allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
+            raise OptionError("folder", folder, allowed)
         # What is left of the old slices is no slice of the new ones, so an interrupted run must not leave its index.
-        _remove(join(folder, INDEX_NAME), known)
-    sizes = {url: size_of(url, known) for url in files}
+        remove(join(folder, INDEX_NAME), known)
+    sizes = {url: asked(url, partial(size_of, url, known)) for url in files}
     total, done = sum(sizes.values()), 0
     entries: list[IndexedSlice] = []
-    make_folder(folder, known)
+    try:
+        make_folder(folder, known)
+    except OSError as error:
+        allowed = f"a folder that can be made and written, but {error.strerror or error}"
+        raise OptionError("folder", folder, allowed) from error
 
     def pieces(url: str) -> Iterator[bytearray]:
         nonlocal done
@@ -97,6 +128,7 @@ def make_slices(
         try:
             for content, samples in _cut(url, form, pieces(url), slice_bytes):
                 name = f"slice-{len(entries):06d}{form.suffix}"
+                require_sample(form, url, content)
                 _write(join(folder, name), content, known)
                 entries.append(indexed_slice(name, content, samples, folder=folder))
         except (ValueError, EOFError) as error:
@@ -207,12 +239,46 @@ def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]
         yield content.getvalue(), part.num_rows
 
 
+def _require_other_folder(folder: str, files: Iterable[str]) -> None:
+    path = local_path(folder)
+    if path is None:
+        return
+    if os.path.isfile(path):
+        raise OptionError("folder", folder, "a folder, and is a file: the last argument is where the slices go")
+    inside = [url for url in files if os.path.dirname(local_path(url) or "") == os.path.abspath(path)]
+    if inside:
+        raise OptionError("folder", folder, f"another folder than that of the files, such as that of {inside[0]}")
+
+
+def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
+    """Make the first sample of a slice of lines: they are counted, and cut, whatever they hold.
+
+    Args:
+        form: The format.
+        url: Of the file.
+        content: Whole lines.
+
+    Raises:
+        SliceCorruptError: If the sample is malformed.
+    """
+    if form.count_lines is None or form.blocks is None:
+        return
+    try:
+        for block in form.blocks(SliceStream(iter((content,)))):
+            if len(block):
+                block[:1]
+                return
+    except ValueError as error:
+        hint = "Is it in another format than its name says, or not UTF-8?"
+        raise SliceCorruptError(url, url, f"its first sample is none of {form.suffix}: {error}. {hint}") from error
+
+
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
     """Write a file whole or not at all."""
     path = local_path(url)
     if path is None:
         # Object stores show a file when it is complete; one that was not is unknown to any index.
-        with fsspec.open(url, "wb", **options) as file:
+        with open_for_writing(url, options) as file:
             file.write(content)
         return
     folder, name = os.path.split(os.path.abspath(path))
@@ -221,14 +287,9 @@ def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # others may read it, as they may any new file
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # others may read it, as they may any new file
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _remove(url: str, options: Mapping[str, Any]) -> None:
-    filesystem, path = fsspec.core.url_to_fs(url, **options)
-    filesystem.rm_file(path)

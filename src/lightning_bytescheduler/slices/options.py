@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-import platformdirs
-
-from lightning_bytescheduler.checks import is_whole, require_bool, require_positive, require_whole
+from lightning_bytescheduler.checks import (
+    importing,
+    is_whole,
+    require_bool,
+    require_one_of,
+    require_positive,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.shuffle import require_seed
 
 __all__ = [
+    "Delivery",
     "FetchOptions",
     "LoaderOptions",
+    "Shortage",
     "StoreOptions",
     "TrackerOptions",
     "batch_sizes_of",
     "default_cache_dir",
     "require_batch_size",
+    "require_function",
+    "require_packages",
     "require_shortage",
     "require_urls",
 ]
 
-SHORTAGES = ("pad", "drop")
+Shortage = Literal["pad", "drop"]
 """What is done where there is not one sample for each rank in every step."""
 
-DELIVERIES = ("at_least_once", "at_most_once")
+Delivery = Literal["at_least_once", "at_most_once"]
 """What a worker's death may cost: samples trained twice, or samples left out."""
+
+_PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +70,7 @@ class LoaderOptions:
     shuffle: bool
     shuffle_samples: bool
     seed: int
-    shortage: str
+    shortage: Shortage
     transform: Callable[[Any], Any] | None
     collate: Callable[[list[Any]], Any] | None
 
@@ -68,9 +81,8 @@ class LoaderOptions:
         for option in ("pin_memory", "shuffle", "shuffle_samples"):
             require_bool(option, getattr(self, option))
         require_shortage(self.shortage)
-        for option in ("transform", "collate"):
-            if getattr(self, option) is not None and not callable(getattr(self, option)):
-                raise OptionError(option, getattr(self, option), "a function, or None")
+        require_function("transform", self.transform, "sample")
+        require_function("collate", self.collate, "samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +103,7 @@ class FetchOptions:
     request_bytes: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        require_positive("timeout", self.timeout)
+        require_positive("timeout", self.timeout, of="seconds")
         require_whole("attempts", self.attempts, 1)
         require_whole("request_bytes", self.request_bytes, 1)
 
@@ -131,8 +143,10 @@ class StoreOptions:
             object.__setattr__(self, "cache_dir", folder)
         if self.prefetch is not None:
             require_whole("prefetch", self.prefetch, 0)
-        for option in ("cache_bytes", "most_prefetch", "fetch_threads"):
+        for option in ("most_prefetch", "fetch_threads"):
             require_whole(option, getattr(self, option), 1)
+        if not is_whole(self.cache_bytes, 1):
+            raise OptionError("cache_bytes", self.cache_bytes, "a whole number of bytes, such as 10 * 1024**3")
         self.fetch_options()
 
     def fetch_options(self) -> FetchOptions:
@@ -159,41 +173,85 @@ class TrackerOptions:
 
     seed: int = 0
     shuffle: bool = True
-    delivery: str = "at_least_once"
+    delivery: Delivery = "at_least_once"
     lease: float = 300.0
     prefetch: int = 2
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
         require_bool("shuffle", self.shuffle)
-        if self.delivery not in DELIVERIES:
-            raise OptionError("delivery", self.delivery, f"one of {', '.join(map(repr, DELIVERIES))}")
-        require_positive("lease", self.lease)
+        require_one_of("delivery", self.delivery, get_args(Delivery))
+        require_positive("lease", self.lease, of="seconds")
         require_whole("prefetch", self.prefetch, 1)
 
 
+def require_packages(feature: str) -> None:
+    """Require the packages that slices are read with, before any process is started that would lack them.
+
+    Args:
+        feature: What needs them.
+
+    Raises:
+        ImportError: If one is missing; names it and the extra.
+    """
+    for package in _PACKAGES:
+        with importing(feature, extra="data"):
+            importlib.import_module(package)
+
+
+def require_function(option: str, value: object, *arguments: str) -> None:
+    """Require a function that can be called with so many arguments, or None.
+
+    Args:
+        option: Its name.
+        value: What was given.
+        arguments: Names for the message.
+
+    Raises:
+        OptionError: If it is neither.
+    """
+    if value is None:
+        return
+    call = f"{option}({', '.join(arguments)})"
+    if not callable(value):
+        raise OptionError(option, value, f"a function that is called as {call}, or None")
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # nothing is known of it, as of much that is written in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise OptionError(option, value, f"a function that can be called as {call}: {error}") from error
+
+
 def require_shortage(value: object) -> None:
-    """Require one of ``SHORTAGES``.
+    """Require a ``Shortage``.
 
     Raises:
         OptionError: If it is none.
     """
-    if value not in SHORTAGES:
-        raise OptionError("shortage", value, f"one of {', '.join(map(repr, SHORTAGES))}")
+    require_one_of("shortage", value, get_args(Shortage))
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:
-    """URLs as a tuple.
+    """URLs and paths, as a tuple of texts.
 
     Raises:
-        OptionError: If they are none.
+        OptionError: If they are none, or one is there twice.
     """
     if urls is None:
         return None
-    places = (urls,) if isinstance(urls, str) else tuple(urls) if isinstance(urls, (list, tuple)) else ()
-    if not places or not all(isinstance(place, str) and place for place in places):
-        raise OptionError(option, urls, "a URL, or a list of some")
-    return places
+    given = tuple(urls) if isinstance(urls, (list, tuple)) else (urls,)
+    places = [os.fspath(place) if isinstance(place, (str, os.PathLike)) else None for place in given]
+    found = tuple(place for place in places if isinstance(place, str) and place)
+    if not found or len(found) != len(given):
+        raise OptionError(option, urls, "a path or a URL, or a list of some")
+    twice = next((place for place in found if found.count(place) > 1), None)
+    if twice is not None:
+        allowed = f"a list of different URLs, and {twice!r} is there twice: a sample is in an epoch once"
+        raise OptionError(option, urls, allowed)
+    return found
 
 
 def require_batch_size(option: str, size: object) -> int | list[int]:
@@ -221,5 +279,11 @@ def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[
 
 
 def default_cache_dir() -> str:
-    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it."""
+    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it.
+
+    Raises:
+        ImportError: If a package is missing that finds it.
+    """
+    with importing("A cache of slices", extra="data"):
+        import platformdirs
     return str(platformdirs.user_cache_path("lightning-bytescheduler", appauthor=False) / "slices")

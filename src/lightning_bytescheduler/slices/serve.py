@@ -7,6 +7,7 @@ is then not in the folder does not exist.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import ssl
@@ -38,8 +39,9 @@ class SliceServer:
         key: File of its private key.
 
     Raises:
-        OptionError: If the folder is none, or the address is not of this machine alone and TLS or the token is missing.
-        OSError: If the address cannot be listened at, or a file of TLS not be read.
+        OptionError: If the folder is none, a file of TLS cannot be used, or the address is not of this machine alone
+            and TLS or the token is missing.
+        OSError: If the address cannot be listened at.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class SliceServer:
     ) -> None:
         self._folder = Path(folder).resolve()
         if not self._folder.is_dir():
-            raise OptionError("folder", folder, "a folder that exists")
+            raise OptionError("folder", folder, f"a folder that exists, and there is no folder {self._folder}")
         if (certificate is None) != (key is None):
             raise OptionError(
                 "key" if key is None else "certificate", None, "given: TLS needs a certificate and its key"
@@ -72,8 +74,7 @@ class SliceServer:
         self._port = port
         self._tls = None
         if certificate is not None:
-            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            self._tls.load_cert_chain(certificate, key)
+            self._tls = _tls_of(certificate, key)
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -84,7 +85,7 @@ class SliceServer:
             raise SchedulerTimeoutError(f"Serving {folder} at {host} did not begin within {_START_SECONDS:.0f} s.")
         if self._error is not None:
             self._thread.join(_START_SECONDS)
-            raise self._error
+            raise self._not_listening(self._error) from self._error
 
     @property
     def url(self) -> str:
@@ -108,6 +109,15 @@ class SliceServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _not_listening(self, error: BaseException) -> BaseException:
+        if not isinstance(error, OSError):
+            return error
+        place = f"{self._host}:{self._port}"
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "it is in use by another program; choose another port, or 0 for any free one"
+        return OSError(error.errno, f"{place} cannot be listened at: {reason}")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -162,6 +172,31 @@ class _AsItIs(web.FileResponse):
         headers = request.headers.copy()
         headers.popall("Accept-Encoding", None)
         return await super().prepare(request.clone(headers=headers))
+
+
+def _tls_of(certificate: str, key: str | None) -> ssl.SSLContext:
+    """What serves with a certificate.
+
+    Raises:
+        OptionError: If a file cannot be read, or they do not belong together.
+    """
+    for option, path in (("certificate", certificate), ("key", key)):
+        try:
+            with open(path or "", "rb"):
+                pass
+        except OSError as error:
+            raise OptionError(option, path, f"a file in PEM format that can be read: {error.strerror}") from error
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+
+    def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
+        raise OptionError("key", key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
+
+    try:
+        context.load_cert_chain(certificate, key, password=refuse)
+    except ssl.SSLError as error:
+        allowed = f"a certificate chain in PEM format, whose private key is {key!r}: {error.reason or error}"
+        raise OptionError("certificate", certificate, allowed) from error
+    return context
 
 
 def _listing(folder: Path) -> str:

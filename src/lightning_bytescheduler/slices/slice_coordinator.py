@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_bytescheduler.checks import require_bool
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.slices.fetch import SliceStatistics
@@ -45,9 +45,16 @@ class SliceCoordinator(pl.Callback):
         Args:
             trainer: Whose fit begins.
             has_length: Whether the loader knows its steps, so that each epoch needs a new one.
+
+        Raises:
+            OptionError: If there are several, which would count each step as often.
         """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        own = next((callback for callback in callbacks if isinstance(callback, cls)), None)
+        found = [callback for callback in callbacks if isinstance(callback, cls)]
+        if len(found) > 1:
+            given = f"{len(found)} of SliceCoordinator"
+            raise OptionError("callbacks", given, "a list with one SliceCoordinator, or none")
+        own = found[0] if found else None
         if own is None:
             own = cls()
             own._is_added = True

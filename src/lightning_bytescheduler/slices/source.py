@@ -9,18 +9,17 @@ other file, and one that is compressed, is one slice, read once to count its sam
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import length_hint
 from typing import Any, TypeVar
 
-import xxhash
-
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
-from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, ChunkPlan, checksum_of, digests_of
-from lightning_bytescheduler.slices.fetch import LASTING, Waiting, ask, fetch_chunks
+from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, ChunkPlan, WholeChecksum, checksum_of, digests_of
+from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
     SampleBlock,
@@ -30,10 +29,18 @@ from lightning_bytescheduler.slices.formats import (
     npy_blocks,
 )
 from lightning_bytescheduler.slices.index import INDEX_NAME, read_index
-from lightning_bytescheduler.slices.make import SLICE_BYTES, cut_lines, row_ranges
-from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.make import SLICE_BYTES, cut_lines, require_sample, row_ranges
+from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
-from lightning_bytescheduler.slices.urls import expand, file_version, read_range, size_of
+from lightning_bytescheduler.slices.urls import (
+    exists,
+    expand,
+    file_version,
+    read_range,
+    require_protocols,
+    require_storage_options,
+    size_of,
+)
 
 __all__ = ["SliceSource", "SourceFile", "open_source"]
 
@@ -98,6 +105,15 @@ class SliceSource:
         """What tells other contents of the same URL apart, where there is no checksum; else empty."""
         return self._files[slice_.url].version
 
+    def has_file(self, slice_: Slice, options: FetchOptions) -> bool:
+        """Whether the slice's file is there now.
+
+        Raises:
+            SourceUnavailableError: If the source stays away.
+        """
+        question = partial(exists, slice_.url, self._storage_options)
+        return ask(slice_.url, question, timeout=options.timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
+
     def read(self, slice_: Slice, start: int, stop: int) -> bytes:
         """Ask the source for a range of the slice's file.
 
@@ -153,9 +169,10 @@ class SliceSource:
             number = slice_.samples - length_hint(missing)
             reason = str(error) or type(error).__name__
             raise SliceCorruptError(slice_.key, slice_.url, f"after sample {number}: {reason}") from error
-        raise SliceCorruptError(
-            slice_.key, slice_.url, f"it holds more than the {slice_.samples} samples that were counted."
-        )
+        reason = f"it holds more than the {slice_.samples} samples that were counted."
+        if first and file.form.read is not None:
+            reason += f" Or the reader did not begin with sample number {first}, its argument first."
+        raise SliceCorruptError(slice_.key, slice_.url, reason)
 
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header
@@ -165,36 +182,44 @@ class SliceSource:
 def open_source(
     urls: str | Sequence[str],
     *,
+    option: str = "urls",
     reader: SliceReader | None = None,
     slice_bytes: int = SLICE_BYTES,
     storage_options: Mapping[str, Any] | None = None,
     options: FetchOptions | None = None,
     waiting: Waiting | None = None,
     progress: _Progress | None = None,
+    needs_index: bool = False,
 ) -> SliceSource:
     """Find the slices in files and folders.
 
     Args:
         urls: Files, folders, globs or indexes, any URL that fsspec opens; slices keep this order, files are sorted.
+        option: What the URLs were given as, for messages.
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
         slice_bytes: Target size of the ranges into which large files are divided.
         storage_options: For fsspec's file systems.
         options: How hard to try.
         waiting: Time and chance.
         progress: Told how many bytes have been read, and of how many, while files are read that have no index.
+        needs_index: Refuse what has no index, before it is read.
 
     Raises:
-        OptionError: If a URL stands for no file, a suffix is not known, or there is not a single sample.
-        SliceIndexError: If an index is damaged.
+        OptionError: If a URL stands for no file, a suffix is not known, no source takes one of ``storage_options``,
+            an index is needed and missing, or there is not a single sample.
+        SliceIndexError: If an index is damaged, or a folder has slices and none.
         SliceCorruptError: If a file without an index cannot be understood, or is shorter than its source says.
         SourceUnavailableError: If a source stays away.
         ImportError: If a library is missing that a URL or a format needs.
     """
     require_whole("slice_bytes", slice_bytes, 1)
-    places = [urls] if isinstance(urls, str) else list(urls)
-    if not places or not all(isinstance(place, str) and place for place in places):
-        raise OptionError("urls", urls, "a URL, or a list of some")
-    opening = _Opening(reader, slice_bytes, storage_options or {}, options or FetchOptions(), waiting or Waiting())
+    places = require_urls(option, urls)
+    if places is None:
+        raise OptionError(option, urls, "a path or a URL, or a list of some")
+    require_packages("Reading slices")
+    require_protocols(option, places)
+    known = require_storage_options(places, storage_options)
+    opening = _Opening(option, reader, slice_bytes, known, options or FetchOptions(), waiting or Waiting(), needs_index)
     for number, place in enumerate(places):
         opening.add(place, prefix=f"{number}:" if len(places) > 1 else "")
     opening.scan(progress)
@@ -204,12 +229,16 @@ def open_source(
 class _Opening:
     def __init__(
         self,
+        option: str,
         reader: SliceReader | None,
         slice_bytes: int,
         storage_options: Mapping[str, Any],
         options: FetchOptions,
         waiting: Waiting,
+        needs_index: bool,
     ) -> None:
+        self._option = option
+        self._needs_index = needs_index
         self._reader = reader
         self._slice_bytes = slice_bytes
         self._storage_options = storage_options
@@ -222,15 +251,24 @@ class _Opening:
 
     def add(self, place: str, *, prefix: str) -> None:
         """Look what a place is; what has to be read is only noted."""
-        urls = self._ask(place, partial(expand, place, self._storage_options))
+        urls = self._ask(place, partial(expand, place, self._storage_options, self._option))
         index = next((url for url in urls if _name(url) == INDEX_NAME), None)
         if index is not None:
             self._add_index(index, prefix)
             return
+        if self._needs_index:
+            allowed = "a folder with an index, or the index: without one there are no checksums and counts to compare "
+            raise OptionError(self._option, place, f"{allowed}with. 'lightning-bytescheduler slices make' writes one")
+        if place not in urls and not any(sign in place for sign in "*?[") and any(map(_is_slice, urls)):
+            raise SliceIndexError(
+                f"{place} holds slices and no {INDEX_NAME}, so that some may be missing: making or copying them was "
+                "not finished. Make them again, or copy the index too; a glob, such as folder/slice-*, takes what is "
+                "there."
+            )
         for url in urls:
             if url in self._found:
                 continue  # two globs may name the same file
-            form = format_of(url, self._reader)
+            form = format_of(url, self._reader, option=self._option)
             version = self._ask(url, partial(file_version, url, self._storage_options))
             self._files[url] = SourceFile(form=form, version=version)
             size = self._ask(url, partial(size_of, url, self._storage_options))
@@ -259,7 +297,7 @@ class _Opening:
             whole = Slice(key=url, url=url, start=0, size=size, samples=1)
             form = self._files[url].form
             if form.count_lines is not None and form.compression is None:
-                self._cut(url, pieces(whole), form.count_lines)
+                self._cut(url, pieces(whole), form, form.count_lines)
             else:
                 self._count(whole, form, pieces(whole))
 
@@ -267,13 +305,11 @@ class _Opening:
         """The source."""
         slices = [slice_ for found in self._found.values() for slice_ in found]
         if not slices:
-            raise OptionError("urls", places, "files with at least one sample")
+            raise OptionError(self._option, places, "files with at least one sample")
         return SliceSource(slices, self._files, self._digests, self._storage_options)
 
     def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
-        # What is missing now was probably never there.
-        lasting = (*LASTING, OptionError, ValueError, FileNotFoundError)
-        return ask(url, question, timeout=self._options.timeout, waiting=self._waiting, lasting=lasting)
+        return ask(url, question, timeout=self._options.timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
 
     def _add_index(self, index: str, prefix: str) -> None:
         first, chain, rest = index.partition("::")
@@ -285,15 +321,19 @@ class _Opening:
             raise SliceIndexError(f"{index} describes no slices. Make them from files that hold samples.")
         for entry in entries:
             slice_ = replace(entry.slice, key=prefix + entry.slice.key)
-            form = format_of(slice_.url, self._reader)
+            form = format_of(slice_.url, self._reader, option=self._option)
             self._files[slice_.url] = SourceFile(form=form, chunk_bytes=entry.chunk_bytes)
             self._digests[slice_.key] = entry.digests
             self._found.setdefault(slice_.url, [slice_])
 
-    def _cut(self, url: str, pieces: Iterator[bytearray], count_lines: Callable[[bytes], int]) -> None:
+    def _cut(
+        self, url: str, pieces: Iterator[bytearray], form: SliceFormat, count_lines: Callable[[bytes], int]
+    ) -> None:
         start = 0
         for content in cut_lines(pieces, self._slice_bytes):
             samples = count_lines(content)
+            if samples and not self._found[url]:
+                require_sample(form, url, content)
             if samples:
                 slice_ = Slice(
                     key=f"{url}@{start}",
@@ -309,7 +349,7 @@ class _Opening:
 
     def _count(self, whole: Slice, form: SliceFormat, pieces: Iterator[bytearray]) -> None:
         digests = []
-        total = xxhash.xxh3_64()
+        total = WholeChecksum()
 
         def noted() -> Iterator[bytearray]:
             for piece in pieces:
@@ -325,7 +365,7 @@ class _Opening:
         for _ in stream:
             pass  # a reader may stop before the end, but the checksum is of all
         if samples:
-            slice_ = replace(whole, samples=samples, checksum=f"xxh3_64:{total.hexdigest()}")
+            slice_ = replace(whole, samples=samples, checksum=str(total))
             self._found[whole.url].append(slice_)
             self._digests[whole.key] = b"".join(digests)
 
@@ -349,6 +389,10 @@ class _Opening:
             at = begin + first * header.row_bytes
             length = (after - first) * header.row_bytes
             self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
+
+
+def _is_slice(url: str) -> bool:
+    return re.fullmatch(r"slice-\d{6,}\.\w+", _name(url)) is not None
 
 
 def _name(url: str) -> str:

@@ -52,8 +52,7 @@ class SliceStore:
         waiting: Time and chance.
 
     Raises:
-        OptionError: If the cache is smaller than the largest slice.
-        OSError: If the cache's folder cannot be used.
+        OptionError: If the cache is smaller than the largest slice, or its folder cannot be used.
         UnsupportedError: If its file system has no file locks.
     """
 
@@ -147,6 +146,11 @@ class SliceStore:
         return [slice_.key for slice_ in slices if name_of(slice_) in names] if names else []
 
     @property
+    def is_local(self) -> bool:
+        """Whether all slices are files of this machine, which need neither a cache nor a network."""
+        return all(local_path(slice_.url) is not None for slice_ in self.source.slices)
+
+    @property
     def depth(self) -> int:
         """How many slices it is worth to name to ``prefetch``, as consumption and fetching go at present."""
         self._begin_in_this_process()
@@ -190,7 +194,7 @@ class SliceStore:
         self._cache: SliceCache | None = None
         self._prefetcher: SlicePrefetcher | None = None
         options = self.options
-        if options.cache_dir is None or all(local_path(slice_.url) is not None for slice_ in self.source.slices):
+        if options.cache_dir is None or self.is_local:
             return
         self._cache = SliceCache(options.cache_dir, options.cache_bytes)
         self._prefetcher = SlicePrefetcher(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import BatchPlan, ReadReport
@@ -29,6 +30,7 @@ __all__ = [
     "TrackerHost",
     "TrainingSlices",
     "require_same_slices",
+    "require_tracker_host",
 ]
 
 
@@ -218,6 +220,19 @@ def require_same_slices(trainer: pl.Trainer, catalogue: SliceCatalogue) -> None:
             f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples, and some "
             "rank has others, or the same under other names",
         )
+
+
+def require_tracker_host(host: object) -> None:
+    """Require a way to a tracker.
+
+    Raises:
+        OptionError: If it is none.
+    """
+    worker, workers = getattr(host, "worker", None), getattr(host, "workers", None)
+    is_host = callable(getattr(host, "connect", None)) and isinstance(getattr(host, "waits", None), bool)
+    if not is_host or not is_whole(workers, 1) or not is_whole(worker) or worker >= workers:
+        allowed = "a TrackerHost: an object with worker (from 0), workers, waits (a bool) and connect(make)"
+        raise OptionError("host", host, f"{allowed}; strategy='diloco' makes one by itself")
 
 
 def counted_batches(trainer: pl.Trainer) -> int:

@@ -6,19 +6,57 @@ needs ones of its own.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
-from fsspec import asyn
+from fsspec import asyn, available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["exists", "expand", "file_version", "join", "local_path", "make_folder", "read_range", "size_of"]
+__all__ = [
+    "exists",
+    "expand",
+    "file_version",
+    "is_http",
+    "join",
+    "local_path",
+    "make_folder",
+    "open_for_writing",
+    "read_range",
+    "remove",
+    "require_protocols",
+    "require_storage_options",
+    "size_of",
+    "takes",
+]
 
 Options = Mapping[str, Any]
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "data", "https": "data"}
+"""The extra of a protocol; other protocols need packages of their own."""
+
+_STRICT = ("file", "local", "memory", "http", "https")
+"""Protocols whose options are all known. What others do not know they hand on to libraries behind them."""
+
+_ANY = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop")
+"""Options of every file system of fsspec."""
+
+_REQUEST = (
+    *("allow_redirects", "auth", "auto_decompress", "chunked", "compress", "cookies", "expect100", "fingerprint"),
+    *("headers", "max_field_size", "max_line_size", "max_redirects", "middlewares", "params", "proxy", "proxy_auth"),
+    *("proxy_headers", "raise_for_status", "read_bufsize", "read_until_eof", "server_hostname", "skip_auto_headers"),
+    *("ssl", "ssl_context", "timeout", "trace_request_ctx", "verify_ssl"),
+)
+"""Options of a request of aiohttp, which fsspec sends with each."""
+
+_PLACE = "a file, a folder with files, or a glob that some file fits"
 
 
 if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
@@ -31,22 +69,165 @@ if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
     os.register_at_fork(after_in_child=_forget_event_loop)
 
 
-def expand(url: str, options: Options) -> list[str]:
+def require_protocols(option: str, urls: Iterable[str]) -> None:
+    """Require that the file systems of URLs are there; nothing is asked of the sources.
+
+    Raises:
+        OptionError: If nobody knows a protocol; names ``option``.
+        ImportError: If a package is missing that one needs; names it and the extra.
+    """
+    for url in urls:
+        for protocol in _protocols(url):
+            try:
+                with importing(f"{protocol}://", extra=_EXTRAS.get(protocol)):
+                    _class_of(protocol)
+            except ValueError as error:
+                raise OptionError(option, url, "a path, or a URL such as https://, s3://, gs:// or hf://") from error
+
+
+def require_storage_options(urls: Iterable[str], options: object) -> dict[str, Any]:
+    """Options for the file systems of all these URLs, of which each is for one of them at least.
+
+    Raises:
+        OptionError: If they are none, or no source takes one. Names them without their values, which may be secret.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise OptionError("storage_options", type(options).__name__, "a dict of options by name, or None")
+    headers = options.get("headers", {})
+    if not isinstance(headers, Mapping) or not all(isinstance(text, str) for pair in headers.items() for text in pair):
+        allowed = "with headers as a dict of texts, such as {'headers': {'Authorization': 'Bearer TOKEN'}}"
+        raise OptionError("storage_options", list(options), allowed)
+    places = list(urls)
+    unknown = [name for name in options if not any(takes(place, name) for place in places)]
+    if unknown:
+        if any(is_http(place) for place in places):
+            allowed = (
+                "of options that https:// takes, such as headers, auth, cookies or client_kwargs; a token goes into "
+                "{'headers': {'Authorization': 'Bearer TOKEN'}}"
+            )
+        else:
+            protocols = ", ".join(sorted({_protocol(place) for place in places}))
+            allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
+        raise OptionError("storage_options", unknown, allowed)
+    return dict(options)
+
+
+def takes(url: str, option: str) -> bool:
+    """Whether the file system of a URL takes an option, as far as that is known."""
+    protocol = _protocol(url)
+    if option in available_protocols():  # its value is the options of that protocol alone
+        return option == protocol or "::" in url
+    if "::" in url:  # the options of a chain are by protocol, and each link has its own
+        return True
+    if protocol in _STRICT:
+        return option in _known_options(protocol)
+    return option not in _REQUEST or option in _known_options(protocol)
+
+
+@cache
+def _known_options(protocol: str) -> frozenset[str]:
+    names = set(_ANY)
+    for part in _class_of(protocol).__mro__:
+        if "__init__" in vars(part):
+            names.update(
+                name
+                for name, parameter in inspect.signature(vars(part)["__init__"]).parameters.items()
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            )
+    if protocol in ("http", "https"):
+        names.update(_REQUEST)
+    return frozenset(names - {"self"})
+
+
+def _class_of(protocol: str) -> type[Any]:
+    return cast(type[Any], get_filesystem_class(protocol))
+
+
+def _protocol(url: str) -> str:
+    return _protocols(url)[0]
+
+
+def _protocols(url: str) -> list[str]:
+    """Those of the links of a chain; a link may be a protocol without a path, as in simplecache::https://..."""
+    links = url.split("::")
+    found = []
+    for link in links:
+        protocol, sign, _ = link.partition("://")
+        is_bare = len(links) > 1 and re.fullmatch("[a-z]+", link) is not None
+        found.append(protocol if sign or is_bare else "file")
+    return found
+
+
+def _open(url: str, options: Options) -> tuple[Any, str]:
+    """The file system of a URL with those options that it takes, and the path in it.
+
+    Raises:
+        OptionError: If nobody knows its protocol.
+        ImportError: If a package is missing that it needs.
+    """
+    require_protocols("url", (url,))
+    filesystem, path = url_to_fs(url, **{name: value for name, value in options.items() if takes(url, name)})
+    return filesystem, path
+
+
+def expand(url: str, options: Options, option: str = "url") -> list[str]:
     """The URLs of the files that a URL, a glob or a folder stands for, sorted.
+
+    Args:
+        url: What to look for.
+        options: Of the file system.
+        option: What was set to the URL, for the message.
 
     Raises:
         OptionError: If there is no such file.
     """
-    filesystem, path = url_to_fs(url, **options)
-    if any(sign in path for sign in "*?[") and not (_is_http(url) and "*" not in path):
+    filesystem, path = _open(url, options)
+    is_glob = any(sign in path for sign in "*?[") and not (is_http(url) and "*" not in path)
+    if is_glob:
         found = [name for name, about in filesystem.glob(path, detail=True).items() if about["type"] == "file"]
     elif filesystem.isdir(path):
         found = [name for name in filesystem.find(path) if not (name.endswith("/") or _is_hidden(name, path))]
     else:
-        found = [path] if filesystem.exists(path) else []
+        found = [path] if _is_there(filesystem, path) else []
     if not found:
-        raise OptionError("url", url, "a file, a folder with files, or a glob that some file fits")
+        raise OptionError(option, url, f"{_PLACE}; {_what_is_there(url, filesystem, path, is_glob)}")
     return sorted(_url_of(filesystem, name, url) for name in found)
+
+
+def _is_there(filesystem: Any, path: str) -> bool:
+    """As ``exists``, which takes whatever goes wrong for a no, and so the lack of rights."""
+    try:
+        _about(filesystem, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _about(filesystem: Any, path: str) -> dict[str, Any]:
+    """What is known of a file."""
+    try:
+        return cast(dict[str, Any], filesystem.info(path))
+    except FileNotFoundError as error:
+        # Over HTTP everything that goes wrong is a file that is not found; what it was is behind it.
+        if error.__cause__ is None or getattr(error.__cause__, "status", None) == 404:
+            raise
+        raise error.__cause__ from None
+
+
+def _what_is_there(url: str, filesystem: Any, path: str, is_glob: bool) -> str:
+    if is_glob:
+        return "no file fits it"
+    local = local_path(url)
+    if local is None:
+        return "its source answers that there is nothing" if not filesystem.isdir(path) else "the folder is empty"
+    if os.path.isdir(local):
+        return f"the folder {local} has no files"
+    folder = os.path.dirname(local)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return f"there is no {local}, only the folder {folder}"
 
 
 def join(folder: str, name: str) -> str:
@@ -61,8 +242,8 @@ def size_of(url: str, options: Options) -> int:
     Raises:
         OSError: If there is none, or its size is not known.
     """
-    filesystem, path = url_to_fs(url, **options)
-    size = filesystem.info(path).get("size")
+    filesystem, path = _open(url, options)
+    size = _about(filesystem, path).get("size")
     if size is None:
         raise OSError(f"{url} does not say how large it is.")
     return int(size)
@@ -70,8 +251,8 @@ def size_of(url: str, options: Options) -> int:
 
 def file_version(url: str, options: Options) -> str:
     """What changes when the file does, as far as the source tells: its etag, or the time of its last change."""
-    filesystem, path = url_to_fs(url, **options)
-    about = filesystem.info(path)
+    filesystem, path = _open(url, options)
+    about = _about(filesystem, path)
     known = [about.get(name) for name in ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")]
     return f"{next((value for value in known if value), '')}/{about.get('size')}"
 
@@ -82,13 +263,18 @@ def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
     Raises:
         Exception: Whatever the file system raises.
     """
-    filesystem, path = url_to_fs(url, **options)
+    filesystem, path = _open(url, options)
     try:
         return cast(bytes, filesystem.cat_file(path, start=start, end=stop))
     except Exception as error:
         if getattr(error, "status", None) == 416:  # "range not satisfiable": the file ends before the start
             return b""
         raise
+
+
+def is_http(url: str) -> bool:
+    """Whether a URL is one of the web's."""
+    return url.startswith(("http://", "https://"))
 
 
 def local_path(url: str) -> str | None:
@@ -99,24 +285,35 @@ def local_path(url: str) -> str | None:
 
 
 def exists(url: str, options: Options) -> bool:
-    """Whether there is something at a URL."""
-    filesystem, path = url_to_fs(url, **options)
-    return bool(filesystem.exists(path))
+    """Whether there is something at a URL.
+
+    Raises:
+        Exception: Whatever the file system raises, but for what is missing.
+    """
+    return _is_there(*_open(url, options))
 
 
 def make_folder(url: str, options: Options) -> None:
     """Make the folder at a URL, where the file system has folders."""
-    filesystem, path = url_to_fs(url, **options)
+    filesystem, path = _open(url, options)
     filesystem.makedirs(path, exist_ok=True)
+
+
+def open_for_writing(url: str, options: Options) -> Any:
+    """A file system's own binary file, to be closed."""
+    filesystem, path = _open(url, options)
+    return filesystem.open(path, "wb")
+
+
+def remove(url: str, options: Options) -> None:
+    """Delete the file at a URL."""
+    filesystem, path = _open(url, options)
+    filesystem.rm_file(path)
 
 
 def _url_of(filesystem: Any, path: str, origin: str) -> str:
     _, chain, rest = origin.partition("::")
     return f"{filesystem.unstrip_protocol(path)}{chain}{rest}"
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
 
 
 def _is_hidden(name: str, folder: str) -> bool:
