@@ -1,5 +1,6 @@
 """ByteScheduler and DiLoCo for PyTorch Lightning. Importing this package registers its strategies by name."""
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bytescheduler.__about__ import __version__
@@ -8,6 +9,7 @@ from lightning_bytescheduler.checking.notebook import check
 from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import refuse_foreign_trainer
+from lightning_bytescheduler.ddp.refused_names import refuse_in_fabric, refuse_misspelt
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
@@ -69,4 +71,7 @@ __all__ = [
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
     ByteSchedulerStrategy.register_strategies(StrategyRegistry)
     DiLoCoStrategy.register_strategies(StrategyRegistry)
-refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco")))
+_names = [name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco"))]
+refuse_foreign_trainer(_names)
+refuse_in_fabric(STRATEGY_REGISTRY, _names)
+refuse_misspelt(StrategyRegistry)

@@ -34,8 +34,19 @@ def test_misuse(option: str, value: Any) -> None:
 
 
 def test_options_are_given_by_name() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(OptionError, match=r"as in CreditTuner\(trials=15\)"):
         CreditTuner(15)  # type: ignore[misc]
+    with pytest.raises(OptionError, match="Did you mean 'trials'"):
+        CreditTuner(trial=15)  # type: ignore[call-arg]
+
+
+def test_one_tuner_decides() -> None:
+    tuner = CreditTuner()
+    strategy = SimpleNamespace(runtime=None)
+    CreditTuner().setup(SimpleNamespace(strategy=strategy, callbacks=[tuner]), None, "fit")  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(strategy=strategy, callbacks=[tuner, CreditTuner()])
+    with pytest.raises(UnsupportedError, match="more than one CreditTuner"):
+        tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
 
 
 def test_other_strategies_have_nothing_to_tune() -> None:

@@ -11,6 +11,7 @@ import instead.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,8 @@ from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -25,6 +28,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import unknown_variables
+from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, UnsupportedError
@@ -81,6 +86,7 @@ class PublishingLauncher(_MultiProcessingLauncher):
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
+_said: set[str] = set()  # of the environment, once in a process
 
 
 class RankStrategy(DDPStrategy):
@@ -92,12 +98,29 @@ class RankStrategy(DDPStrategy):
 
     sigterm_patience_s: ClassVar[float] = 0.0
     """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
+    example_option: ClassVar[str] = ""
+    """An option of the strategy, with a value, as messages show it."""
 
     def __init__(self, **options: Any) -> None:
         self._board: FaultBoard | None = None
         self._failed = False
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
+        check_launch_options(
+            options,
+            {
+                "cluster_environment": ClusterEnvironment,
+                "checkpoint_io": CheckpointIO,
+                "precision_plugin": Precision,
+            },
+            accelerator=pl.accelerators.Accelerator,
+            strategy=type(self).__name__,
+            example=self.example_option,
+        )
+        for sentence in unknown_variables(os.environ):
+            if sentence not in _said:
+                _said.add(sentence)
+                rank_zero_warn(sentence)
         super().__init__(**options)
 
     def _configure_launcher(self) -> None:

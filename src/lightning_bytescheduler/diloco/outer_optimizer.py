@@ -9,8 +9,10 @@ outer step on every worker then has the same bits even if their devices differ.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +24,44 @@ from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["OuterOptimizer", "OuterState", "pseudo_gradient"]
+__all__ = ["OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a worker's steps have taken off its weights, in fp32: ``before - after``, for the names of ``after``."""
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
+
+
+def made_by(
+    factory: Callable[[list[Tensor]], Optimizer], tensors: list[Tensor], *, option: str = "factory"
+) -> Optimizer:
+    """The optimizer that ``factory`` makes of ``tensors``, if it will step them.
+
+    Args:
+        factory: Makes it.
+        tensors: What it is to step.
+        option: What an error calls ``factory``.
+
+    Raises:
+        OptionError: If it is no optimizer, has other tensors, or takes its steps with a closure.
+    """
+    made = factory(tensors)
+    if not isinstance(made, Optimizer):
+        raise OptionError(option, factory, "a function that makes an optimizer", f"It returned {type(made).__name__}.")
+    held = {id(tensor) for group in made.param_groups for tensor in group["params"]}
+    if any(id(tensor) not in held for tensor in tensors):
+        raise OptionError(
+            option,
+            factory,
+            "a function that makes an optimizer of the tensors it is given",
+            "It made one of other tensors, such as the model's parameters, which would leave the outer weights alone.",
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            option, factory, "a function that makes an optimizer whose step needs no closure", "torch.optim.LBFGS does."
+        )
+    return made
 
 
 class OuterOptimizer:
@@ -64,7 +98,7 @@ class OuterOptimizer:
         if factory is None:
             self._optimizer: Optimizer = SGD(tensors, lr=lr, momentum=momentum, nesterov=momentum > 0)
         else:
-            self._optimizer = factory(tensors)
+            self._optimizer = made_by(factory, tensors)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -142,7 +176,7 @@ class OuterState:
             {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             lr=lr,
             momentum=momentum,
-            factory=factory,
+            factory=None if factory is None else partial(made_by, factory, option="outer_optimizer"),
         )
         self._samples = [0] * len(trained.fragments)  # that this worker has processed since it last sent the fragment
         self._tokens = [0] * len(trained.fragments)

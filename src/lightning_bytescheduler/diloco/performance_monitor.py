@@ -7,9 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_bool
+from lightning_bytescheduler.checks import options_by_name, require_bool
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["PerformanceMonitor", "TakesBatchReports"]
@@ -28,6 +29,7 @@ class TakesBatchReports(Protocol):
         """How the rounds go, by name; what is not known is left out."""
 
 
+@options_by_name
 class PerformanceMonitor(pl.Callback):
     """Measures each batch for the strategy ``diloco``, which adds this callback if there is none.
 
@@ -68,6 +70,26 @@ class PerformanceMonitor(pl.Callback):
         for tensor in _tensors(batch):
             return 0 if tensor.is_floating_point() else tensor.numel()
         return 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Say where nothing is measured, and refuse to measure twice.
+
+        Raises:
+            UnsupportedError: If two monitors would each report every batch.
+        """
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, TakesBatchReports):
+            rank_zero_warn(
+                f"PerformanceMonitor measures for strategy 'diloco', and does nothing with "
+                f"{type(trainer.strategy).__name__}: leave the callback out."
+            )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if sum(isinstance(callback, PerformanceMonitor) for callback in callbacks) > 1:
+            raise UnsupportedError(
+                "The Trainer has more than one PerformanceMonitor among its callbacks, and each would report every "
+                "batch: leave one of them."
+            )
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -23,11 +23,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
 from lightning_bytescheduler.diloco.options import (
+    OPTIONS_ELSEWHERE,
     DiLoCoOptions,
     common_options,
     ddp_options,
@@ -51,6 +53,7 @@ __all__ = ["DiLoCoStrategy"]
 log = logging.getLogger(__name__)
 
 
+@options_by_name
 class DiLoCoStrategy(WorkerStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
@@ -134,6 +137,9 @@ class DiLoCoStrategy(WorkerStrategy):
         OptionError: If an option or environment variable has a value that is not allowed.
     """
 
+    example_option = "inner_steps=100"
+    _options_elsewhere = OPTIONS_ELSEWHERE
+
     def __init__(
         self,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -152,16 +158,16 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
-        weighting: str = "samples",
+        weighting: Literal["samples", "tokens", "uniform"] = "samples",
         fragments: int = 1,
         overlap_steps: int = 0,
         mixing: float | None = None,
-        wire_dtype: str = "fp32",
+        wire_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32",
         lead_steps: int = 3,
-        batch_size: int | Sequence[int] | str | None = None,
+        batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
         partition_size: int = 1_000_000,
         credit: int = 2_000_000,
-        rounds_file: str | None = None,
+        rounds_file: str | os.PathLike[str] | None = None,
         inner: Literal["ddp", "bytescheduler"] | None = None,
         inner_size: int | Literal["node"] | None = None,
         inner_options: Mapping[str, Any] | None = None,

@@ -12,6 +12,7 @@ it is rounded, relatively by 2^-51, and then to fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["WEIGHTINGS", "WeightedMean", "pseudo_gradient_weight", "require_weighting"]
+__all__ = ["WEIGHTINGS", "WeightedMean", "Weighting", "pseudo_gradient_weight", "require_weighting"]
 
-WEIGHTINGS = ("samples", "tokens", "uniform")
+Weighting = Literal["samples", "tokens", "uniform"]
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 """Ways to weight pseudo-gradients."""
 
 _COARSE_BITS, _FINE_BITS = 24, 40

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_bytescheduler.checks import require_path, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_new_file, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.tuning.decisions import CreditTuning
 from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, TuningIdentity, append_entries
@@ -40,6 +40,7 @@ _RARE = 5  # where metrics are logged in more than every fifth step, they are pa
 _T = TypeVar("_T")
 
 
+@options_by_name
 class CreditTuner(pl.Callback):
     """Finds the credit, and with ``partition_tuning`` the partition size, that make steps fastest.
 
@@ -81,7 +82,7 @@ class CreditTuner(pl.Callback):
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         if record is not None:
-            require_path("record", record)
+            record = require_new_file("record", record)
         self._options = TuningOptions(
             trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
             steps_per_trial=steps_per_trial,
@@ -248,15 +249,22 @@ class CreditTuner(pl.Callback):
     # Lightning's hooks.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have nothing to tune.
+        """Refuse strategies that have nothing to tune, and a second tuner.
 
         Raises:
-            UnsupportedError: If the strategy is another one.
+            UnsupportedError: If the strategy is another one, or two tuners would decide.
         """
-        if stage == "fit" and not hasattr(trainer.strategy, "runtime"):
+        if stage != "fit":
+            return
+        if not hasattr(trainer.strategy, "runtime"):
             raise UnsupportedError(
                 f"CreditTuner tunes ByteSchedulerStrategy, not {type(trainer.strategy).__name__}: use "
                 "Trainer(strategy='bytescheduler'), or leave the callback out."
+            )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if sum(isinstance(callback, CreditTuner) for callback in callbacks) > 1:
+            raise UnsupportedError(
+                "There is more than one CreditTuner among the Trainer's callbacks: leave one of them."
             )
 
     def on_train_batch_end(
