@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.checks import is_finite, require_bool, require_one_of, require_whole
+from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = [
@@ -170,16 +170,12 @@ def _check_backend(backend: object) -> None:
     """Of the default process group: one, or one for each kind of device, as in ``cpu:gloo,cuda:nccl``."""
     if backend is None:
         return
-    known = [name for name in getattr(dist.Backend, "backend_list", ()) if name != "undefined"]
-    if not isinstance(backend, str):
-        raise OptionError("process_group_backend", backend, f"one of {', '.join(map(repr, known))}, or None")
-    for part in backend.split(","):
-        name = part.rpartition(":")[2].strip().lower()
-        if known and name not in known:
-            try:
-                require_one_of("process_group_backend", name, known)
-            except OptionError as error:
-                raise OptionError("process_group_backend", backend, error.allowed, error.hint) from None
+    there = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+    allowed = f"{' or '.join(map(repr, there))}, which this PyTorch has, or None"
+    for part in backend.split(",") if isinstance(backend, str) else [backend]:
+        name = part.rpartition(":")[2].strip().lower() if isinstance(part, str) else part
+        if name not in there:
+            raise OptionError("process_group_backend", backend, allowed, did_you_mean(name, there))
 
 
 def _check_megabytes(option: str, value: object, allowed: str = "a number of megabytes above 0, or None") -> None:

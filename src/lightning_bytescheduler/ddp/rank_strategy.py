@@ -130,7 +130,7 @@ class RankStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ who takes part
 
-    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[RendezvousWatch | None]:
         """Around the wait for the other ranks: who is missing is said."""
         environment = self.cluster_environment
         if environment is None or ranks == 1 or dist.is_initialized():

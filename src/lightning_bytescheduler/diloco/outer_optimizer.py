@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from lightning_bytescheduler.checks import require_positive, require_share
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
 
@@ -199,11 +199,13 @@ class OuterState:
             The pseudo-gradient, flat, and the weight it has in the mean.
 
         Raises:
-            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
+            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart; or if one
+                is infinite or NaN.
         """
         self.trained.check()
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
+        _require_finite(after)
         parts = pseudo_gradient(self._optimizer.weights, after)
         weight = pseudo_gradient_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
         self._samples[fragment] = self._tokens[fragment] = 0
@@ -259,6 +261,21 @@ class OuterState:
         """
         weights = state.get("weights", self._optimizer.state_dict()["weights"])
         self._optimizer.load_state_dict({**state, "weights": weights})
+
+
+def _require_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse to average what would spoil every worker's weights.
+
+    Raises:
+        UnsupportedError: Names the first parameter that is infinite or NaN.
+    """
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UnsupportedError(
+                f"Parameter {name!r} of this worker is infinite or NaN, so that its round cannot be averaged: its "
+                "training has diverged. Use a lower learning rate, or Trainer(gradient_clip_val=...); "
+                "Trainer(detect_anomaly=True) finds where it begins."
+            )
 
 
 def _copied(state: Any) -> Any:

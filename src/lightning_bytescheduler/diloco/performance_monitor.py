@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_bytescheduler.checks import options_by_name, require_bool
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["PerformanceMonitor", "TakesBatchReports"]
 
@@ -94,12 +95,18 @@ class PerformanceMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the batch, and log how the round goes."""
+        """Measure the batch, and log how the round goes.
+
+        Raises:
+            OptionError: If ``batch_samples`` or ``batch_tokens`` returned something else than a number.
+        """
         strategy = trainer.strategy
         if not isinstance(strategy, TakesBatchReports):
             return
         strategy.report_batch(
-            samples=self.batch_samples(batch), tokens=self.batch_tokens(batch), loss=self._loss(outputs)
+            samples=_whole("batch_samples(batch)", self.batch_samples(batch), least=1),
+            tokens=_whole("batch_tokens(batch)", self.batch_tokens(batch), least=0),
+            loss=self._loss(outputs),
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._log_metrics and not trainer.barebones and every and not trainer.global_step % every:
@@ -125,6 +132,17 @@ class PerformanceMonitor(pl.Callback):
             return _finite(loss)
         before, self._last_loss = self._last_loss, loss
         return None if before is None else _finite(before)
+
+
+def _whole(method: str, value: Any, *, least: int) -> int:
+    """What a method that may be overridden has returned, also as a number of NumPy's or a tensor of one."""
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError, ValueError):
+        number = -1
+    if isinstance(value, bool) or number < least:
+        raise OptionError(method, value, f"a whole number, {least} or more")
+    return number
 
 
 def _finite(loss: Tensor) -> float | None:

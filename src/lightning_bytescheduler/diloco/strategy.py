@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundH
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import hold_roll_call, require_alike
+from lightning_bytescheduler.failures.startup_check import RendezvousWatch, hold_roll_call, require_alike
 
 __all__ = ["DiLoCoStrategy"]
 
@@ -243,6 +244,7 @@ class DiLoCoStrategy(WorkerStrategy):
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            _refuse_searches(callbacks_of(trainer))
             hooks = RoundHooks(self)
             callbacks_of(trainer).insert(0, hooks)
             self._added = [hooks]
@@ -268,24 +270,31 @@ class DiLoCoStrategy(WorkerStrategy):
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        with self._watched_rendezvous("diloco", self.ranks):
+        with self._watched_rendezvous("diloco", self.ranks) as watch:
             self._world = WorkerWorld.join(
                 rank=self.global_rank,
                 size=self.ranks,
                 inner_size=self.inner_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
-                meet=self._meet_all,
+                meet=partial(self._meet_all, watch),
                 device_id=device if device.type != "cpu" else None,
             )
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
 
-    def _meet_all(self, store: dist.Store) -> None:
+    def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store) -> None:
         """Make sure with the other ranks that they are in the same training; before there are groups."""
         own = introduce(self.global_rank, "diloco", common_options(self._options))
         seconds = self._options.outer(self._timeout).timeout
-        require_alike(hold_roll_call(store, own, world_size=self.ranks, timeout=seconds), warn=rank_zero_warn)
+        ranks = hold_roll_call(
+            store,
+            own,
+            world_size=self.ranks,
+            timeout=seconds,
+            failure=lambda: None if watch is None else watch.difference,
+        )
+        require_alike(ranks, warn=rank_zero_warn)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
@@ -371,7 +380,11 @@ class DiLoCoStrategy(WorkerStrategy):
         options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
-        self._file = RoundFile(self._rounds_path(trainer), append=self._kept_state is not None)
+        self._file = RoundFile(
+            self._rounds_path(trainer),
+            append=self._kept_state is not None,
+            option="" if options.rounds_file is None else "rounds_file",
+        )
         self._runtime = make_runtime(
             module,
             options=options,
@@ -494,3 +507,16 @@ class DiLoCoStrategy(WorkerStrategy):
                 description=f"Low-communication training of uneven workers ({start_method})",
                 start_method=start_method,
             )
+
+
+def _refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
+    """Refuse Lightning's search for a learning rate, which has all ranks read one checkpoint and go back to it.
+
+    Raises:
+        UnsupportedError: Names the way out.
+    """
+    if any(isinstance(callback, pl.callbacks.LearningRateFinder) for callback in callbacks):
+        raise UnsupportedError(
+            "Strategy 'diloco' cannot look for a learning rate (Tuner.lr_find, LearningRateFinder), as its workers "
+            "train on their own. Find it before, with Trainer(devices=1)."
+        )

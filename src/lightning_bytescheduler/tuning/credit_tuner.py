@@ -249,10 +249,11 @@ class CreditTuner(pl.Callback):
     # Lightning's hooks.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have nothing to tune, and a second tuner.
+        """Refuse strategies that have nothing to tune, a second tuner, and a record that cannot be written.
 
         Raises:
             UnsupportedError: If the strategy is another one, or two tuners would decide.
+            OptionError: If the file that the user has named for the record cannot be written.
         """
         if stage != "fit":
             return
@@ -263,9 +264,13 @@ class CreditTuner(pl.Callback):
             )
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if sum(isinstance(callback, CreditTuner) for callback in callbacks) > 1:
-            raise UnsupportedError(
-                "There is more than one CreditTuner among the Trainer's callbacks: leave one of them."
-            )
+            raise UnsupportedError("The Trainer has more than one CreditTuner among its callbacks: leave one of them.")
+        if self._record_option is not None and trainer.is_global_zero:
+            try:
+                append_entries(self._record_option, ())
+            except OSError as error:
+                allowed = f"a file that can be written ({error.strerror})"
+                raise OptionError("record", self._record_option, allowed) from error
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
