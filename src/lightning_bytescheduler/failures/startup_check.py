@@ -208,7 +208,7 @@ class RendezvousWatch:
     ) -> None:
         self._met.set()
         self._thread.join(_STOP_S)
-        if isinstance(error, Exception) and self._differ is not None and error is not self._differ:
+        if self._differ is not None and isinstance(error, Exception) and not isinstance(error, RanksDifferError):
             raise self._differ from error
 
     def _run(self) -> None:
