@@ -219,7 +219,31 @@ def test_a_worker_that_has_diverged_is_not_averaged() -> None:
         TrainedWeights(module, FragmentOptions()), weighting="samples", lr=None, momentum=None, factory=None
     )
     state.count(samples=4, tokens=0)
-    with torch.no_grad():
-        module.get_parameter("2.bias")[1] = torch.nan
-    with pytest.raises(UnsupportedError, match=r"'2\.bias' of this worker is infinite or NaN.*gradient_clip_val"):
-        state.pseudo_gradient(0)
+    for value, says in ((torch.nan, "is infinite or NaN"), (1e15, r"has changed by 1\.0e\+15 in one round")):
+        with torch.no_grad():
+            module.get_parameter("2.bias")[1] = value
+        with pytest.raises(UnsupportedError, match=rf"'2\.bias' of this worker {says}.*gradient_clip_val"):
+            state.pseudo_gradient(0)
+        state.count(samples=4, tokens=0)
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    weights = weights_of(model())
+    saved = OuterOptimizer(weights).state_dict()
+    with pytest.raises(ValueError, match="is of the optimizer SGD, and outer_optimizer makes Adam"):
+        OuterOptimizer(weights, factory=torch.optim.Adam).load_state_dict(saved)
+
+
+def test_what_is_given_beats_what_was_saved() -> None:
+    weights = weights_of(model())
+    saved = OuterOptimizer(weights, lr=0.1, momentum=0.5).state_dict()
+    groups = []
+    for options in ({}, {"lr": 0.3}, {"lr": 0.3, "momentum": 0.0}):
+        optimizer = OuterOptimizer(weights, **options)
+        optimizer.load_state_dict(saved)
+        groups.append(optimizer.state_dict()["optimizer"]["param_groups"][0])
+    assert [(group["lr"], group["momentum"], group["nesterov"]) for group in groups] == [
+        (0.1, 0.5, True),
+        (0.3, 0.5, True),
+        (0.3, 0.0, False),
+    ]

@@ -10,6 +10,7 @@ outer step on every worker then has the same bits even if their devices differ.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bytescheduler.checks import require_positive, require_share
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
+from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
@@ -88,6 +89,7 @@ class OuterOptimizer:
         for option, value in (("lr", lr), ("momentum", momentum)):
             if factory is not None and value is not None:
                 raise OptionError(option, value, "left out where factory makes the optimizer, and set in there")
+        self._given = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
         lr = require_positive("lr", 0.7 if lr is None else lr)
         momentum = require_share("momentum", 0.9 if momentum is None else momentum)
         self._weights = {
@@ -131,11 +133,12 @@ class OuterOptimizer:
         state: dict[str, Any] = {
             "weights": {name: tensor.clone() for name, tensor in self._weights.items()},
             "optimizer": _copied(self._optimizer.state_dict()),
+            "kind": type(self._optimizer).__name__,
         }
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state.
+        """Carry on from a state; a learning rate and a momentum that were given stay.
 
         Raises:
             ValueError: If its weights have other names or shapes, or it is another optimizer's; nothing was changed.
@@ -144,7 +147,17 @@ class OuterOptimizer:
         ours = {name: tensor.shape for name, tensor in self._weights.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != ours:
             raise ValueError("The outer state does not fit: its weights have other names or shapes.")
+        kind = type(self._optimizer).__name__
+        if state.get("kind", kind) != kind:
+            raise ValueError(
+                f"The outer state in the checkpoint is of the optimizer {state['kind']}, and outer_optimizer makes "
+                f"{kind}. Go on with the one of before, or load the weights alone, with load_from_checkpoint()."
+            )
         self._optimizer.load_state_dict(_copied(state["optimizer"]))
+        for group in self._optimizer.param_groups:
+            group.update(self._given)
+            if "momentum" in self._given:
+                group["nesterov"] = group["momentum"] > 0
         for name, tensor in weights.items():
             self._weights[name].copy_(tensor)
 
@@ -200,14 +213,14 @@ class OuterState:
 
         Raises:
             UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart; or if one
-                is infinite or NaN.
+                has diverged.
         """
         self.trained.check()
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
-        _require_finite(after)
         parts = pseudo_gradient(self._optimizer.weights, after)
         weight = pseudo_gradient_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
+        _require_sane(parts, weight)
         self._samples[fragment] = self._tokens[fragment] = 0
         return torch.cat([parts[name].reshape(-1) for name in names]), weight
 
@@ -263,18 +276,20 @@ class OuterState:
         self._optimizer.load_state_dict({**state, "weights": weights})
 
 
-def _require_finite(weights: Mapping[str, Tensor]) -> None:
+def _require_sane(parts: Mapping[str, Tensor], weight: int) -> None:
     """Refuse to average what would spoil every worker's weights.
 
     Raises:
-        UnsupportedError: Names the first parameter that is infinite or NaN.
+        UnsupportedError: Names the first parameter that is infinite or NaN, or has changed beyond all measure.
     """
-    for name, tensor in weights.items():
-        if not bool(torch.isfinite(tensor).all()):
+    for name, tensor in parts.items():
+        extent = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if not extent * weight < LARGEST:  # NaN is not less, either
+            state = f"has changed by {extent:.1e} in one round" if math.isfinite(extent) else "is infinite or NaN"
             raise UnsupportedError(
-                f"Parameter {name!r} of this worker is infinite or NaN, so that its round cannot be averaged: its "
-                "training has diverged. Use a lower learning rate, or Trainer(gradient_clip_val=...); "
-                "Trainer(detect_anomaly=True) finds where it begins."
+                f"Parameter {name!r} of this worker {state}: its training has diverged, and is not averaged with the "
+                "others'. Use a lower learning rate, or Trainer(gradient_clip_val=...), or more steps in a round; "
+                "Trainer(detect_anomaly=True) finds where NaN begins."
             )
 
 
