@@ -71,7 +71,7 @@ __all__ = [
 if "bytescheduler" not in StrategyRegistry:  # importing twice, as after a reload, must not raise
     ByteSchedulerStrategy.register_strategies(StrategyRegistry)
     DiLoCoStrategy.register_strategies(StrategyRegistry)
-_names = [name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco"))]
-refuse_foreign_trainer(_names)
-refuse_in_fabric(STRATEGY_REGISTRY, _names)
-refuse_misspelt(StrategyRegistry)
+    _names = [name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco"))]
+    refuse_in_fabric(STRATEGY_REGISTRY, _names)
+    refuse_misspelt(StrategyRegistry)
+refuse_foreign_trainer(name for name in StrategyRegistry if name.startswith(("bytescheduler", "diloco")))

@@ -127,6 +127,16 @@ def test_what_makes_the_outer_optimizer(value: Any, says: str) -> None:
     DiLoCoStrategy(outer_optimizer=partial(Adam, lr=0.1))
 
 
+@pytest.mark.parametrize("value", ["many", "8.0", "0", "-2"])
+def test_a_variable_that_is_no_batch_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", value)
+    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_BATCH_SIZE=.* must be a positive whole number or 'auto'"):
+        DiLoCoStrategy()
+    DiLoCoStrategy(batch_size=4)
+    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", " ")
+    DiLoCoStrategy()
+
+
 def test_overlap_ends_before_the_next_send() -> None:
     for options in ({"inner_steps": 5}, {"inner_steps": 5, "equal_steps": True}):
         with pytest.raises(OptionError, match="less than the steps between two sends, inner_steps=5"):

@@ -195,6 +195,8 @@ class DiLoCoStrategy(WorkerStrategy):
             inner_size=inner_size,
             inner_options=inner_options,
         )
+        if batch_size is None:
+            resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._world: WorkerWorld | None = None
         self._runtime: LeadingRuntime | FollowingRuntime | None = None
         self._boundaries: RoundBoundaries | None = None
