@@ -23,16 +23,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
+from lightning_bytescheduler.checks import (
+    options_by_name,
+    require_one_of,
+    require_positive,
+    require_seconds,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ALGORITHMS", "LinkModel"]
+__all__ = ["ALGORITHMS", "Algorithm", "LinkModel"]
 
-ALGORITHMS = ("ring", "halving_doubling", "push_pull")
+Algorithm = Literal["ring", "halving_doubling", "push_pull"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """How gradients can be reduced."""
 
 
+@options_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
     """A network and the algorithm that reduces gradients over it.
@@ -56,7 +65,7 @@ class LinkModel:
     bandwidth: float
     latency: float = 0.0
     overhead: float = 0.0
-    algorithm: str = "ring"
+    algorithm: Algorithm = "ring"
     spare_servers: int = 0
     messages_in_flight: int | None = None
 
