@@ -6,21 +6,31 @@ Every ``require_*`` returns the value it was given, and raises :class:`OptionErr
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "did_you_mean",
     "importing",
     "is_finite",
     "is_whole",
+    "options_by_name",
+    "parse_size",
     "records_in",
     "require_bool",
+    "require_known",
+    "require_new_file",
     "require_not_negative",
     "require_one_of",
     "require_output",
@@ -32,9 +42,15 @@ __all__ = [
     "require_suffix",
     "require_text",
     "require_whole",
+    "unknown_variables",
 ]
 
 _T = TypeVar("_T")
+_Class = TypeVar("_Class", bound=type)
+
+_FLOAT_BYTES = 4
+_BYTES = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bytes?)?\s*", re.IGNORECASE)
+_UNITS = "kmgt"
 
 
 @contextmanager
@@ -99,8 +115,28 @@ def require_size(option: str, value: object) -> int:
         OptionError: If it is not; names ``option``.
     """
     if not is_whole(value, 1):
-        raise OptionError(option, value, "a positive whole number of parameters")
+        raise OptionError(option, value, "a positive whole number of parameters", _in_parameters(option, value))
     return value
+
+
+def parse_size(option: str, value: object) -> int:
+    """Return ``value`` as a size, in parameters.
+
+    Args:
+        option: Its name.
+        value: A positive whole number, also as a text or as a float, such as ``16e6``: the published variables were
+            read by ``int()`` and ``float()``.
+
+    Raises:
+        OptionError: If it is none; names ``option``, and converts bytes.
+    """
+    number: object = value
+    # What is no number stays as it is, and is refused below; int() of infinity or of "not a number" raises.
+    with contextlib.suppress(ValueError, OverflowError):
+        number = _number(value) if isinstance(value, str) else value
+        if isinstance(number, float) and number == int(number):
+            number = int(number)
+    return require_size(option, number if is_whole(number, 1) else value)
 
 
 def require_not_negative(option: str, value: object, *, of: str = "") -> float:
@@ -163,7 +199,8 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
     """
     choices = list(allowed)
     if value not in choices:
-        raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}")
+        hint = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+        raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}", hint)
     return value
 
 
@@ -187,6 +224,31 @@ def require_path(option: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
         raise OptionError(option, value, "a file path")
+    return path
+
+
+def require_new_file(option: str, value: object) -> str:
+    """Return ``value`` as text if it is the path of a file that can probably be written.
+
+    Folders that are missing may be made later; nothing is made here. ``~`` is the user's home.
+
+    Raises:
+        OptionError: If it is not: no path, a folder, or below a file or a folder that may not be written to.
+    """
+    path = os.path.expanduser(require_path(option, value))
+    if os.path.isdir(path) or path.endswith(os.sep):
+        raise OptionError(option, value, "a file path, and that is a folder")
+    if os.path.exists(path):
+        if not os.access(path, os.W_OK):
+            raise OptionError(option, value, "a file that may be written, and that may not")
+        return path
+    folder = Path(path).absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent  # the rest is made when it is needed
+    if not folder.is_dir():
+        raise OptionError(option, value, f"a file in a folder, and {os.fspath(folder)!r} is none")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OptionError(option, value, f"a file in a folder that may be written, and {os.fspath(folder)!r} may not")
     return path
 
 
@@ -250,6 +312,143 @@ def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
 
 def _versions(name: str) -> str:
     return f"lightning_logs, lightning_logs/version_0 or {name}"
+
+
+def did_you_mean(value: object, known: Collection[str]) -> str:
+    """The question that a misspelt name calls for, such as ``Did you mean 'credit'?``; empty if none is close."""
+    if not isinstance(value, str):
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    given = value.lower().replace("-", "_")
+    close = difflib.get_close_matches(given, by_lower, n=1, cutoff=0.7)
+    # What is left out at an end changes more letters than one that is wrong.
+    close = close or [name for name in by_lower if len(given) > 3 and given in name]
+    close = close or difflib.get_close_matches(given, by_lower, n=1)
+    return f"Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def require_known(
+    given: Mapping[str, object] | Iterable[str],
+    known: Iterable[str],
+    *,
+    of: str,
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse options that there are not.
+
+    Args:
+        given: What was given, by name, with values if they are known.
+        known: Names of those that there are.
+        of: Whose they are, such as the name of a class.
+        elsewhere: By name, what to say of options that belong elsewhere: whole sentences.
+
+    Raises:
+        OptionError: Names the option, the one that was probably meant, and those that there are.
+    """
+    known = list(dict.fromkeys(known))
+    values = given if isinstance(given, Mapping) else {}
+    for name in given:
+        if name not in known:
+            listed = ", ".join(known)
+            hint = (elsewhere or {}).get(name) or did_you_mean(name, known)
+            raise OptionError(
+                name,
+                values.get(name),
+                f"an option of {of}",
+                hint,
+                says=f"{of} has no option {name!r}. {hint}{' ' if hint else ''}Its options are {listed}.",
+            )
+
+
+def options_by_name(cls: _Class) -> _Class:
+    """Have a class say which option was meant where one is misspelt, or given without its name.
+
+    Python's own ``TypeError`` names neither the options that there are nor what becomes of a value without a name.
+    """
+    construct: Any = vars(cls)["__init__"]
+    parameters = list(inspect.signature(construct).parameters.values())[1:]
+    known = [parameter.name for parameter in parameters]
+    places = sum(parameter.kind is not inspect.Parameter.KEYWORD_ONLY for parameter in parameters)
+
+    @functools.wraps(construct)
+    def checked(self: object, *values: object, **options: object) -> None:
+        if len(values) > places:
+            named = [name for name in known[places:] if name not in options]
+            extra = list(zip(named, values[places:], strict=False))
+            if extra:
+                example = ", ".join(f"{name}={value!r}" for name, value in extra)
+                says = f"{cls.__name__} takes its options by name, as in {cls.__name__}({example})."
+                raise OptionError(extra[0][0], extra[0][1], "given by name", says=says)
+        elsewhere: Mapping[str, str] = getattr(cls, "_options_elsewhere", {})
+        require_known(options, known, of=cls.__name__, elsewhere=elsewhere)
+        construct(self, *values, **options)
+
+    setattr(cls, "__init__", checked)  # noqa: B010  # mypy refuses the assignment
+    return cls
+
+
+_PREFIX = "BYTESCHEDULER_"
+_OWN = (
+    "BATCH_SIZE",
+    "CREDIT",
+    "CREDIT_TUNING",
+    "DEBUG",
+    "LIGHTNING",
+    "PARTITION",
+    "PARTITION_TUNING",
+    "ROOT_IP",
+    "ROOT_PORT",
+    "SLICES_TOKEN",
+    "TIMELINE",
+)
+_LOOKS_LIKE_OURS = ("BYTESCHED", "BYTESHED")  # without underscores
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each environment variable that looks like this package's, and is none.
+
+    Args:
+        environ: Where to look.
+    """
+    known = [f"{_PREFIX}{name}" for name in _OWN]
+    sentences = []
+    for name in sorted(environ):
+        ours = name.startswith(_PREFIX) or name.upper().replace("_", "").startswith(_LOOKS_LIKE_OURS)
+        if ours and name not in known:
+            hint = did_you_mean(name, known) if name.startswith(_PREFIX) else _respelt(name, known)
+            sentences.append(f"The environment variable {name} has no meaning here. {hint}".rstrip())
+    return sentences
+
+
+def _respelt(name: str, known: Collection[str]) -> str:
+    """The question for a variable whose prefix is wrong too: the closest one, as letters alone."""
+    by_letters = {one.replace("_", ""): one for one in known}
+    close = difflib.get_close_matches(name.upper().replace("_", ""), by_letters, n=1)
+    return f"Did you mean {by_letters[close[0]]!r}?" if close else ""
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)  # exact, where a float would round above 2**53
+    except ValueError:
+        return float(text)
+
+
+def _in_parameters(option: str, value: object) -> str:
+    """What a size in other units comes to, if it is one."""
+    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return ""
+    count, unit, binary, in_bytes = found.groups()
+    if not unit and not in_bytes:
+        return ""
+    factor = (1024 if binary else 1000) ** (_UNITS.index(unit.lower()) + 1 if unit else 0)
+    number = float(count.replace("_", "")) * factor / (_FLOAT_BYTES if in_bytes else 1)
+    if number < 1:
+        return ""
+    size = round(number)
+    amount = f"{count} {unit.upper()}{binary}B of fp32" if in_bytes else f"{count} {unit.upper()}{binary}"
+    return f"{amount} = {size:,} parameters: {option}={size:_}."
 
 
 def _finite(of: str) -> str:

@@ -1,7 +1,7 @@
 """Every exception this package raises on purpose.
 
 ByteSchedulerError
-├── OptionError (ValueError)             an option's value is not allowed
+├── OptionError (ValueError)             an option's value is not allowed, or there is no such option
 ├── UnsupportedError                     a combination this package does not train
 ├── TaskStateError (RuntimeError)        a communication task was moved to a state it cannot reach
 ├── SchedulerClosedError (RuntimeError)  work was handed to a scheduler that has been shut down
@@ -38,27 +38,35 @@ __all__ = [
 ]
 
 
+_LONGEST_VALUE = 120  # characters: some objects fill a page
+
+
 class ByteSchedulerError(Exception):
     """Base of all exceptions raised by this package."""
 
 
 class OptionError(ByteSchedulerError, ValueError):
-    """An option's value is not allowed.
+    """An option's value is not allowed, or there is no such option.
 
     Args:
         option: Name of the option or environment variable.
         value: The value that was given.
         allowed: What would have been allowed, in words.
+        hint: The way out, where that is not plain from ``allowed``: whole sentences.
+        says: What is said in place of all that, where there is no such option.
     """
 
-    def __init__(self, option: str, value: object, allowed: str) -> None:
-        super().__init__(f"{option}={value!r} is not allowed: {option} must be {allowed}.")
+    def __init__(self, option: str, value: object, allowed: str, hint: str = "", says: str = "") -> None:
+        usual = f"{option}={_shown(value)} is not allowed: {option} must be {allowed}."
+        super().__init__(says or f"{usual} {hint}".rstrip())
         self.option = option
         self.value = value
         self.allowed = allowed
+        self.hint = hint
+        self._says = says
 
-    def __reduce__(self) -> tuple[type[OptionError], tuple[str, object, str]]:
-        return (type(self), (self.option, self.value, self.allowed))
+    def __reduce__(self) -> tuple[type[OptionError], tuple[object, ...]]:
+        return (type(self), (self.option, self.value, self.allowed, self.hint, self._says))
 
 
 class UnsupportedError(ByteSchedulerError):
@@ -173,3 +181,10 @@ class SourceUnavailableError(ByteSchedulerError, OSError):
 
     def __reduce__(self) -> tuple[type[SourceUnavailableError], tuple[str, float, str, str | None]]:
         return (type(self), (self.url, self.seconds, self.cause, self.way_out))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    if not isinstance(value, str):
+        text = " ".join(text.split())  # an optimizer has lines
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

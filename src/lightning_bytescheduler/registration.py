@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.refused_names import refuse_in_fabric, refuse_misspelt
 
 __all__ = [
     "VARIABLE",
@@ -44,6 +45,9 @@ VARIABLE = "BYTESCHEDULER_LIGHTNING"
 
 _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
 """The modules whose Trainers there are, and the package of each."""
+
+
+_FABRICS = {"lightning": "lightning.fabric.strategies", "pytorch_lightning": "lightning_fabric.strategies"}
 
 
 class _Choice(NamedTuple):
@@ -204,6 +208,10 @@ def _register(registry: Any, package: LightningPackage) -> None:
         if name not in registry:  # importing twice, as after a reload, must not raise
             description = ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
             registry.register(name, _Registered(package, name, place), description=description, **options)
+    refuse_misspelt(registry)
+    fabric = getattr(sys.modules.get(_FABRICS[package]), "STRATEGY_REGISTRY", None)
+    if fabric is not None:
+        refuse_in_fabric(fabric, (name for name, _, _ in _named()))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -6,9 +6,15 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler import (
+    ByteSchedulerStrategy,
+    CreditTuner,
+    DiLoCoStrategy,
+    LinkModel,
+    PerformanceMonitor,
+)
 
-pytest.importorskip("jsonargparse")
+ArgumentParser = pytest.importorskip("jsonargparse").ArgumentParser
 # Lightning's own use of the parser, not ours.
 pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
 
@@ -64,3 +70,32 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises((SystemExit, ValueError)) as caught:
         _strategy(tmp_path, _CONFIG.replace("partition_size: 1000", "partition_size: 0"))
     assert "partition_size=0" in f"{capsys.readouterr().err} {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("taker", "choices"),
+    [
+        (
+            ByteSchedulerStrategy,
+            ["--strategy.mode {auto,overlapped,ddp}", "--strategy.start_method {popen,spawn,fork,forkserver}"],
+        ),
+        (
+            DiLoCoStrategy,
+            [
+                "--strategy.weighting {samples,tokens,uniform}",
+                "--strategy.wire_dtype {fp32,bf16,int8,int4}",
+                "Literal['auto']",
+                "Literal['ddp', 'bytescheduler']",
+                "Literal['node']",
+            ],
+        ),
+        (LinkModel, ["--strategy.algorithm {ring,halving_doubling,push_pull}"]),
+        (CreditTuner, ["--strategy.trials"]),
+        (PerformanceMonitor, ["--strategy.log_metrics {true,false}"]),
+    ],
+)
+def test_help_lists_what_a_value_may_be(taker: type, choices: list[str]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(taker, "strategy")
+    text = " ".join(parser.format_help().split())
+    assert [choice for choice in choices if choice not in text] == []

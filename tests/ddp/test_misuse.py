@@ -1,12 +1,21 @@
 """Bad input fails when the strategy is made, and the message names option, value and way out."""
 
+import inspect
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
+from torch.distributed import is_nccl_available
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 
 
@@ -26,7 +35,7 @@ def test_modes_are_named(value: Any) -> None:
 
 
 @pytest.mark.parametrize("variable", ["BYTESCHEDULER_PARTITION", "BYTESCHEDULER_CREDIT"])
-@pytest.mark.parametrize("value", ["0", "-3", "lots", "", "nan", "inf"])
+@pytest.mark.parametrize("value", ["0", "-3", "lots", "nan", "inf"])
 def test_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(OptionError, match=variable):
@@ -85,9 +94,129 @@ def test_values_are_checked_where_they_are_given(option: str, value: object, all
         ByteSchedulerStrategy(**{option: value})
 
 
-def test_a_misspelt_option_is_refused_at_once() -> None:
-    with pytest.raises(OptionError, match=r"'partition'.*partition_size.*static_graph"):
-        ByteSchedulerStrategy(partition=4)
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("partition", "Did you mean 'partition_size'"),
+        ("find_unused_parameter", "Did you mean 'find_unused_parameters'"),
+        ("devices", r"It is an option of Trainer: Trainer\(devices=...\)"),
+        ("trials", "option of the callback CreditTuner"),
+        ("inner_steps", r"DiLoCoStrategy\(inner_steps=...\)"),
+    ],
+)
+def test_a_misspelt_option_is_refused_at_once(option: str, says: str) -> None:
+    with pytest.raises(OptionError, match=rf"^ByteSchedulerStrategy has no option '{option}'.*{says}.*static_graph"):
+        ByteSchedulerStrategy(**{option: 4})
+
+
+def test_a_size_without_its_name_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"^accelerator=131072 .*as in ByteSchedulerStrategy\(partition_size="):
+        ByteSchedulerStrategy(131072)  # type: ignore[arg-type]
+    ByteSchedulerStrategy("cpu")  # type: ignore[arg-type]  # as DDPStrategy takes it
+
+
+LAUNCH = [
+    ("accelerator", 8.0, "an Accelerator"),
+    ("parallel_devices", 2, "a list of torch.device"),
+    ("parallel_devices", ["cpu"], "a list of torch.device"),
+    ("cluster_environment", "slurm", "an instance of ClusterEnvironment"),
+    ("checkpoint_io", "file", "an instance of CheckpointIO"),
+    ("precision_plugin", "16-mixed", r"an instance of Precision, or left out. Trainer has precision="),
+    ("process_group_backend", "tcp", "'gloo'"),
+    ("process_group_backend", "cpu:goo", r"'gloo'.* or None\. Did you mean 'gloo'"),
+    ("process_group_backend", 3, "'gloo'"),
+    pytest.param(
+        "process_group_backend",
+        "cpu:gloo,cuda:nccl",
+        "'gloo'",
+        marks=pytest.mark.skipif(is_nccl_available(), reason="this PyTorch has NCCL"),
+    ),
+    ("timeout", 30, r"a datetime.timedelta above 0, or None. Write timeout=timedelta\(seconds=30\)"),
+    ("timeout", timedelta(0), "a datetime.timedelta above 0"),
+    ("start_method", "thread", "one of 'popen', 'spawn', 'fork', 'forkserver'"),
+    ("start_method", None, "one of 'popen'"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "allowed"), LAUNCH)
+@pytest.mark.parametrize("strategy", [ByteSchedulerStrategy, DiLoCoStrategy])
+def test_how_processes_start_is_checked(strategy: Any, option: str, value: object, allowed: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{option}=.* must be {allowed}"):
+        strategy(**{option: value})
+
+
+@pytest.mark.parametrize("strategy", [ByteSchedulerStrategy, DiLoCoStrategy])
+def test_what_lightning_takes_is_let_through(strategy: Any) -> None:
+    strategy(
+        None,
+        [torch.device("cpu")] * 2,
+        LightningEnvironment(),
+        TorchCheckpointIO(),
+        Precision(),
+        process_group_backend="cpu:gloo",
+        timeout=timedelta(seconds=5),
+        start_method="forkserver",
+    )
+    strategy(timeout=None, process_group_backend="GLOO")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("find_unused_parameters", "yes", "True or False"),
+        ("static_graph", "no", "True or False"),
+        ("broadcast_buffers", "all", "True or False"),
+        ("init_sync", None, "True or False"),
+        ("check_reduction", 1, "True or False"),
+        ("gradient_as_bucket_view", "yes", "True or False"),
+        ("dim", 1.5, "a whole number, 0 or more"),
+        ("device_ids", [0], "left out"),
+        ("output_device", 0, "left out"),
+        ("module", nn.Linear(2, 2), "left out"),
+    ],
+)
+def test_what_ddp_gets_is_checked(option: str, value: object, allowed: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{option}=.* must be {allowed}"):
+        ByteSchedulerStrategy(**{option: value})
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters, reason="not in this torch"
+)
+@pytest.mark.parametrize("value", [3, [], [1, "a"], [1, -1]])
+def test_lists_of_buckets_are_checked(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"^bucket_cap_mb_list=.* must be a list of megabytes"):
+        ByteSchedulerStrategy(bucket_cap_mb_list=value)
+
+
+def test_what_a_config_names_without_need_does_not_reach_ddp() -> None:
+    """LightningCLI hands over all that DDP's constructor has."""
+    options = ByteSchedulerStrategy(module=None, device_ids=None, output_device=None, process_group=None)._ddp_kwargs
+    assert not {"module", "device_ids", "output_device", "process_group"} & set(options)
+
+
+def test_a_variable_that_nobody_reads_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_strategy, "_said", set())
+    monkeypatch.setenv("BYTESCHEDULER_CREDITS", "4")
+    with pytest.warns(UserWarning, match="BYTESCHEDULER_CREDITS has no meaning here. Did you mean 'BYTESCHEDULER_CRE"):
+        ByteSchedulerStrategy()
+    DiLoCoStrategy()  # a second warning would be an error
+
+
+def test_a_size_that_may_have_been_meant_in_megabytes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        ByteSchedulerStrategy(partition_size=25, credit=1024)
+    assert "partition_size=25 is in parameters: 100 bytes" in caplog.text
+    assert "25 MB of fp32 = 6,250,000 parameters" in caplog.text
+    assert "credit=1024" not in caplog.text
+
+
+def test_a_timeline_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"^timeline=.*and that is a folder"):
+        ByteSchedulerStrategy(timeline=str(tmp_path))
+    monkeypatch.setenv("BYTESCHEDULER_TIMELINE", str(tmp_path))
+    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_TIMELINE=.*and that is a folder"):
+        ByteSchedulerStrategy()
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])

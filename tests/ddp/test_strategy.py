@@ -28,8 +28,9 @@ def test_each_name_makes_the_strategy_it_describes(start: str, unused: str) -> N
 
 
 def test_names_mirror_those_of_ddp() -> None:
-    ours = {name.removeprefix("bytescheduler") for name in StrategyRegistry if name.startswith("bytescheduler")}
-    theirs = {name.removeprefix("ddp") for name in StrategyRegistry if name.startswith("ddp")}
+    names = [name for name, entry in StrategyRegistry.items() if not entry["description"].startswith("an error")]
+    ours = {name.removeprefix("bytescheduler") for name in names if name.startswith("bytescheduler")}
+    theirs = {name.removeprefix("ddp") for name in names if name.startswith("ddp")}
     assert ours == theirs | {""}
 
 

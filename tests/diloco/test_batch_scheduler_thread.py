@@ -89,8 +89,8 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     thread, mail, records, errors = hosted(FixedSteps(2))
     join(thread)
     start(thread, mail, 1)
-    thread.handle(StepMetrics(worker="a", round=1, samples=4, seconds=0.5, loss=2.0))
-    thread.handle(StepMetrics(worker="b", round=1, samples=4, seconds=1.0, loss=4.0))
+    thread.handle(StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=2.0))
+    thread.handle(StepMetrics(worker="b", round=1, batch_size=4, seconds=1.0, loss=4.0))
     end(thread, 1)
     first = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert not first.halts
@@ -146,7 +146,7 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     join(thread)
     start(thread, mail, 1)
     for name in WORKERS:
-        thread.handle(StepMetrics(worker=name, round=1, samples=4, seconds=0.5, loss=loss))
+        thread.handle(StepMetrics(worker=name, round=1, batch_size=4, seconds=0.5, loss=loss))
     end(thread, 1)
     ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert ended.metrics == {"samples_per_second": 16.0}

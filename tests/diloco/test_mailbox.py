@@ -173,7 +173,7 @@ def test_letters_of_many_at_once_are_each_heard_once(store: dist.Store) -> None:
 
 def test_only_the_last_of_reports_that_piled_up_is_posted() -> None:
     reports = [StepReport(worker="a", round=1, steps=n, samples=n, batch_size=1, seconds=0.1) for n in (1, 2, 3)]
-    metrics = StepMetrics(worker="a", round=1, samples=1, seconds=0.1)
+    metrics = StepMetrics(worker="a", round=1, batch_size=1, seconds=0.1)
     sending = SendingPseudoGradient(worker="a", round=1, steps=2, samples=2)
     letters = [("scheduler", message) for message in (reports[0], metrics, reports[1], metrics, sending, reports[2])]
     assert [message for _, message in _without_overtaken(letters)] == [

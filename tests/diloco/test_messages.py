@@ -48,8 +48,8 @@ ALL = [
     MergePseudoGradients(round=1, workers=()),
     EndRound(worker="a", round=1, now=True, steps=7, epoch=True),
     PassedRoundEnd(worker="a", round=2, stop=True),
-    StepMetrics(worker="a", round=1, samples=4, seconds=0.5, loss=-0.25),
-    StepMetrics(worker="a", round=1, samples=4, seconds=0.5),
+    StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=-0.25),
+    StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5),
     RoundStatus(round=1, left=5),
     RoundEnded(round=3, samples=8, shares={"a": 1.0}, metrics={"loss": 0.5}, validate=True),
 ]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_bytescheduler import DiLoCoStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler import (
+    ByteSchedulerStrategy,
+    DiLoCoStrategy,
+    OptionError,
+    PerformanceMonitor,
+    UnsupportedError,
+)
 from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
+from lightning_bytescheduler.diloco.strategy import _refuse_searches
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,8 @@ from lightning_bytescheduler.diloco.batch_size import with_batch_size
         ("partition_size", 0),
         ("credit", 0),
         ("rounds_file", ""),
+        ("rounds_file", "/"),
+        ("partition_size", "4MB"),
         ("inner", "fsdp"),
         ("inner_size", 2),
         ("inner_options", {"bucket_cap_mb": 1}),
@@ -68,6 +80,71 @@ def test_values_are_named(option: str, value: Any) -> None:
 def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="left out where"):
         DiLoCoStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("inner_step", "Did you mean 'inner_steps'"),
+        ("outer_learning_rate", "Did you mean 'outer_lr'"),
+        ("local_steps", "Did you mean 'inner_steps'"),
+        ("find_unused_parameters", "write inner_options={'find_unused_parameters': ...}"),
+        ("timeline", "write inner_options={'timeline': ...}"),
+        ("num_nodes", r"It is an option of Trainer: Trainer\(num_nodes=...\)"),
+    ],
+)
+def test_a_misspelt_option(option: str, says: str) -> None:
+    with pytest.raises(OptionError, match=rf"^DiLoCoStrategy has no option '{option}'\. .*{says}.*samples_per_round"):
+        DiLoCoStrategy(**{option: 1})
+
+
+def test_a_number_without_its_name() -> None:
+    with pytest.raises(OptionError, match=r"^accelerator=100 .*as in DiLoCoStrategy\(inner_steps=100\)\.$"):
+        DiLoCoStrategy(100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [4_000_000.0, "4e6", "4_000_000"])
+def test_sizes_are_read_as_those_of_the_other_strategy(value: Any) -> None:
+    options = DiLoCoStrategy(partition_size=value, credit=value)._options
+    assert (options.partition_size, options.credit) == (4_000_000, 4_000_000)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (SGD([torch.zeros(1)]), "It is an optimizer of other tensors than the outer weights"),
+        ("adam", "Write, for example, outer_optimizer=lambda tensors: torch.optim.Adam"),
+        (torch.nn.Linear, "Write, for example"),
+        (lambda: None, "It is called with the list alone"),
+        (lambda tensors, lr: None, "It is called with the list alone"),
+        ([torch.zeros(1)], "Write, for example"),
+    ],
+)
+def test_what_makes_the_outer_optimizer(value: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=rf"^outer_optimizer=.* must be a function or class .*{says}"):
+        DiLoCoStrategy(outer_optimizer=value)
+    DiLoCoStrategy(outer_optimizer=Adam)
+    DiLoCoStrategy(outer_optimizer=partial(Adam, lr=0.1))
+
+
+@pytest.mark.parametrize("value", ["many", "8.0", "0", "-2"])
+def test_a_variable_that_is_no_batch_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", value)
+    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_BATCH_SIZE=.* must be a positive whole number or 'auto'"):
+        DiLoCoStrategy()
+    DiLoCoStrategy(batch_size=4)
+    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", " ")
+    DiLoCoStrategy()
+
+
+def test_overlap_ends_before_the_next_send() -> None:
+    for options in ({"inner_steps": 5}, {"inner_steps": 5, "equal_steps": True}):
+        with pytest.raises(OptionError, match="less than the steps between two sends, inner_steps=5"):
+            DiLoCoStrategy(overlap_steps=5, **options)
+        DiLoCoStrategy(overlap_steps=4, **options)
+    with pytest.raises(OptionError, match="inner_steps=100"):
+        DiLoCoStrategy(overlap_steps=100)
+    DiLoCoStrategy(overlap_steps=100, samples_per_round=10_000)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +217,9 @@ def test_sizes_of_workers(size: Any) -> None:
         ({"inner_options": [1]}, "options of 'bytescheduler' by name"),
         ({"inner_options": {"credit_tuning": True}}, "without credit_tuning"),
         ({"inner_options": {"credit": 0}}, "credit=0"),
+        ({"inner_options": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
+        ({"inner_options": {"timeout": 30}}, "no option 'timeout'. It is an option of DiLoCoStrategy itself"),
+        ({"inner_options": {"devices": 2}}, "no option 'devices'. It is an option of Trainer"),
     ],
 )
 def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str) -> None:
@@ -157,10 +237,22 @@ def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str)
     ],
 )
 def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, known: str) -> None:
-    with pytest.raises(
-        OptionError, match=f"inner_options='{option}' is not allowed: inner_options must be one of .*{known}"
-    ):
+    with pytest.raises(OptionError, match=f"inner_options has no option '{option}'.*{known}"):
         DiLoCoStrategy(inner=inner, inner_size=2, inner_options={option: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("mode", "ddp", "no option 'mode'. Only inner='bytescheduler' has it"),
+        ("find_unused_parameters", "yes", "find_unused_parameters='yes'.*True or False"),
+        ("ddp_comm_hook", "fp16", "ddp_comm_hook='fp16'.*a function, or None"),
+        ("model_averaging_period", 0, "model_averaging_period=0.*a whole number, 1 or more"),
+    ],
+)
+def test_options_of_workers_that_train_with_ddp(option: str, value: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        DiLoCoStrategy(inner="ddp", inner_size=2, inner_options={option: value})
 
 
 def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
@@ -188,3 +280,54 @@ def test_ranks_that_do_not_make_up_workers() -> None:
         DiLoCoStrategy(inner="ddp", inner_size=2, batch_size=[4] * 6)._options.check_ranks(
             ranks=6, on_node=3, rank=0, node=0
         )
+
+
+@pytest.mark.parametrize("value", [0, 2.5, None, "4", True, torch.tensor(1.5)])
+def test_samples_are_whole_numbers(value: Any) -> None:
+    class Counts(PerformanceMonitor):
+        def batch_samples(self, batch: Any) -> Any:
+            return value
+
+    trainer: Any = SimpleNamespace(strategy=DiLoCoStrategy())
+    with pytest.raises(OptionError, match=r"^batch_samples\(batch\)=.* must be a whole number, 1 or more"):
+        Counts().on_train_batch_end(trainer, None, None, torch.zeros(4, 2), 0)  # type: ignore[arg-type]
+
+
+def test_a_tensor_may_say_how_many_samples() -> None:
+    told: list[int] = []
+
+    class Strategy(DiLoCoStrategy):
+        def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+            told.append(samples)
+
+    class Counts(PerformanceMonitor):
+        def batch_samples(self, batch: Any) -> Any:
+            return torch.tensor(3)
+
+    trainer: Any = SimpleNamespace(strategy=Strategy(), log_every_n_steps=0, barebones=True)
+    Counts().on_train_batch_end(trainer, None, None, torch.zeros(4, 2), 0)  # type: ignore[arg-type]
+    assert told == [3]
+    assert type(told[0]) is int
+
+
+def test_one_monitor_reports() -> None:
+    monitor = PerformanceMonitor()
+    trainer: Any = SimpleNamespace(strategy=DiLoCoStrategy(), callbacks=[monitor])
+    monitor.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    trainer.callbacks.append(PerformanceMonitor())
+    monitor.setup(trainer, None, "validate")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="more than one PerformanceMonitor"):
+        monitor.setup(trainer, None, "fit")  # type: ignore[arg-type]
+
+
+def test_a_monitor_without_rounds_is_told_of() -> None:
+    monitor = PerformanceMonitor()
+    trainer: Any = SimpleNamespace(strategy=ByteSchedulerStrategy(), callbacks=[monitor])
+    with pytest.warns(UserWarning, match="does nothing with ByteSchedulerStrategy: leave the callback out"):
+        monitor.setup(trainer, None, "fit")  # type: ignore[arg-type]
+
+
+def test_a_learning_rate_is_not_looked_for() -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot look for a learning rate .*Trainer\(devices=1\)"):
+        _refuse_searches([LearningRateFinder()])
+    _refuse_searches([PerformanceMonitor()])

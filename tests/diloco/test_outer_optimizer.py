@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, pseudo_gradient
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, OuterState, pseudo_gradient
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -192,3 +194,56 @@ def test_what_does_not_fit_is_not_stepped(merged) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         outer.load_state_dict({"weights": merged, "optimizer": {}})
     assert outer.weights["x"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [
+        (lambda tensors: None, "makes an optimizer. It returned NoneType"),
+        (lambda tensors: torch.optim.SGD([torch.zeros(1)]), "of the tensors it is given. It made one of other tensors"),
+        (lambda tensors: torch.optim.SGD(tensors[1:]), "of the tensors it is given"),
+        (torch.optim.LBFGS, "whose step needs no closure"),
+    ],
+)
+def test_an_optimizer_that_would_not_step_the_weights(factory: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=rf"^factory=.*{says}"):
+        OuterOptimizer(weights_of(model()), factory=factory)
+    trained = TrainedWeights(model(), FragmentOptions())
+    with pytest.raises(OptionError, match=rf"^outer_optimizer=.*{says}"):
+        OuterState(trained, weighting="samples", lr=None, momentum=None, factory=factory)
+
+
+def test_a_worker_that_has_diverged_is_not_averaged() -> None:
+    module = model()
+    state = OuterState(
+        TrainedWeights(module, FragmentOptions()), weighting="samples", lr=None, momentum=None, factory=None
+    )
+    state.count(samples=4, tokens=0)
+    for value, says in ((torch.nan, "is infinite or NaN"), (1e15, r"has changed by 1\.0e\+15 in one round")):
+        with torch.no_grad():
+            module.get_parameter("2.bias")[1] = value
+        with pytest.raises(UnsupportedError, match=rf"'2\.bias' of this worker {says}.*gradient_clip_val"):
+            state.pseudo_gradient(0)
+        state.count(samples=4, tokens=0)
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    weights = weights_of(model())
+    saved = OuterOptimizer(weights).state_dict()
+    with pytest.raises(ValueError, match="is of the optimizer SGD, and outer_optimizer makes Adam"):
+        OuterOptimizer(weights, factory=torch.optim.Adam).load_state_dict(saved)
+
+
+def test_what_is_given_beats_what_was_saved() -> None:
+    weights = weights_of(model())
+    saved = OuterOptimizer(weights, lr=0.1, momentum=0.5).state_dict()
+    groups = []
+    for options in ({}, {"lr": 0.3}, {"lr": 0.3, "momentum": 0.0}):
+        optimizer = OuterOptimizer(weights, **options)
+        optimizer.load_state_dict(saved)
+        groups.append(optimizer.state_dict()["optimizer"]["param_groups"][0])
+    assert [(group["lr"], group["momentum"], group["nesterov"]) for group in groups] == [
+        (0.1, 0.5, True),
+        (0.3, 0.5, True),
+        (0.3, 0.0, False),
+    ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 import threading
 import time
 from typing import Any
@@ -85,3 +88,23 @@ def join_twice(rank: int) -> str:
 def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
     for twice in three_plain_ranks.run(join_twice):
         assert "destroy_process_group()" in twice
+
+
+def traceback_of(rank: int) -> str:
+    """What a process that an error ends would write."""
+    before = sys.excepthook
+    try:
+        for _ in range(2):  # as two trainings in one process
+            world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
+            let_go()
+            world.leave(idle=True)
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            sys.excepthook(ValueError, ValueError("boom"), None)
+        return text.getvalue()
+    finally:
+        sys.excepthook = before
+
+
+def test_a_traceback_has_the_rank_among_all(three_plain_ranks: RankPool) -> None:
+    assert three_plain_ranks.run(traceback_of) == [f"[rank{rank}]: ValueError: boom\n" for rank in range(3)]

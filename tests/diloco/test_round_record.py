@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound, read_rounds, waiting_share
+from lightning_bytescheduler.diloco.round_record import (
+    RoundFile,
+    RoundRecord,
+    WorkerRound,
+    read_rounds,
+    waiting_share,
+)
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.records import small_run, written
 
@@ -88,3 +94,14 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert read_rounds(tmp_path / "rounds.jsonl") == [
         RoundRecord(round=1, start=0.0, end=10.0, decided=None, workers=(worker,))
     ]
+
+
+def test_a_file_that_the_user_named_is_opened_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match=r"^rounds_file=.* must be a file that can be written \("):
+        RoundFile(tmp_path / "file" / "rounds.jsonl", append=False, option="rounds_file")
+    RoundFile(tmp_path / "file" / "rounds.jsonl", append=False).close()  # the run's own record may be missing
+    named = RoundFile(tmp_path / "new" / "rounds.jsonl", append=False, option="rounds_file")
+    named.write(HAND_MADE)
+    named.close()
+    assert read_rounds(tmp_path / "new" / "rounds.jsonl") == [HAND_MADE]

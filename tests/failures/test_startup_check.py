@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call, names_of, require_alike
+from lightning_bytescheduler.failures.startup_check import (
+    Introduction,
+    RendezvousWatch,
+    hold_roll_call,
+    names_of,
+    require_alike,
+)
 
 
 def introduction(rank: int, *, noted: dict[str, str] | None = None, **facts: str) -> Introduction:
@@ -148,3 +155,31 @@ def test_a_rank_that_cannot_connect_ends_the_others(leave: float, waits: float) 
         assert "Rank 0 ends, as it would wait for it." in waiting
     else:
         assert "RanksUnreachableError: rank 1 on " in waiting
+
+
+def watches_of_two_strategies(port: int) -> list[RendezvousWatch]:
+    return [
+        RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy=name, warn_after=0.1)
+        for rank, name in enumerate(("diloco", "bytescheduler"))
+    ]
+
+
+def test_ranks_that_run_other_strategies_stop_waiting() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own, other = watches_of_two_strategies(store.port)
+    wait = partial(hold_roll_call, dist.HashStore(), introduction(0), world_size=2, timeout=60.0)
+    with pytest.raises(RanksDifferError, match="rank 0 runs diloco, but rank 1 runs bytescheduler on"), other, own:
+        wait(failure=lambda: own.difference)
+
+
+def test_what_ends_the_wait_gives_way_to_the_reason() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = watches_of_two_strategies(store.port)
+
+    def time_out() -> None:
+        while second.difference is None:
+            time.sleep(0.01)
+        raise dist.DistStoreError("wait timeout")
+
+    with first, pytest.raises(RanksDifferError, match="rank 1 runs bytescheduler, but rank 0 runs diloco"), second:
+        time_out()

@@ -38,13 +38,32 @@ def test_an_argument_that_is_no_size_is_refused_by_name(option: str, value: Any)
 
 
 @pytest.mark.parametrize("variable", VARIABLES.values())
-@pytest.mark.parametrize("value", [v for v in NOT_SIZES if isinstance(v, str)], ids=repr)
+@pytest.mark.parametrize("value", [v for v in NOT_SIZES if isinstance(v, str) and v], ids=repr)
 def test_a_variable_that_is_no_size_is_refused_by_name(variable: str, value: str) -> None:
     with pytest.raises(OptionError) as caught:
         SchedulerOptions.resolve(environ={variable: value})
     assert str(caught.value) == (
         f"{variable}={value!r} is not allowed: {variable} must be a positive whole number of parameters."
     )
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_variable_is_none(value: str) -> None:
+    names = ("PARTITION", "CREDIT", "CREDIT_TUNING", "PARTITION_TUNING", "TIMELINE", "DEBUG", "ROOT_IP")
+    environ = {f"BYTESCHEDULER_{name}": value for name in names}
+    assert SchedulerOptions.resolve(environ=environ) == SchedulerOptions.resolve(environ={})
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [("8MB", 2_000_000), ("8 mb", 2_000_000), ("1MiB", 262_144), ("512kB", 128_000), ("4000 bytes", 1000), ("8M", 8e6)],
+)
+def test_other_units_are_converted(value: str, size: float) -> None:
+    for make in (SchedulerOptions, SchedulerOptions.resolve):
+        with pytest.raises(OptionError, match=rf"= {int(size):,} parameters: partition_size={int(size):_}\.$"):
+            make(partition_size=value)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=rf"BYTESCHEDULER_CREDIT={int(size):_}\.$"):
+        SchedulerOptions.resolve(environ={"BYTESCHEDULER_CREDIT": value})
 
 
 @given(size=st.integers(1, 10**30))

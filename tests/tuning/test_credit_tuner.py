@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,19 @@ def test_misuse(option: str, value: Any) -> None:
 
 
 def test_options_are_given_by_name() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(OptionError, match=r"as in CreditTuner\(trials=15\)"):
         CreditTuner(15)  # type: ignore[misc]
+    with pytest.raises(OptionError, match="Did you mean 'trials'"):
+        CreditTuner(trial=15)  # type: ignore[call-arg]
+
+
+def test_one_tuner_decides() -> None:
+    tuner = CreditTuner()
+    strategy = SimpleNamespace(runtime=None)
+    CreditTuner().setup(SimpleNamespace(strategy=strategy, callbacks=[tuner]), None, "fit")  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(strategy=strategy, callbacks=[tuner, CreditTuner()])
+    with pytest.raises(UnsupportedError, match="more than one CreditTuner"):
+        tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
 
 
 def test_other_strategies_have_nothing_to_tune() -> None:
@@ -44,6 +56,18 @@ def test_other_strategies_have_nothing_to_tune() -> None:
     with pytest.raises(UnsupportedError, match="tunes ByteSchedulerStrategy, not object: use Trainer"):
         CreditTuner().setup(trainer, None, "fit")  # type: ignore[arg-type]
     CreditTuner().setup(trainer, None, "validate")  # type: ignore[arg-type]
+
+
+def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^record=.* and that is a folder"):
+        CreditTuner(record=tmp_path)
+    tuner = CreditTuner(record=tmp_path / "below" / "tuning.jsonl")
+    (tmp_path / "below").touch()  # since it was checked
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(runtime=None), callbacks=[tuner], is_global_zero=True)
+    with pytest.raises(OptionError, match=r"^record=.* must be a file that can be written \("):
+        tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    trainer.is_global_zero = False
+    tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
 
 
 def test_outside_of_a_fit() -> None:

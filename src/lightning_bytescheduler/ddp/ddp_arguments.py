@@ -6,27 +6,58 @@ Honoured options are passed on and not listed here; the documentation has the wh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.checks import is_finite
+from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = [
+    "ELSEWHERE",
     "SAID_BY_THE_STRATEGY",
-    "check_bucket_cap",
     "check_ddp_options",
+    "check_ddp_values",
+    "check_launch_options",
     "check_module",
     "known_ddp_options",
-    "require_known",
 ]
+
+ELSEWHERE = {
+    **{
+        name: f"It is an option of Trainer: Trainer({name}=...)."
+        for name in (
+            "accumulate_grad_batches",
+            "devices",
+            "gradient_clip_algorithm",
+            "gradient_clip_val",
+            "log_every_n_steps",
+            "max_epochs",
+            "max_steps",
+            "num_nodes",
+            "precision",
+            "sync_batchnorm",
+            "use_distributed_sampler",
+        )
+    },
+    **{
+        name: f"It is an option of the callback CreditTuner: Trainer(callbacks=[CreditTuner({name}=...)])."
+        for name in ("cost_share", "cost_steps", "steps_per_trial", "trials", "warm_up")
+    },
+}
+"""What to say of options that neither strategy has, by name."""
 
 SAID_BY_THE_STRATEGY = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 """Options of DistributedDataParallel that nobody has to give."""
 
 _HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
+
+_SWITCHES = ("broadcast_buffers", "forward_sync_buffers")  # whose default is None in some versions of torch
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 _REFUSED = {
     "ddp_comm_state": "the scheduler is the comm hook",
@@ -57,35 +88,105 @@ def check_ddp_options(options: Mapping[str, object]) -> None:
 
 def known_ddp_options() -> list[str]:
     """Names of the options that Lightning's DDPStrategy passes on, of the DistributedDataParallel that is installed."""
-    known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_HOOKS]
-    return [name for name in known if name not in ("self", *SAID_BY_THE_STRATEGY)]
+    return [name for name in [*_ddp_parameters(), *_HOOKS] if name not in SAID_BY_THE_STRATEGY]
 
 
-def require_known(names: Iterable[str], known: Iterable[str], *, where: str = "option") -> None:
-    """Refuse a misspelt option here, not on all ranks in DDP's constructor.
+def check_ddp_values(options: Mapping[str, object]) -> None:
+    """Refuse values that DistributedDataParallel would take for others, or refuse on all ranks.
 
     Args:
-        names: Of the options that were given.
-        known: Those that there are.
-        where: What an error calls the place.
+        options: By name; others than DistributedDataParallel's and those of its comm hook are left alone.
 
     Raises:
-        OptionError: Names the option and those that there are.
+        OptionError: Names the option, its value and what is allowed.
     """
-    known = list(dict.fromkeys(known))
-    for name in names:
-        if name not in known:
-            raise OptionError(where, name, f"one of {', '.join(known)}")
+    for name, parameter in _ddp_parameters().items():
+        value = options.get(name, parameter.default)
+        if name in SAID_BY_THE_STRATEGY:
+            if options.get(name) is not None:
+                raise OptionError(name, value, "left out: the strategy says it to DistributedDataParallel itself")
+        elif name == "bucket_cap_mb":
+            _check_megabytes(name, value)
+        elif name == "bucket_cap_mb_list":
+            if value is not None and (not isinstance(value, (list, tuple)) or not value):
+                raise OptionError(name, value, "a list of megabytes, or None")
+            for megabytes in value or ():
+                _check_megabytes(name, megabytes, "a list of megabytes, each a number above 0")
+        elif value is None and parameter.default is None:
+            continue
+        elif isinstance(parameter.default, bool) or name in _SWITCHES:
+            require_bool(name, value)
+        elif isinstance(parameter.default, int):
+            require_whole(name, value, 0)
+    for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+        if options.get(name) is not None and not callable(options[name]):
+            raise OptionError(name, options[name], "a function, or None")
+    if options.get("model_averaging_period") is not None:
+        require_whole("model_averaging_period", options["model_averaging_period"], 1)
 
 
-def check_bucket_cap(megabytes: object) -> None:
-    """Refuse a size of buckets that is none.
+def check_launch_options(
+    options: Mapping[str, object], plugins: Mapping[str, type], *, accelerator: type, strategy: str, example: str
+) -> None:
+    """Refuse what Lightning would fail with later, on all ranks: how processes start, and find each other.
+
+    Args:
+        options: Those of DDPStrategy that do not go to DistributedDataParallel, by name.
+        plugins: The class that each plugin among them must be of.
+        accelerator: The class of accelerators.
+        strategy: Name of the class that was called.
+        example: One of its own options with a value, as it is written.
 
     Raises:
-        OptionError: If it is neither ``None`` nor a number above 0.
+        OptionError: Names the option, its value and what is allowed.
     """
-    if megabytes is not None and (not is_finite(megabytes) or megabytes <= 0):
-        raise OptionError("bucket_cap_mb", megabytes, "a number of megabytes above 0")
+    by_name = f"Options of {strategy} itself are given by name, as in {strategy}({example})."
+    given = options.get("accelerator")
+    if given is not None and not isinstance(given, (accelerator, str)):
+        raise OptionError("accelerator", given, "an Accelerator, the name of one, or left out", by_name)
+    devices = options.get("parallel_devices")
+    if devices is not None and not (
+        isinstance(devices, (list, tuple)) and devices and all(isinstance(device, torch.device) for device in devices)
+    ):
+        raise OptionError(
+            "parallel_devices", devices, "a list of torch.device, or left out", f"Trainer has devices=. {by_name}"
+        )
+    for name, kind in plugins.items():
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            hint = "Trainer has precision=." if name == "precision_plugin" else ""
+            raise OptionError(name, value, f"an instance of {kind.__name__}, or left out", hint)
+    _check_backend(options.get("process_group_backend"))
+    timeout = options.get("timeout")
+    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+        seconds = f"{timeout:g}" if is_finite(timeout) and timeout > 0 else "1800"
+        raise OptionError(
+            "timeout", timeout, "a datetime.timedelta above 0, or None", f"Write timeout=timedelta(seconds={seconds})."
+        )
+    require_one_of("start_method", options.get("start_method", _START_METHODS[0]), _START_METHODS)
+
+
+def _check_backend(backend: object) -> None:
+    """Of the default process group: one, or one for each kind of device, as in ``cpu:gloo,cuda:nccl``."""
+    if backend is None:
+        return
+    there = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+    allowed = f"{' or '.join(map(repr, there))}, which this PyTorch has, or None"
+    for part in backend.split(",") if isinstance(backend, str) else [backend]:
+        name = part.rpartition(":")[2].strip().lower() if isinstance(part, str) else part
+        if name not in there:
+            raise OptionError("process_group_backend", backend, allowed, did_you_mean(name, there))
+
+
+def _check_megabytes(option: str, value: object, allowed: str = "a number of megabytes above 0, or None") -> None:
+    if (value is not None or option != "bucket_cap_mb") and (not is_finite(value) or value <= 0):
+        raise OptionError(option, value, allowed)
+
+
+def _ddp_parameters() -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(DistributedDataParallel.__init__).parameters)
+    del parameters["self"]
+    return parameters
 
 
 def check_module(module: nn.Module) -> None:

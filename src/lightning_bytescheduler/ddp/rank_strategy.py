@@ -7,6 +7,7 @@ failure from the worker it happens in, before it dies.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
+from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
@@ -24,7 +27,10 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
+    CheckpointIO,
+    ClusterEnvironment,
     DDPStrategy,
+    Precision,
     SIGTERMException,
     _MultiProcessingLauncher,
     pl,
@@ -65,6 +71,7 @@ class PublishingLauncher(_MultiProcessingLauncher):
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
+_said: set[str] = set()  # of the environment, once in a process
 
 
 class RankStrategy(DDPStrategy):
@@ -78,12 +85,29 @@ class RankStrategy(DDPStrategy):
     """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
     own_names: ClassVar[OwnNames]
     """What it is called in hints."""
+    example_option: ClassVar[str] = ""
+    """An option of the strategy, with a value, as messages show it."""
 
     def __init__(self, **options: Any) -> None:
         self._board: FaultBoard | None = None
         self._failed = False
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
+        check_launch_options(
+            options,
+            {
+                "cluster_environment": ClusterEnvironment,
+                "checkpoint_io": CheckpointIO,
+                "precision_plugin": Precision,
+            },
+            accelerator=pl.accelerators.Accelerator,
+            strategy=type(self).__name__,
+            example=self.example_option,
+        )
+        for sentence in unknown_variables(os.environ):
+            if sentence not in _said:
+                _said.add(sentence)
+                rank_zero_warn(sentence)
         super().__init__(**options)
 
     def __repr__(self) -> str:
@@ -98,7 +122,7 @@ class RankStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ who takes part
 
-    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[object]:
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[RendezvousWatch | None]:
         """Around the wait for the other ranks: who is missing is said, and that one of them failed."""
         environment = self.cluster_environment
         if environment is None or ranks == 1 or dist.is_initialized():

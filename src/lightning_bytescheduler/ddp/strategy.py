@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,13 +16,13 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_bytescheduler.checks import require_bool
+from lightning_bytescheduler.checks import require_bool, require_known
 from lightning_bytescheduler.ddp.ddp_arguments import (
+    ELSEWHERE,
     SAID_BY_THE_STRATEGY,
-    check_bucket_cap,
     check_ddp_options,
+    check_ddp_values,
     known_ddp_options,
-    require_known,
 )
 from lightning_bytescheduler.ddp.fit_position import FitPosition, introduce, parameter_facts
 from lightning_bytescheduler.ddp.own_names import OwnNames
@@ -41,12 +42,23 @@ from lightning_bytescheduler.lightning_api import (
     TrainerFn,
     default_pg_timeout,
     pl,
+    rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]
 
 log = logging.getLogger(__name__)
+
+_TINY = 1024  # parameters
+
+_ELSEWHERE = {
+    **ELSEWHERE,
+    **{
+        name: f"It is an option of the other strategy: DiLoCoStrategy({name}=...)."
+        for name in ("batch_size", "inner_steps", "outer_lr", "outer_optimizer", "samples_per_round", "wire_dtype")
+    },
+}
 
 
 class SchedulerHooks(pl.Callback):
@@ -170,6 +182,7 @@ class ByteSchedulerStrategy(RankStrategy):
     # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
     sigterm_patience_s = 10.0
     own_names = OwnNames("bytescheduler", with_option="ByteSchedulerStrategy({option}=True)")
+    example_option = "partition_size=131_072"
     _gradients: ScheduledGradients
 
     def __init__(
@@ -193,7 +206,7 @@ class ByteSchedulerStrategy(RankStrategy):
         mode: Literal["auto", "overlapped", "ddp"] = "auto",
         credit_tuning: bool | None = None,
         partition_tuning: bool | None = None,
-        timeline: str | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
         bucket_cap_mb: float | None = None,
@@ -201,7 +214,9 @@ class ByteSchedulerStrategy(RankStrategy):
         **kwargs: Any,
     ) -> None:
         require_bool("log_metrics", log_metrics)
-        check_bucket_cap(bucket_cap_mb)
+        own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
+        named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}  # LightningCLI's
+        require_known(named, [*own, *known_ddp_options()], of="ByteSchedulerStrategy", elsewhere=_ELSEWHERE)
         check_ddp_options(
             {
                 **kwargs,
@@ -211,9 +226,7 @@ class ByteSchedulerStrategy(RankStrategy):
                 "model_averaging_period": model_averaging_period,
             }
         )
-        own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
-        # LightningCLI hands over all that DDP's constructor has.
-        require_known(kwargs, [*own, *known_ddp_options(), *SAID_BY_THE_STRATEGY])
+        check_ddp_values({**kwargs, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view})
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
@@ -224,6 +237,8 @@ class ByteSchedulerStrategy(RankStrategy):
             timeline=timeline,
             debug=debug,
         )
+        _say_if_tiny("partition_size", self._options.partition_size)
+        _say_if_tiny("credit", self._options.credit)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -246,6 +261,8 @@ class ByteSchedulerStrategy(RankStrategy):
             tuning=self._tuning,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
+        for name in SAID_BY_THE_STRATEGY:
+            self._ddp_kwargs.pop(name, None)
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
@@ -376,3 +393,12 @@ class ByteSchedulerStrategy(RankStrategy):
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(*args, **kwargs)
+
+
+def _say_if_tiny(option: str, size: int | None) -> None:
+    """Somebody may have meant megabytes."""
+    if size is not None and size < _TINY:
+        rank_zero_info(
+            f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is slow. "
+            f"{size} MB of fp32 = {size * 250_000:,} parameters."
+        )

@@ -1,6 +1,8 @@
 """DiLoCo with workers of unequal speed: rounds that end for all together, and a mean weighted by samples.
 
-What can be used without a Trainer: the logic of rounds, the mean of pseudo-gradients, and the record of a training.
+What can be used without a Trainer: the logic of rounds, the mean of pseudo-gradients, and the record of a training. Who
+has a network of his own carries the messages of :class:`BatchScheduler` and :class:`RoundCounter` over it: ``encode``
+writes one as a line of JSON, and ``decode`` reads it.
 Imported at the first use, so that a record can be read without torch.
 """
 
@@ -8,9 +10,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
+    from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
     from lightning_bytescheduler.diloco.batch_size import find_batch_size, resolve_batch_size
     from lightning_bytescheduler.diloco.fragments import FragmentOptions, mix, split_fragments
+    from lightning_bytescheduler.diloco.messages import (
+        PARAMETER_SERVER,
+        Acknowledge,
+        CollectPseudoGradients,
+        EndRound,
+        Envelope,
+        JoinRounds,
+        LeaveRounds,
+        MergePseudoGradients,
+        Message,
+        PassedRoundEnd,
+        PseudoGradientArrived,
+        RoundEnded,
+        RoundStarted,
+        RoundStatus,
+        SchedulerMessage,
+        SendAfter,
+        SendingPseudoGradient,
+        SendNow,
+        StartRound,
+        StepMetrics,
+        StepReport,
+        TrainingOver,
+        WaitForRound,
+        WorkerMessage,
+        decode,
+        encode,
+    )
     from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, pseudo_gradient
     from lightning_bytescheduler.diloco.picture import draw_rounds
     from lightning_bytescheduler.diloco.round_counter import RoundCounter
@@ -24,26 +54,65 @@ if TYPE_CHECKING:
         SampleTarget,
         project,
     )
-    from lightning_bytescheduler.diloco.round_record import RoundRecord, read_rounds, waiting_share, write_round
-    from lightning_bytescheduler.diloco.weighted_mean import WeightedMean, pseudo_gradient_weight
-    from lightning_bytescheduler.diloco.wire_dtype import WireFormat
+    from lightning_bytescheduler.diloco.round_record import (
+        Activity,
+        RoundRecord,
+        WorkerRound,
+        read_rounds,
+        waiting_share,
+        write_round,
+    )
+    from lightning_bytescheduler.diloco.weighted_mean import WeightedMean, Weighting, pseudo_gradient_weight
+    from lightning_bytescheduler.diloco.wire_dtype import Rounding, WireDtype, WireFormat
 
 __all__ = [
+    "PARAMETER_SERVER",
+    "Acknowledge",
+    "Activity",
     "BatchScheduler",
+    "BatchSchedulerState",
+    "CollectPseudoGradients",
+    "EndRound",
+    "Envelope",
     "FastestSteps",
     "FixedSteps",
     "FragmentOptions",
+    "JoinRounds",
+    "LeaveRounds",
+    "MergePseudoGradients",
+    "Message",
     "OuterOptimizer",
     "Pace",
+    "PassedRoundEnd",
     "Projection",
+    "PseudoGradientArrived",
     "RoundCounter",
+    "RoundEnded",
     "RoundOptions",
     "RoundRecord",
+    "RoundStarted",
+    "RoundStatus",
     "RoundTarget",
+    "Rounding",
     "SampleTarget",
+    "SchedulerMessage",
+    "SendAfter",
+    "SendNow",
+    "SendingPseudoGradient",
+    "StartRound",
+    "StepMetrics",
+    "StepReport",
+    "TrainingOver",
+    "WaitForRound",
     "WeightedMean",
+    "Weighting",
+    "WireDtype",
     "WireFormat",
+    "WorkerMessage",
+    "WorkerRound",
+    "decode",
     "draw_rounds",
+    "encode",
     "find_batch_size",
     "mix",
     "project",
@@ -57,21 +126,53 @@ __all__ = [
 ]
 
 _PLACES = {
+    "Acknowledge": "messages",
+    "Activity": "round_record",
     "BatchScheduler": "batch_scheduler",
+    "BatchSchedulerState": "batch_scheduler",
+    "CollectPseudoGradients": "messages",
+    "EndRound": "messages",
+    "Envelope": "messages",
     "FastestSteps": "round_end",
     "FixedSteps": "round_end",
     "FragmentOptions": "fragments",
+    "JoinRounds": "messages",
+    "LeaveRounds": "messages",
+    "MergePseudoGradients": "messages",
+    "Message": "messages",
     "OuterOptimizer": "outer_optimizer",
+    "PARAMETER_SERVER": "messages",
     "Pace": "round_end",
+    "PassedRoundEnd": "messages",
     "Projection": "round_end",
+    "PseudoGradientArrived": "messages",
     "RoundCounter": "round_counter",
+    "RoundEnded": "messages",
     "RoundOptions": "round_end",
     "RoundRecord": "round_record",
+    "RoundStarted": "messages",
+    "RoundStatus": "messages",
     "RoundTarget": "round_end",
+    "Rounding": "wire_dtype",
     "SampleTarget": "round_end",
+    "SchedulerMessage": "messages",
+    "SendAfter": "messages",
+    "SendNow": "messages",
+    "SendingPseudoGradient": "messages",
+    "StartRound": "messages",
+    "StepMetrics": "messages",
+    "StepReport": "messages",
+    "TrainingOver": "messages",
+    "WaitForRound": "messages",
     "WeightedMean": "weighted_mean",
+    "Weighting": "weighted_mean",
+    "WireDtype": "wire_dtype",
     "WireFormat": "wire_dtype",
+    "WorkerMessage": "messages",
+    "WorkerRound": "round_record",
+    "decode": "messages",
     "draw_rounds": "picture",
+    "encode": "messages",
     "find_batch_size": "batch_size",
     "mix": "fragments",
     "project": "round_end",
@@ -91,3 +192,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

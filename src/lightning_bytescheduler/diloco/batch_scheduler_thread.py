@@ -195,9 +195,9 @@ class BatchSchedulerThread:
 
     def _take_step_metrics(self, message: StepMetrics) -> None:
         rate = self._rates.setdefault(message.worker, _own_mean())
-        rate.update(message.seconds / message.samples, message.samples)
+        rate.update(message.seconds / message.batch_size, message.batch_size)
         if message.loss is not None:
-            self._loss.update(message.loss, message.samples)
+            self._loss.update(message.loss, message.batch_size)
 
     def _deliver(self, envelopes: Sequence[Envelope]) -> None:
         over = any(isinstance(envelope.message, TrainingOver) for envelope in envelopes)

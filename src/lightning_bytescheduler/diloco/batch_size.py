@@ -40,7 +40,7 @@ _CANNOT = "A batch size cannot be found with batch_size='auto'; give batch_size 
 
 
 def resolve_batch_size(
-    batch_size: int | Sequence[int] | str | None,
+    batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None,
     *,
     worker: int = 0,
     environ: Mapping[str, str] | None = None,

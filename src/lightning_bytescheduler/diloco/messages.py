@@ -175,14 +175,14 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
     Attributes:
         worker: Who.
         round: In which round.
-        samples: Of the step.
+        batch_size: Samples of the step.
         seconds: That it took.
         loss: Its loss, or ``None``.
     """
 
     worker: _Name
     round: _Count
-    samples: _Count
+    batch_size: _Count
     seconds: _Number
     loss: float | None = None
 

@@ -6,44 +6,72 @@ gradients.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import (
     is_whole,
+    parse_size,
     require_bool,
+    require_known,
+    require_new_file,
+    require_one_of,
     require_positive,
     require_share,
-    require_size,
     require_whole,
 )
 from lightning_bytescheduler.ddp.ddp_arguments import (
-    check_bucket_cap,
+    ELSEWHERE,
     check_ddp_options,
+    check_ddp_values,
     known_ddp_options,
-    require_known,
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.weighted_mean import require_weighting
-from lightning_bytescheduler.diloco.wire_dtype import WIRE_DTYPES, WireFormat
+from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
+from lightning_bytescheduler.diloco.wire_dtype import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["DiLoCoOptions", "OuterOptions", "common_options", "ddp_options", "description", "scheduler_options"]
+__all__ = [
+    "OPTIONS_ELSEWHERE",
+    "DiLoCoOptions",
+    "OuterOptions",
+    "common_options",
+    "ddp_options",
+    "description",
+    "scheduler_options",
+]
 
 _INNER = ("ddp", "bytescheduler")
 _NODE = "node"
 _STEPS = 100
 _TIMEOUT_S = 1800.0
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
+_LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
 _REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
+_OPTIMIZER = "a function or class that makes an optimizer of a list of tensors, or None"
+
+OPTIONS_ELSEWHERE = {
+    **ELSEWHERE,
+    **{
+        name: f"Where several processes form a worker (inner=...), write inner_options={{{name!r}: ...}}."
+        for name in (*known_ddp_options(), *_SCHEDULED)
+        if name not in ("partition_size", "credit")
+    },
+    "outer_learning_rate": "Did you mean 'outer_lr'?",
+    "local_steps": "Did you mean 'inner_steps'?",
+    "sync_every": "Did you mean 'inner_steps'?",
+}
+"""What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +89,18 @@ class DiLoCoOptions:
     outer_lr: float | None
     outer_momentum: float | None
     outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
-    weighting: str
+    weighting: Weighting
     fragments: int
     overlap_steps: int
     mixing: float | None
-    wire_dtype: str
+    wire_dtype: WireDtype
     lead_steps: int
-    batch_size: int | Sequence[int] | str | None
+    batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
     partition_size: int
     credit: int
-    rounds_file: str | None
-    inner: str | None
-    inner_size: int | str | None
+    rounds_file: str | os.PathLike[str] | None
+    inner: Literal["ddp", "bytescheduler"] | None
+    inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
@@ -90,20 +118,23 @@ class DiLoCoOptions:
         self._check_outer_optimizer()
         require_weighting("weighting", self.weighting)
         FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise OptionError("wire_dtype", self.wire_dtype, f"one of {', '.join(map(repr, WIRE_DTYPES))}")
+        steps = _STEPS if self.inner_steps is None else self.inner_steps
+        if self.samples_per_round is None and self.overlap_steps >= steps:
+            raise OptionError(
+                "overlap_steps", self.overlap_steps, f"less than the steps between two sends, inner_steps={steps}"
+            )
+        require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         require_whole("lead_steps", self.lead_steps, 1)
-        require_size("partition_size", self.partition_size)
-        require_size("credit", self.credit)
+        for option in ("partition_size", "credit"):
+            object.__setattr__(self, option, parse_size(option, getattr(self, option)))
         self._check_batch_size()
-        if self.rounds_file is not None and (not isinstance(self.rounds_file, str) or not self.rounds_file):
-            raise OptionError("rounds_file", self.rounds_file, "the path of a file, or None")
+        if self.rounds_file is not None:
+            object.__setattr__(self, "rounds_file", require_new_file("rounds_file", self.rounds_file))
         self._check_inner()
 
     def _check_outer_optimizer(self) -> None:
         if self.outer_optimizer is not None:
-            if not callable(self.outer_optimizer):
-                raise OptionError("outer_optimizer", self.outer_optimizer, "a function that makes an optimizer")
+            self._check_factory(self.outer_optimizer)
             for option in ("outer_lr", "outer_momentum"):
                 if getattr(self, option) is not None:
                     raise OptionError(option, getattr(self, option), "left out where outer_optimizer is given")
@@ -111,6 +142,20 @@ class DiLoCoOptions:
             require_positive("outer_lr", self.outer_lr)
         if self.outer_momentum is not None:
             require_share("outer_momentum", self.outer_momentum)
+
+    def _check_factory(self, given: object) -> None:
+        way_out = "Write, for example, outer_optimizer=lambda tensors: torch.optim.Adam(tensors, lr=0.01)."
+        if isinstance(given, Optimizer):
+            way_out = f"It is an optimizer of other tensors than the outer weights. {way_out}"
+        elif callable(given) and not (isinstance(given, type) and not issubclass(given, Optimizer)):
+            try:
+                inspect.signature(given).bind([])
+                return
+            except TypeError:
+                way_out = f"It is called with the list alone. {way_out}"
+            except ValueError:  # has no signature to look at
+                return
+        raise OptionError("outer_optimizer", given, _OPTIMIZER, way_out)
 
     def _check_batch_size(self) -> None:
         sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
@@ -126,7 +171,7 @@ class DiLoCoOptions:
                     raise OptionError(option, getattr(self, option), "left out where inner is")
             return
         if self.inner not in _INNER:
-            raise OptionError("inner", self.inner, f"{' or '.join(map(repr, _INNER))}, or None")
+            require_one_of("inner", self.inner, (*_INNER, None))
         size = self.inner_size
         if size != _NODE and not is_whole(size, 2):
             raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
@@ -256,9 +301,22 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     scheduled = inner == "bytescheduler"
     if scheduled:
         check_ddp_options(given)
+    elsewhere = {
+        **ELSEWHERE,
+        **{field.name: "It is an option of DiLoCoStrategy itself." for field in fields(DiLoCoOptions)},
+        **dict.fromkeys(_LAUNCH, "It is an option of DiLoCoStrategy itself."),
+        **dict.fromkeys(_SCHEDULED, "Only inner='bytescheduler' has it."),
+    }
+    known = [*_SCHEDULED * scheduled, *known_ddp_options()]
+    require_known(
+        {name: value for name, value in given.items() if name not in _REFUSED or not scheduled},
+        known,
+        of="inner_options",
+        elsewhere=elsewhere,
+    )
+    check_ddp_values(given)
+    if scheduled:
         given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
-    check_bucket_cap(given.get("bucket_cap_mb"))
-    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], where="inner_options")
     return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
 
 

@@ -9,8 +9,11 @@ outer step on every worker then has the same bits even if their devices differ.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +22,47 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bytescheduler.checks import require_positive, require_share
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["OuterOptimizer", "OuterState", "pseudo_gradient"]
+__all__ = ["OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a worker's steps have taken off its weights, in fp32: ``before - after``, for the names of ``after``."""
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
+
+
+def made_by(
+    factory: Callable[[list[Tensor]], Optimizer], tensors: list[Tensor], *, option: str = "factory"
+) -> Optimizer:
+    """The optimizer that ``factory`` makes of ``tensors``, if it will step them.
+
+    Args:
+        factory: Makes it.
+        tensors: What it is to step.
+        option: What an error calls ``factory``.
+
+    Raises:
+        OptionError: If it is no optimizer, has other tensors, or takes its steps with a closure.
+    """
+    made = factory(tensors)
+    if not isinstance(made, Optimizer):
+        raise OptionError(option, factory, "a function that makes an optimizer", f"It returned {type(made).__name__}.")
+    held = {id(tensor) for group in made.param_groups for tensor in group["params"]}
+    if any(id(tensor) not in held for tensor in tensors):
+        raise OptionError(
+            option,
+            factory,
+            "a function that makes an optimizer of the tensors it is given",
+            "It made one of other tensors, such as the model's parameters, which would leave the outer weights alone.",
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            option, factory, "a function that makes an optimizer whose step needs no closure", "torch.optim.LBFGS does."
+        )
+    return made
 
 
 class OuterOptimizer:
@@ -54,6 +89,7 @@ class OuterOptimizer:
         for option, value in (("lr", lr), ("momentum", momentum)):
             if factory is not None and value is not None:
                 raise OptionError(option, value, "left out where factory makes the optimizer, and set in there")
+        self._given = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
         lr = require_positive("lr", 0.7 if lr is None else lr)
         momentum = require_share("momentum", 0.9 if momentum is None else momentum)
         self._weights = {
@@ -64,7 +100,7 @@ class OuterOptimizer:
         if factory is None:
             self._optimizer: Optimizer = SGD(tensors, lr=lr, momentum=momentum, nesterov=momentum > 0)
         else:
-            self._optimizer = factory(tensors)
+            self._optimizer = made_by(factory, tensors)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -97,11 +133,12 @@ class OuterOptimizer:
         state: dict[str, Any] = {
             "weights": {name: tensor.clone() for name, tensor in self._weights.items()},
             "optimizer": _copied(self._optimizer.state_dict()),
+            "kind": type(self._optimizer).__name__,
         }
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state.
+        """Carry on from a state; a learning rate and a momentum that were given stay.
 
         Raises:
             ValueError: If its weights have other names or shapes, or it is another optimizer's; nothing was changed.
@@ -110,7 +147,17 @@ class OuterOptimizer:
         ours = {name: tensor.shape for name, tensor in self._weights.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != ours:
             raise ValueError("The outer state does not fit: its weights have other names or shapes.")
+        kind = type(self._optimizer).__name__
+        if state.get("kind", kind) != kind:
+            raise ValueError(
+                f"The outer state in the checkpoint is of the optimizer {state['kind']}, and outer_optimizer makes "
+                f"{kind}. Go on with the one of before, or load the weights alone, with load_from_checkpoint()."
+            )
         self._optimizer.load_state_dict(_copied(state["optimizer"]))
+        for group in self._optimizer.param_groups:
+            group.update(self._given)
+            if "momentum" in self._given:
+                group["nesterov"] = group["momentum"] > 0
         for name, tensor in weights.items():
             self._weights[name].copy_(tensor)
 
@@ -142,7 +189,7 @@ class OuterState:
             {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             lr=lr,
             momentum=momentum,
-            factory=factory,
+            factory=None if factory is None else partial(made_by, factory, option="outer_optimizer"),
         )
         self._samples = [0] * len(trained.fragments)  # that this worker has processed since it last sent the fragment
         self._tokens = [0] * len(trained.fragments)
@@ -165,13 +212,15 @@ class OuterState:
             The pseudo-gradient, flat, and the weight it has in the mean.
 
         Raises:
-            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
+            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart; or if one
+                has diverged.
         """
         self.trained.check()
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         parts = pseudo_gradient(self._optimizer.weights, after)
         weight = pseudo_gradient_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
+        _require_sane(parts, weight)
         self._samples[fragment] = self._tokens[fragment] = 0
         return torch.cat([parts[name].reshape(-1) for name in names]), weight
 
@@ -225,6 +274,23 @@ class OuterState:
         """
         weights = state.get("weights", self._optimizer.state_dict()["weights"])
         self._optimizer.load_state_dict({**state, "weights": weights})
+
+
+def _require_sane(parts: Mapping[str, Tensor], weight: int) -> None:
+    """Refuse to average what would spoil every worker's weights.
+
+    Raises:
+        UnsupportedError: Names the first parameter that is infinite or NaN, or has changed beyond all measure.
+    """
+    for name, tensor in parts.items():
+        extent = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if not extent * weight < LARGEST:  # NaN is not less, either
+            state = f"has changed by {extent:.1e} in one round" if math.isfinite(extent) else "is infinite or NaN"
+            raise UnsupportedError(
+                f"Parameter {name!r} of this worker {state}: its training has diverged, and is not averaged with the "
+                "others'. Use a lower learning rate, or Trainer(gradient_clip_val=...), or more steps in a round; "
+                "Trainer(detect_anomaly=True) finds where NaN begins."
+            )
 
 
 def _copied(state: Any) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_bool
-from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.checks import options_by_name, require_bool
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 __all__ = ["PerformanceMonitor", "TakesBatchReports"]
 
@@ -28,6 +29,7 @@ class TakesBatchReports(Protocol):
         """How the rounds go, by name; what is not known is left out."""
 
 
+@options_by_name
 class PerformanceMonitor(pl.Callback):
     """Measures each batch for the strategy ``diloco``, which adds this callback if there is none.
 
@@ -69,15 +71,41 @@ class PerformanceMonitor(pl.Callback):
             return 0 if tensor.is_floating_point() else tensor.numel()
         return 0
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Say where nothing is measured, and refuse to measure twice.
+
+        Raises:
+            UnsupportedError: If two monitors would each report every batch.
+        """
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, TakesBatchReports):
+            rank_zero_warn(
+                f"PerformanceMonitor measures for strategy 'diloco', and does nothing with "
+                f"{type(trainer.strategy).__name__}: leave the callback out."
+            )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if sum(isinstance(callback, PerformanceMonitor) for callback in callbacks) > 1:
+            raise UnsupportedError(
+                "The Trainer has more than one PerformanceMonitor among its callbacks, and each would report every "
+                "batch: leave one of them."
+            )
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the batch, and log how the round goes."""
+        """Measure the batch, and log how the round goes.
+
+        Raises:
+            OptionError: If ``batch_samples`` or ``batch_tokens`` returned something else than a number.
+        """
         strategy = trainer.strategy
         if not isinstance(strategy, TakesBatchReports):
             return
         strategy.report_batch(
-            samples=self.batch_samples(batch), tokens=self.batch_tokens(batch), loss=self._loss(outputs)
+            samples=_whole("batch_samples(batch)", self.batch_samples(batch), least=1),
+            tokens=_whole("batch_tokens(batch)", self.batch_tokens(batch), least=0),
+            loss=self._loss(outputs),
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._log_metrics and not trainer.barebones and every and not trainer.global_step % every:
@@ -103,6 +131,17 @@ class PerformanceMonitor(pl.Callback):
             return _finite(loss)
         before, self._last_loss = self._last_loss, loss
         return None if before is None else _finite(before)
+
+
+def _whole(method: str, value: Any, *, least: int) -> int:
+    """What a method that may be overridden has returned, also as a number of NumPy's or a tensor of one."""
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError, ValueError):
+        number = -1
+    if isinstance(value, bool) or number < least:
+        raise OptionError(method, value, f"a whole number, {least} or more")
+    return number
 
 
 def _finite(loss: Tensor) -> float | None:

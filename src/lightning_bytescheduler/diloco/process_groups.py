@@ -18,13 +18,17 @@ Waits end with the group's timeout, the strategy's, or when a rank that has died
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import io
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -134,6 +138,7 @@ class WorkerWorld:
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
         meet(dist.PrefixStore("meeting", store))
         worker, place = divmod(rank, inner_size)
+        before = sys.excepthook
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(worker_name(worker), store),
@@ -142,6 +147,7 @@ class WorkerWorld:
             timeout=timeout,
             **options,
         )
+        _name_in_tracebacks(rank, before)
 
         def group(name: str, rank: int, size: int, timeout: timedelta = timeout) -> dist.ProcessGroup:
             made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
@@ -174,6 +180,40 @@ class WorkerWorld:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _NamesRank:
+    """Begins each line of the traceback that ends this process with its rank among all.
+
+    ``init_process_group`` has torch do that, with the rank in the default group: 0 on each worker of one process.
+
+    Args:
+        rank: Among all ranks.
+        shows: Writes the traceback.
+    """
+
+    def __init__(self, rank: int, shows: Callable[..., object]) -> None:
+        self._rank = rank
+        self.shows = shows
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            self.shows(kind, error, trace)
+        lines = text.getvalue().split("\n")
+        sys.stderr.write("\n".join(f"[rank{self._rank}]: {line}" if line else "" for line in lines))
+        sys.stderr.flush()
+
+
+def _name_in_tracebacks(rank: int, before: Callable[..., object]) -> None:
+    """Put this rank's number in the place of the one that torch has just given, if it has.
+
+    Args:
+        rank: Among all ranks.
+        before: What showed tracebacks before.
+    """
+    if sys.excepthook is not before:
+        sys.excepthook = _NamesRank(rank, before.shows if isinstance(before, _NamesRank) else before)
 
 
 class JointCollectives:

@@ -139,12 +139,21 @@ class RoundFile:
     Args:
         path: Of the file, or ``None`` to write nothing.
         append: Whether to go on with what is there.
+        option: The option that named the file, if the user did: then it is opened at once.
+
+    Raises:
+        OptionError: If a file that the user named cannot be written.
     """
 
-    def __init__(self, path: Path | None, *, append: bool) -> None:
+    def __init__(self, path: Path | None, *, append: bool, option: str = "") -> None:
         self._path = path
         self._mode = "a" if append else "w"
         self._file: IO[str] | None = None
+        if option and path is not None:
+            try:
+                self._file = self._open(path)
+            except OSError as error:
+                raise OptionError(option, os.fspath(path), f"a file that can be written ({error.strerror})") from error
 
     def write(self, record: RoundRecord) -> None:
         """Append a round."""
@@ -152,12 +161,15 @@ class RoundFile:
             return
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open(self._mode, encoding="utf-8")
+                self._file = self._open(self._path)
             write_round(record, self._file)
         except OSError as error:
             log.warning("Rounds are not recorded any more: %s", error)
             self._path = None
+
+    def _open(self, path: Path) -> IO[str]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open(self._mode, encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

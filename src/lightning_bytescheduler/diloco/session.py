@@ -349,7 +349,7 @@ class LeadingSession(WorkerSession):
             report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
         self._state.count(samples=samples, tokens=tokens)
         self._post(report)
-        self._post(StepMetrics(worker=self.worker, round=report.round, samples=samples, seconds=seconds, loss=loss))
+        self._post(StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss))
 
     def _is_due(self) -> bool:
         with self._changed:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
 from lightning_bytescheduler.diloco.options import (
+    OPTIONS_ELSEWHERE,
     DiLoCoOptions,
     common_options,
     ddp_options,
@@ -36,7 +39,7 @@ from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundH
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import hold_roll_call, require_alike
+from lightning_bytescheduler.failures.startup_check import RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -57,6 +60,7 @@ __all__ = ["DiLoCoStrategy"]
 log = logging.getLogger(__name__)
 
 
+@options_by_name
 class DiLoCoStrategy(WorkerStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
@@ -143,6 +147,8 @@ class DiLoCoStrategy(WorkerStrategy):
     own_names = OwnNames(
         "diloco", with_option="DiLoCoStrategy(..., inner_options={{'{option}': True}})", unused_variants=False
     )
+    example_option = "inner_steps=100"
+    _options_elsewhere = OPTIONS_ELSEWHERE
 
     def __init__(
         self,
@@ -162,16 +168,16 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
-        weighting: str = "samples",
+        weighting: Literal["samples", "tokens", "uniform"] = "samples",
         fragments: int = 1,
         overlap_steps: int = 0,
         mixing: float | None = None,
-        wire_dtype: str = "fp32",
+        wire_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32",
         lead_steps: int = 3,
-        batch_size: int | Sequence[int] | str | None = None,
+        batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
         partition_size: int = 1_000_000,
         credit: int = 2_000_000,
-        rounds_file: str | None = None,
+        rounds_file: str | os.PathLike[str] | None = None,
         inner: Literal["ddp", "bytescheduler"] | None = None,
         inner_size: int | Literal["node"] | None = None,
         inner_options: Mapping[str, Any] | None = None,
@@ -198,6 +204,8 @@ class DiLoCoStrategy(WorkerStrategy):
             inner_size=inner_size,
             inner_options=inner_options,
         )
+        if batch_size is None:
+            resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._world: WorkerWorld | None = None
         self._runtime: LeadingRuntime | FollowingRuntime | None = None
         self._boundaries: RoundBoundaries | None = None
@@ -247,6 +255,7 @@ class DiLoCoStrategy(WorkerStrategy):
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            _refuse_searches(callbacks_of(trainer))
             hooks = RoundHooks(self)
             callbacks_of(trainer).insert(0, hooks)
             self._added = [hooks]
@@ -276,24 +285,31 @@ class DiLoCoStrategy(WorkerStrategy):
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        with self._watched_rendezvous("diloco", self.ranks):
+        with self._watched_rendezvous("diloco", self.ranks) as watch:
             self._world = WorkerWorld.join(
                 rank=self.global_rank,
                 size=self.ranks,
                 inner_size=self.inner_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
-                meet=self._meet_all,
+                meet=partial(self._meet_all, watch),
                 device_id=device if device.type != "cpu" else None,
             )
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
 
-    def _meet_all(self, store: dist.Store) -> None:
+    def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store) -> None:
         """Make sure with the other ranks that they are in the same training; before there are groups."""
         own = introduce(self.global_rank, "diloco", common_options(self._options))
         seconds = self._options.outer(self._timeout).timeout
-        require_alike(hold_roll_call(store, own, world_size=self.ranks, timeout=seconds), warn=rank_zero_warn)
+        ranks = hold_roll_call(
+            store,
+            own,
+            world_size=self.ranks,
+            timeout=seconds,
+            failure=lambda: None if watch is None else watch.difference,
+        )
+        require_alike(ranks, warn=rank_zero_warn)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
@@ -379,7 +395,11 @@ class DiLoCoStrategy(WorkerStrategy):
         options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
-        self._file = RoundFile(self._rounds_path(trainer), append=self._kept_state is not None)
+        self._file = RoundFile(
+            self._rounds_path(trainer),
+            append=self._kept_state is not None,
+            option="" if options.rounds_file is None else "rounds_file",
+        )
         self._runtime = make_runtime(
             module,
             options=options,
@@ -491,3 +511,16 @@ class DiLoCoStrategy(WorkerStrategy):
             self._slices.close(failed=True)
         if self._runtime is not None:
             self._runtime.fail(cause)
+
+
+def _refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
+    """Refuse Lightning's search for a learning rate, which has all ranks read one checkpoint and go back to it.
+
+    Raises:
+        UnsupportedError: Names the way out.
+    """
+    if any(isinstance(callback, pl.callbacks.LearningRateFinder) for callback in callbacks):
+        raise UnsupportedError(
+            "Strategy 'diloco' cannot look for a learning rate (Tuner.lr_find, LearningRateFinder), as its workers "
+            "train on their own. Find it before, with Trainer(devices=1)."
+        )

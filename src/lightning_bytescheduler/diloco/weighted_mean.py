@@ -12,6 +12,7 @@ it is rounded, relatively by 2^-51, and then to fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ from torch import Tensor
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["WEIGHTINGS", "WeightedMean", "pseudo_gradient_weight", "require_weighting"]
+__all__ = ["LARGEST", "WEIGHTINGS", "WeightedMean", "Weighting", "pseudo_gradient_weight", "require_weighting"]
 
-WEIGHTINGS = ("samples", "tokens", "uniform")
+Weighting = Literal["samples", "tokens", "uniform"]
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 """Ways to weight pseudo-gradients."""
 
 _COARSE_BITS, _FINE_BITS = 24, 40
-_LARGEST = 2.0**38  # of the weighted sum: 2^62 multiples of 2^-24
+LARGEST = 2.0**38
+"""Bound of the weighted sum: 2^62 multiples of 2^-24."""
 _MOST_WEIGHT = 2**28  # times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact
 _MOST_ADDED = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
 _CHUNK = 1 << 20  # elements that are worked on at once, so that what is needed besides the sum is small
@@ -78,7 +81,7 @@ class WeightedMean:
             tensor = pseudo_gradient[name]
             extent = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
             largest[name] = self._largest[name] + extent * weight
-            if not largest[name] < _LARGEST:  # NaN is not less, either
+            if not largest[name] < LARGEST:  # NaN is not less, either
                 raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
         self._largest = largest
         self._weight += weight

@@ -15,18 +15,20 @@ is a function of the seed: the same seed and tensor give the same bytes on the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.checks import require_one_of, require_whole
 
-__all__ = ["ROUNDINGS", "WIRE_DTYPES", "WireFormat"]
+__all__ = ["ROUNDINGS", "WIRE_DTYPES", "Rounding", "WireDtype", "WireFormat"]
 
-WIRE_DTYPES = ("fp32", "bf16", "int8", "int4")
+WireDtype = Literal["fp32", "bf16", "int8", "int4"]
+Rounding = Literal["stochastic", "nearest"]
+WIRE_DTYPES: tuple[WireDtype, ...] = get_args(WireDtype)
 """From exact to small."""
-ROUNDINGS = ("stochastic", "nearest")
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 """Ways to round to int8 and int4."""
 
 _BLOCK = 128  # 4 bytes of scale: 3 % on top of int8, 6 % on top of int4
@@ -47,13 +49,12 @@ class WireFormat:
         OptionError: Names the value that is not allowed.
     """
 
-    dtype: str = "fp32"
-    rounding: str = "stochastic"
+    dtype: WireDtype = "fp32"
+    rounding: Rounding = "stochastic"
 
     def __post_init__(self) -> None:
-        for option, allowed in (("dtype", WIRE_DTYPES), ("rounding", ROUNDINGS)):
-            if getattr(self, option) not in allowed:
-                raise OptionError(option, getattr(self, option), f"one of {', '.join(map(repr, allowed))}")
+        require_one_of("dtype", self.dtype, WIRE_DTYPES)
+        require_one_of("rounding", self.rounding, ROUNDINGS)
 
     def payload_bytes(self, elements: int) -> int:
         """Size of the payload of a tensor with so many elements."""

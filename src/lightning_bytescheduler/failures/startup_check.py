@@ -200,8 +200,17 @@ class RendezvousWatch:
         self._failed = f"failed/{next(_watches)}"
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
+        self._differ: RanksDifferError | None = None
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
+
+    @property
+    def difference(self) -> RanksDifferError | None:
+        """Why the ranks will not meet, once a rank is seen that runs another strategy."""
+        return self._differ
+
+    def _is_odd(self, text: str) -> bool:
+        return text.split(" ")[0] != self._strategy
 
     def __enter__(self) -> RendezvousWatch:
         self._thread.start()
@@ -214,8 +223,10 @@ class RendezvousWatch:
             self._error = error
         self._met.set()
         self._thread.join(_STOP_S)
-        if self._error is None:
+        if self._error is None or isinstance(error, RanksDifferError):
             return
+        if self._differ is not None:
+            raise self._differ from error
         if self._elsewhere:
             raise RanksUnreachableError(self._elsewhere) from error
         if _NO_CONNECTION in str(error):
@@ -224,7 +235,6 @@ class RendezvousWatch:
     def _run(self) -> None:
         started, warn_at = time.monotonic(), self._warn_after
         store: dist.Store | None = None
-        differ = False
         pause = min(_FIRST_S, self._warn_after)
         while not self._met.wait(pause):
             pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # all ranks ask about all
@@ -232,8 +242,13 @@ class RendezvousWatch:
                 store = store or self._connect()
                 waited = time.monotonic() - started
                 here = {} if store is None else self._here(store)
-                new = not differ and any(text.split(" ")[0] != self._strategy for text in here.values())
-                differ = differ or new  # that will not get better
+                odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
+                new = self._differ is None and bool(odd)
+                if new:  # that will not get better
+                    self._differ = RanksDifferError(
+                        f"The ranks do not run the same strategy: rank {self._rank} runs {self._strategy}, but "
+                        f"{'; '.join(odd[:_RANKS_SHOWN])}. Give all of them the same one."
+                    )
                 if waited >= warn_at or new:
                     warn_at *= 2 if waited >= warn_at else 1
                     self._say(store is not None, here, waited)
@@ -303,7 +318,7 @@ class RendezvousWatch:
         if min(here, default=self._rank) != self._rank:
             return  # the first one speaks for all
         missing = [rank for rank in range(self._world_size) if rank not in here]
-        odd = [f"rank {rank} runs {text}" for rank, text in here.items() if text.split(" ")[0] != self._strategy]
+        odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
         who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
         log.warning(
             "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s",

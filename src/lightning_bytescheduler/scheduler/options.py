@@ -5,12 +5,11 @@ Sizes are in parameters, as in the published ByteScheduler, and the variables ke
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_bytescheduler.checks import is_whole, require_bool, require_one_of, require_path, require_size
+from lightning_bytescheduler.checks import parse_size, require_bool, require_new_file, require_one_of
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["MODES", "SchedulerOptions"]
@@ -49,12 +48,12 @@ class SchedulerOptions:
         for option in ("partition_size", "credit"):
             value = getattr(self, option)
             if value is not None:
-                object.__setattr__(self, option, _size(option, value))
+                object.__setattr__(self, option, parse_size(option, value))
         for option in ("cross_barrier", "debug", "tunes_credit", "tunes_partition"):
             require_bool(option, getattr(self, option))
         require_one_of("mode", self.mode, MODES)
         if self.timeline is not None:
-            object.__setattr__(self, "timeline", require_path("timeline", self.timeline))
+            object.__setattr__(self, "timeline", require_new_file("timeline", self.timeline))
 
     @classmethod
     def resolve(
@@ -64,7 +63,7 @@ class SchedulerOptions:
         credit: int | None = None,
         cross_barrier: bool = True,
         mode: str = "auto",
-        timeline: str | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         credit_tuning: bool | None = None,
         partition_tuning: bool | None = None,
@@ -88,18 +87,19 @@ class SchedulerOptions:
         Raises:
             OptionError: Names the argument or variable, its value and what is allowed.
         """
-        env = os.environ if environ is None else environ
+        given = os.environ if environ is None else environ
+        env = {name: value.strip() for name, value in given.items() if value.strip()}  # an empty one is none
         tuned = {"credit": credit_tuning, "partition": partition_tuning}
-        for name, given in (("credit", credit), ("partition", partition_size)):
-            tuned[name] = _tuning(name, tuned[name], given, mode=mode, env=env)
+        for name, size in (("credit", credit), ("partition", partition_size)):
+            tuned[name] = _tuning(name, tuned[name], size, mode=mode, env=env)
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
-            partition_size = _size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
+            partition_size = parse_size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
         if tuned["credit"] is None:
             tuned["credit"] = mode == "auto"
         if credit is None and "BYTESCHEDULER_CREDIT" in env:
-            credit = _size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
-        if timeline is None:
-            timeline = env.get("BYTESCHEDULER_TIMELINE") or None
+            credit = parse_size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
+        if timeline is None and "BYTESCHEDULER_TIMELINE" in env:
+            timeline = require_new_file("BYTESCHEDULER_TIMELINE", env["BYTESCHEDULER_TIMELINE"])
         if debug is None:
             debug = _switch("BYTESCHEDULER_DEBUG", env.get("BYTESCHEDULER_DEBUG", "0"))
         ignored = [name for name in ("BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT") if name in env]
@@ -108,30 +108,12 @@ class SchedulerOptions:
             credit=credit,
             cross_barrier=cross_barrier,
             mode=mode,
-            timeline=timeline,
+            timeline=None if timeline is None else require_new_file("timeline", timeline),
             debug=debug,
             tunes_credit=bool(tuned["credit"]),
             tunes_partition=bool(tuned["partition"]),
             ignored_variables=tuple(ignored),
         )
-
-
-def _size(option: str, value: object) -> int:
-    """Parse a size; the published variables were read by ``int()`` and ``float()``, so ``16e6`` is fine."""
-    number: object = value
-    # What is no number stays as it is, and is refused below; int() of infinity or of "not a number" raises.
-    with contextlib.suppress(ValueError, OverflowError):
-        number = _number(value) if isinstance(value, str) else value
-        if isinstance(number, float) and number == int(number):
-            number = int(number)
-    return require_size(option, number if is_whole(number, 1) else value)
-
-
-def _number(text: str) -> int | float:
-    try:
-        return int(text)  # exact, where a float would round above 2**53
-    except ValueError:
-        return float(text)
 
 
 def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Mapping[str, str]) -> bool | None:
@@ -149,13 +131,13 @@ def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Map
         if require_bool(option, asked) and mode == "ddp":
             raise OptionError(option, asked, "False, or left out, where mode='ddp' leaves no sizes to tune")
         return asked
-    switched = _switch(variable, env[variable]) if env.get(variable, "").strip() else None
+    switched = _switch(variable, env[variable]) if variable in env else None
     if given is not None or mode == "ddp":
         return False  # an argument says what is used, whatever a variable says
     return switched
 
 
 def _switch(option: str, value: str) -> bool:
-    if value.strip() not in ("0", "1", ""):
+    if value not in ("0", "1"):
         raise OptionError(option, value, "0 or 1")
-    return value.strip() == "1"
+    return value == "1"

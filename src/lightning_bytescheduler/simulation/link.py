@@ -23,8 +23,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lightning_bytescheduler.checks import require_one_of, require_positive, require_seconds, require_whole
+from lightning_bytescheduler.checks import (
+    options_by_name,
+    require_one_of,
+    require_positive,
+    require_seconds,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.quantities import (
     duration_in_words,
@@ -33,12 +40,14 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 
-__all__ = ["ALGORITHMS", "LinkModel", "network_in_words"]
+__all__ = ["ALGORITHMS", "Algorithm", "LinkModel", "network_in_words"]
 
-ALGORITHMS = ("ring", "halving_doubling", "push_pull")
+Algorithm = Literal["ring", "halving_doubling", "push_pull"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """How gradients can be reduced."""
 
 
+@options_by_name
 @dataclass(frozen=True, init=False, slots=True)
 class LinkModel:
     """A network and the algorithm that reduces gradients over it.
@@ -65,7 +74,7 @@ class LinkModel:
     bandwidth: float
     latency: float = 0.0
     overhead: float = 0.0
-    algorithm: str = "ring"
+    algorithm: Algorithm = "ring"
     spare_servers: int = 0
     messages_in_flight: int | None = None
 

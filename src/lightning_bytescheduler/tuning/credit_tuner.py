@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_bytescheduler.checks import require_path, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_new_file, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
@@ -39,6 +39,7 @@ _RARE = 5  # where metrics are logged in more than every fifth step, they are pa
 _T = TypeVar("_T")
 
 
+@options_by_name
 class CreditTuner(pl.Callback):
     """Finds the credit, and with ``partition_tuning`` the partition size, that make steps fastest.
 
@@ -80,7 +81,7 @@ class CreditTuner(pl.Callback):
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         if record is not None:
-            require_path("record", record)
+            record = require_new_file("record", record)
         self._options = TuningOptions(
             trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
             steps_per_trial=steps_per_trial,
@@ -257,17 +258,30 @@ class CreditTuner(pl.Callback):
     # Lightning's hooks.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have nothing to tune.
+        """Refuse strategies that have nothing to tune, a second tuner, and a record that cannot be written.
 
         Raises:
-            UnsupportedError: If the strategy is another one, or the Trainer is of the other package of Lightning.
+            UnsupportedError: If the strategy is another one, or two tuners would decide, or the Trainer is of the
+                other package of Lightning.
+            OptionError: If the file that the user has named for the record cannot be written.
         """
         require_same_package(trainer, "CreditTuner")
-        if stage == "fit" and not hasattr(trainer.strategy, "runtime"):
+        if stage != "fit":
+            return
+        if not hasattr(trainer.strategy, "runtime"):
             raise UnsupportedError(
                 f"CreditTuner tunes ByteSchedulerStrategy, not {type(trainer.strategy).__name__}: use "
                 "Trainer(strategy='bytescheduler'), or leave the callback out."
             )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if sum(isinstance(callback, CreditTuner) for callback in callbacks) > 1:
+            raise UnsupportedError("The Trainer has more than one CreditTuner among its callbacks: leave one of them.")
+        if self._record_option is not None and trainer.is_global_zero:
+            try:
+                append_entries(self._record_option, ())
+            except OSError as error:
+                allowed = f"a file that can be written ({error.strerror})"
+                raise OptionError("record", self._record_option, allowed) from error
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
