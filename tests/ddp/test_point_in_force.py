@@ -215,8 +215,11 @@ def test_everything_is_in_the_record(tuner: CreditTuner, tmp_path: Path) -> None
 # What `pytest.warns` did not look for it tells again, and not as SciPy's.
 @pytest.mark.filterwarnings("ignore:np.find_common_type is deprecated:DeprecationWarning")
 def test_a_record_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    tuner = CreditTuner(record=tmp_path / "file" / "record.jsonl")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    tuner = CreditTuner(record=folder / "record.jsonl")
+    folder.rmdir()
+    folder.write_text("")  # as when a disk goes away
     with pytest.warns(UserWarning, match="no longer written"):
         SimulatedFit(tuner, nothing_to_gain).run(1200)
     assert tuner.is_settled

@@ -109,6 +109,22 @@ def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Stan
     assert ("sync_dist" in found.text) != uneven
 
 
+def test_a_sigterm_for_one_rank_is_the_reason() -> None:
+    standstill = find_standstill({0: GRADIENTS, 1: replace(COLLECTIVE, collective="broadcast", sigterm=True)})
+    assert standstill is not None
+    assert standstill.text.startswith("A SIGTERM has reached some ranks alone: rank 0 is ")
+    assert "rank 1 is in epoch 0, batch 4, has got a SIGTERM" in standstill.text
+    assert "Send it to all ranks" in standstill.text
+
+
+@pytest.mark.parametrize(("batches", "stopped"), [(3, True), (12, False)])
+def test_a_rank_that_stopped_by_itself_is_told_from_one_without_data(batches: int, stopped: bool) -> None:
+    ended = replace(ENDED, batches=batches, epoch_batches=batches, expected=12)
+    standstill = find_standstill({0: replace(NEXT_BATCH, batches=batches, expected=12), 1: ended})
+    assert standstill is not None
+    assert ("trainer.should_stop" in standstill.text) == stopped
+
+
 def test_each_rank_is_described() -> None:
     waits = replace(GRADIENTS, place="in epoch 1, batch 4 (backward)", epoch=1, expected=9)
     validates = replace(
@@ -291,6 +307,28 @@ def test_only_collectives_of_the_default_group_count(two_plain_ranks: RankPool) 
     reduces = Blocked("all_reduce", False)
     sends = Blocked("broadcast", False)
     assert seen == [Blocked("barrier", False), reduces, reduces, None, sends, Blocked("broadcast", True), None]
+
+
+def test_an_answer_to_a_sigterm_is_seen() -> None:
+    """A stand-in for torch's function, as it is seen from outside: by its name and its module's."""
+    entered, left = threading.Event(), [False]
+    names: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d", "enter": entered.set, "left": left}
+    # A loop in the function itself, as the frame that is seen is the innermost one.
+    exec("def broadcast(group=None):\n    enter()\n    while not left[0]:\n        pass\n", names)
+
+    def _sigterm_notifier_fn() -> None:
+        names["broadcast"]()
+
+    thread = threading.Thread(target=_sigterm_notifier_fn)
+    thread.start()
+    try:
+        assert entered.wait(10.0)
+        assert thread.ident is not None
+        seen = {blocked_in(thread.ident) for _ in range(100)}
+    finally:
+        left[0] = True
+        thread.join()
+    assert Blocked("broadcast", False, sigterm=True) in seen
 
 
 def _leaving(rank: int) -> list[Blocked | None]:

@@ -114,6 +114,12 @@ def test_many_ranks_are_counted() -> None:
     assert names_of(range(20)).endswith("15 and 4 more")
 
 
+def test_many_differences_are_counted() -> None:
+    ones = [introduction(rank, **{f"fact{n}": str(n + rank) for n in range(20)}) for rank in (0, 1)]
+    with pytest.raises(RanksDifferError, match=r"fact7 is .*; and 12 more differ\."):
+        require_alike(ones)
+
+
 WATCHED = """
 import sys, time
 from lightning_bytescheduler.failures import startup_check

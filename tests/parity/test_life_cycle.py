@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.ddp.plan import ONE_RANK
 from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
 from tests.parity.observers import sums
 from tests.parity.sabotage import nothing_lands_after_a_failure, nothing_lands_at_the_end
@@ -244,7 +245,7 @@ def test_one_process_trains_as_without_a_strategy(one_rank: RankPool) -> None:
     plain, ours = train_on(one_rank, recipe, Run(strategy="auto", options={}), Run())
     assert_same(plain, ours)
     assert ours[0].statistics is None
-    assert ours[0].reasons == ()
+    assert ours[0].reasons == (ONE_RANK,)
 
 
 def test_one_process_and_what_it_warns_of(one_rank: RankPool) -> None:

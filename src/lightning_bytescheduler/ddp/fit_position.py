@@ -10,11 +10,12 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
@@ -22,7 +23,7 @@ from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import PACKAGE, pl
 
-__all__ = ["FitPosition", "introduce", "parameter_facts", "place_of"]
+__all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "place_of", "shape_facts"]
 
 
 class FitPosition:
@@ -116,6 +117,7 @@ def _launched() -> int:
         return 0
 
 
+_GROUPS_COMPARED = 16
 _OF_ONE_RANK = ("BYTESCHEDULER_BATCH_SIZE",)  # by design
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs from process to process
 _LOCAL = ("BYTESCHEDULER_LIGHTNING", "BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")  # said otherwise, or ignored
@@ -137,7 +139,10 @@ def introduce(
     if trainer is not None:
         facts["what the Trainer does"] = getattr(trainer.state.fn, "value", trainer.state.fn)
         facts["precision"] = trainer.precision
-        for option in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"):
+        for option in (
+            *("max_steps", "max_epochs"),
+            *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+        ):
             facts[option] = getattr(trainer, option, None)
     variables = {
         name: os.environ[name]
@@ -162,6 +167,30 @@ def parameter_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     values = sum(torch.Size(shape).numel() for shape, _ in shapes)
     return {"trained model": f"{len(shapes)} tensors of {values:,} values (digest of shapes and types {digest})"}
+
+
+def shape_facts(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Shape and type of each parameter that is trained, by name: to be compared where models are known to differ."""
+    return {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters if p.requires_grad}
+
+
+def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:
+    """What of optimizers has to be the same on all ranks, and what had better be.
+
+    Returns:
+        Their classes and numbers of groups; and the numbers in their groups, which leave ranks with weights of their
+        own where they differ.
+    """
+    kinds = [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers]
+    numbers = {}
+    for index, optimizer in enumerate(optimizers):
+        which = f" of optimizer {index}" if len(optimizers) > 1 else ""
+        for place, group in enumerate(optimizer.param_groups[:_GROUPS_COMPARED]):
+            where = f" in group {place}" if len(optimizer.param_groups) > 1 else ""
+            for name, value in group.items():
+                if isinstance(value, (bool, int, float, str)) or (name == "betas" and isinstance(value, tuple)):
+                    numbers[f"{name}{where}{which}"] = str(value)
+    return {"optimizers": ", ".join(kinds) or "none"}, numbers
 
 
 def _version() -> str:

@@ -41,6 +41,9 @@ from lightning_bytescheduler.lightning_api import (
 __all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of"]
 
 
+_OUTCOME = "lightning_bytescheduler"
+
+
 class PublishingLauncher(_MultiProcessingLauncher):
     """See Lightning's launcher.
 
@@ -67,6 +70,15 @@ class PublishingLauncher(_MultiProcessingLauncher):
         except BaseException as error:
             self._strategy.publish_failure(error)
             raise
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """In rank 0: what the main process is told of the fit."""
+        return {**super().get_extra_results(trainer), _OUTCOME: self._strategy.outcome()}
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        """In the main process, which took no step itself."""
+        super().update_main_process_results(trainer, extra)
+        self._strategy.remember(extra[_OUTCOME])
 
 
 _T = TypeVar("_T")
@@ -119,6 +131,13 @@ class RankStrategy(DDPStrategy):
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
         self.own_names.require_for_notebook(self._launcher)
+
+    def outcome(self) -> Any:
+        """What is known of a fit when it is over, for a main process that starts ranks and is none itself."""
+        return None
+
+    def remember(self, outcome: Any) -> None:
+        """Know in the main process what rank 0 found."""
 
     # ------------------------------------------------------------------ who takes part
 
@@ -288,7 +307,8 @@ class RankStrategy(DDPStrategy):
             cause = self._explain(error)
             if cause is error:
                 raise
-            raise cause from error
+            # DDP's reducer passes what its hook raised on as words of its own.
+            raise cause from (None if str(cause) in str(error) else error)
 
     def _explain(self, error: BaseException) -> BaseException:
         if self._gradients is not None and self._gradients.runtime is not None:

@@ -40,7 +40,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.exceptions import SchedulerClosedError
+from lightning_bytescheduler.exceptions import SchedulerClosedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
@@ -137,6 +137,10 @@ class ScheduledGradients:
             opened_for=dict(self._opened_for),
         )
 
+    def remember(self, plan: OverlapPlan | None, statistics: SchedulerStatistics | None) -> None:
+        """Have what another process found as the outcome of the last fit."""
+        self._plan, self.statistics, self._early_reads = plan, statistics, None
+
     # ------------------------------------------------------------------ life cycle
 
     def prepare(self, board: FaultBoard) -> None:
@@ -148,7 +152,10 @@ class ScheduledGradients:
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
-            return  # DDP has an error for it
+            raise UnsupportedError(
+                f"No parameter of {type(module).__name__} requires gradients, so that there is nothing to train. Let "
+                "some layers learn (requires_grad_(True)) before fit, or call trainer.validate or trainer.test."
+            )
         self._known = set(map(id, parameters))
         groups = SchedulerGroups.create(timeout=self._timeout)
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))

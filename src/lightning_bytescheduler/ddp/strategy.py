@@ -24,7 +24,13 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     check_ddp_values,
     known_ddp_options,
 )
-from lightning_bytescheduler.ddp.fit_position import FitPosition, introduce, parameter_facts
+from lightning_bytescheduler.ddp.fit_position import (
+    FitPosition,
+    introduce,
+    optimizer_facts,
+    parameter_facts,
+    shape_facts,
+)
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
@@ -32,7 +38,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.exceptions import RanksDivergedError
+from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -274,6 +280,14 @@ class ByteSchedulerStrategy(RankStrategy):
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         return self._gradients.plan
 
+    def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
+        """See RankStrategy."""
+        return self.plan, self.statistics
+
+    def remember(self, outcome: tuple[OverlapPlan | None, SchedulerStatistics | None]) -> None:
+        """See RankStrategy."""
+        self._gradients.remember(*outcome)
+
     @property
     def runtime(self) -> SchedulerRuntime | None:
         """The scheduler during ``fit``."""
@@ -329,11 +343,25 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._board is not None:
             if module is not None:
                 self.barrier("model")  # notices a rank that died on the way here, which the store does not
-                self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
+                self._require_same_model(module)
             self._gradients.prepare(self._board)
         if self._position is not None:
             self._position.begin(self.runtime)
         super().configure_ddp()
+
+    def _require_same_model(self, module: pl.LightningModule) -> None:
+        try:
+            self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
+        except RanksDifferError:  # on every rank alike, so that all come here, too
+            self._meet("shapes", Introduction(rank=self.global_rank, facts=shape_facts(module.named_parameters())))
+            raise
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make them, and see that they are the same on all ranks; see DDPStrategy."""
+        super().setup_optimizers(trainer)
+        if self._board is not None and trainer.state.fn == TrainerFn.FITTING:
+            facts, noted = optimizer_facts(self.optimizers)
+            self._meet("optimizers", Introduction(rank=self.global_rank, facts=facts, noted=noted))
 
     def teardown(self) -> None:
         """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import WorkerSession
-from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 __all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
 
@@ -112,6 +112,11 @@ class RoundHooks(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Carry on from it; a checkpoint of another strategy has none."""
+        if CHECKPOINT_KEY not in checkpoint:
+            rank_zero_info(
+                "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
+                "and the outer optimizer begin anew."
+            )
         self._strategy.load_outer_state_dict(checkpoint.get(CHECKPOINT_KEY))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -242,7 +242,7 @@ class FaultBoard(FaultWatcher):
             if self._fault is not None:
                 return self._fault
             where = self._vital_signs.whereabouts() or "nobody answers"
-        located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}.")
+        located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
         return located
 

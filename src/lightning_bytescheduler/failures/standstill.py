@@ -48,6 +48,14 @@ _EVEN = (
     "DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or bound all with "
     "Trainer(limit_train_batches=N)."
 )
+_STOPPED = (
+    " A rank that leaves the fit within an epoch was stopped by itself, as by trainer.should_stop or max_time: let all "
+    "stop at the same step, as trainer.strategy.reduce_boolean_decision(stop, all=False) decides."
+)
+_SIGNALLED = (
+    "A SIGTERM for one of several ranks makes it wait for the others, which know nothing of it. Send it to all ranks, "
+    "or to rank 0 alone where Lightning has started the others."
+)
 _ALIKE = (
     "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
     "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition."
@@ -61,6 +69,7 @@ _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
 )  # fmt: skip
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
+_ANSWERS_SIGTERM = "_sigterm_notifier_fn"  # Lightning's signal connector
 _DEPTH = 12  # frames that are looked at for it
 _BUFFERS = "_distributed_broadcast_coalesced"
 _UNUSED_NUMBER = 2**30  # no message has it
@@ -82,6 +91,7 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
         collective: What its training thread is inside of on the default group: that of number ``launched``.
         begins_batch: Whether that is Lightning's own at the start of each batch.
+        sigterm: Whether that is Lightning's answer to a SIGTERM.
         ended: Whether it has left the fit.
         batches: That it has begun in this fit.
         launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
@@ -100,6 +110,7 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     awaited_step: int = 0
     collective: str = ""
     begins_batch: bool = False
+    sigterm: bool = False
     ended: bool = False
     batches: int = 0
     launched_at_batch: int = 0
@@ -132,6 +143,8 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
             waits = (
                 f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
             )
+        elif self.sigterm:
+            waits = ", has got a SIGTERM, and waits for the others to hear of it"
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
         batches = (
@@ -222,8 +235,14 @@ def _passed_by(one: Standing, other: Standing) -> bool:
 
 
 def _explain(standings: Mapping[int, Standing]) -> str:
+    if any(standing.sigterm for standing in standings.values()):
+        return f"A SIGTERM has reached some ranks alone: {_where(standings)}. {_SIGNALLED}"
     if _uneven(standings):
-        return f"The ranks have different numbers of batches, and wait for each other: {_where(standings)}. {_EVEN}"
+        stopped = any(one.ended and 0 < one.epoch_batches < one.expected for one in standings.values())
+        return (
+            f"The ranks have different numbers of batches, and wait for each other: {_where(standings)}. {_EVEN}"
+            f"{_STOPPED if stopped else ''}"
+        )
     return f"The ranks wait for each other in different places: {_where(standings)}. {_ALIKE}"
 
 
@@ -254,10 +273,12 @@ class Blocked:
     Attributes:
         collective: Its name.
         begins_batch: Whether Lightning's epoch loop calls it, before each batch.
+        sigterm: Whether Lightning's answer to a SIGTERM calls it.
     """
 
     collective: str
     begins_batch: bool
+    sigterm: bool = False
 
 
 def blocked_in(thread: int) -> Blocked | None:
@@ -274,7 +295,7 @@ def blocked_in(thread: int) -> Blocked | None:
         return Blocked("broadcast", False) if name == _BUFFERS else None
     if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
         return None
-    return Blocked(name, _called_from(frame, _BEGINS_BATCH))
+    return Blocked(name, _called_from(frame, _BEGINS_BATCH), _called_from(frame, _ANSWERS_SIGTERM))
 
 
 def _on_default_group(frame: FrameType) -> bool:

@@ -45,7 +45,9 @@ _CONNECT_S = 2.0
 _STOP_S = 5.0
 _LEAVE_S = 5.0  # for this rank to come out of the wait by itself, after another one has failed
 _RANKS_SHOWN = 16
+_DIFFERENCES_SHOWN = 8
 _LONGEST_TEXT = 2000
+_NO_ADDRESS = "Unable to find address for"
 _NO_CONNECTION = "connectFullMesh failed"  # as gloo says it
 _watches = itertools.count()
 _ABSENT = "nothing"
@@ -128,6 +130,9 @@ def require_alike(introductions: Sequence[Introduction], *, warn: Callable[[str]
     """
     differences = _differences(introductions, [one.facts for one in introductions])
     noted = _differences(introductions, [one.noted for one in introductions])
+    if len(differences) > _DIFFERENCES_SHOWN:
+        more = len(differences) - _DIFFERENCES_SHOWN
+        differences = [*differences[:_DIFFERENCES_SHOWN], f"and {more} more differ"]
     if differences:
         also = f" ({'; '.join(noted)})" if noted else ""
         raise RanksDifferError(
@@ -177,6 +182,16 @@ def _who(introductions: Sequence[Introduction]) -> str:
     return f"{names_of([one.rank for one in introductions])} ({', '.join(hosts)})"
 
 
+def _start(world_size: int) -> str:
+    """What makes that many ranks come, as this rank's environment has it."""
+    said = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS") if os.environ.get(name)]
+    of = f" ({', '.join(said)} in the environment)" if said else ""
+    return (
+        f" The number of ranks is Trainer's num_nodes times devices{of}. Start the script on each machine, with "
+        "torchrun or srun, and call fit on every rank."
+    )
+
+
 class RendezvousWatch:
     """Around the wait for other ranks.
 
@@ -200,6 +215,7 @@ class RendezvousWatch:
         self._failed = f"failed/{next(_watches)}"
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
+        self._answers = ""  # what came in place of a store, if anything
         self._differ: RanksDifferError | None = None
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
@@ -229,6 +245,12 @@ class RendezvousWatch:
             raise self._differ from error
         if self._elsewhere:
             raise RanksUnreachableError(self._elsewhere) from error
+        if _NO_ADDRESS in str(error):
+            name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            raise RanksUnreachableError(
+                f"GLOO_SOCKET_IFNAME={name!r} is not allowed: {socket.gethostname()} has no address on an interface of "
+                f"that name. It has {', '.join(name for _, name in socket.if_nameindex())}."
+            ) from error
         if _NO_CONNECTION in str(error):
             raise RanksUnreachableError(self._unreachable(str(error))) from error
 
@@ -239,8 +261,8 @@ class RendezvousWatch:
         while not self._met.wait(pause):
             pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # all ranks ask about all
             try:
-                store = store or self._connect()
                 waited = time.monotonic() - started
+                store = store or self._connect()
                 here = {} if store is None else self._here(store)
                 odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
                 new = self._differ is None and bool(odd)
@@ -257,6 +279,9 @@ class RendezvousWatch:
                     return
             except RuntimeError:  # the store has gone; whoever waits for it will say so
                 store = None
+                if self._answers and waited >= warn_at:
+                    warn_at *= 2
+                    self._say(False, {}, waited)
         if self._error is not None:
             self._tell(store)
 
@@ -295,9 +320,11 @@ class RendezvousWatch:
             socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
         except OSError:
             return None
+        self._answers = f"Something answers at {self._host}:{self._port}, but it is no rendezvous store of torch. "
         tcp = dist.TCPStore(
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
         )
+        self._answers = ""
         store = dist.PrefixStore(self._prefix, tcp)
         store.set(str(self._rank), f"{self._strategy} on {socket.gethostname()}")
         return store
@@ -310,9 +337,9 @@ class RendezvousWatch:
     def _say(self, reached: bool, here: dict[int, str], waited: float) -> None:
         if not reached:
             log.warning(
-                "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. Is rank 0 started, and "
-                "can it be reached from %s?",
-                self._rank, waited, self._host, self._port, socket.gethostname(),
+                "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. %sIs rank 0 started, and "
+                "can it be reached from %s? MASTER_ADDR and MASTER_PORT say where it is.",
+                self._rank, waited, self._host, self._port, self._answers, socket.gethostname(),
             )  # fmt: skip
             return
         if min(here, default=self._rank) != self._rank:
@@ -321,8 +348,9 @@ class RendezvousWatch:
         odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
         who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
         log.warning(
-            "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s",
+            "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s%s",
             self._world_size, self._host, self._port, waited, who,
             "; ".join(f"rank {rank} ({text})" for rank, text in list(here.items())[:16]),
             f" They do not run the same strategy: {'; '.join(odd[:16])}." if odd else "",
+            _start(self._world_size) if missing else "",
         )  # fmt: skip

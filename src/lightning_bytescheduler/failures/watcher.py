@@ -323,7 +323,11 @@ class FaultWatcher:
         blocked = None if standing.ended else blocked_in(self._training_thread)
         if blocked is not None:
             standing = replace(
-                standing, collective=blocked.collective, begins_batch=blocked.begins_batch, awaited_step=0
+                standing,
+                collective=blocked.collective,
+                begins_batch=blocked.begins_batch,
+                sigterm=blocked.sigterm,
+                awaited_step=0,
             )
         self._standstills.tell(standing)
         if self._vital_signs.examining:

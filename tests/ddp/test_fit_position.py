@@ -1,0 +1,40 @@
+"""What ranks compare before they train together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_bytescheduler.ddp.fit_position import optimizer_facts, parameter_facts, shape_facts
+
+
+def test_models_are_compared_by_shapes_and_types() -> None:
+    one, other = nn.Linear(4, 2), nn.Linear(2, 4)
+    assert parameter_facts(one.parameters()) == parameter_facts(nn.Linear(4, 2).parameters())
+    assert parameter_facts(one.parameters()) != parameter_facts(other.parameters())
+    assert shape_facts(other.named_parameters()) == {
+        "parameter 'weight'": "(4, 2) torch.float32",
+        "parameter 'bias'": "(4,) torch.float32",
+    }
+
+
+def test_what_is_frozen_is_not_compared() -> None:
+    layer = nn.Linear(4, 2)
+    layer.weight.requires_grad_(False)
+    assert list(shape_facts(layer.named_parameters())) == ["parameter 'bias'"]
+
+
+def test_optimizers_are_compared_by_class_and_numbers() -> None:
+    layer = nn.Linear(4, 2)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.5, "name": "biases"}]
+    facts, numbers = optimizer_facts([torch.optim.Adam(groups, lr=0.1), torch.optim.SGD([layer.bias], lr=1.0)])
+    assert facts == {"optimizers": "Adam with 2 groups, SGD with 1 groups"}
+    assert numbers["lr in group 0 of optimizer 0"] == "0.1"
+    assert numbers["lr in group 1 of optimizer 0"] == "0.5"
+    assert numbers["betas in group 0 of optimizer 0"] == "(0.9, 0.999)"
+    assert numbers["lr of optimizer 1"] == "1.0"
+    assert not [name for name in numbers if name.startswith("params")]
+
+
+def test_no_optimizer_is_said() -> None:
+    assert optimizer_facts([])[0] == {"optimizers": "none"}
