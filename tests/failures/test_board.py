@@ -162,7 +162,8 @@ def test_a_timeout_says_where_the_ranks_are(board: MakeBoard, error: BaseExcepti
     explained = ranks[0].explain(error)
     assert isinstance(explained, SchedulerTimeoutError)
     assert str(explained).endswith(
-        "Where the ranks are: rank 0: in training_step, step 4; rank 1: in training_step, step 3; rank 2: in setup."
+        "Where the ranks are: rank 0: in training_step, step 4; rank 1: in training_step, step 3; rank 2: in setup. "
+        "The strategy's timeout allows more."
     )
     assert ranks[0].explain(explained) is explained  # once is enough
     ranks[1].publish(ValueError("boom"))
