@@ -1,7 +1,9 @@
 """Every name the package promises, and what it stands for."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
@@ -60,3 +62,32 @@ def test_the_strategy_takes_everything_ddp_takes() -> None:
 def test_public_names_exist() -> None:
     for name in lightning_bytescheduler.__all__:
         assert getattr(lightning_bytescheduler, name) is not None
+
+
+FORKED = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_bytescheduler
+
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy="bytescheduler_notebook", max_steps=5, limit_val_batches=0, **quiet
+)
+assert trainer.strategy.plan is None
+trainer.fit(BoringModel())
+print("plan:", trainer.strategy.plan.steps, "steps:", trainer.strategy.statistics.steps)
+"""
+
+
+def test_a_main_process_that_forks_ranks_knows_what_came_of_it(tmp_path: Path) -> None:
+    """As in a notebook: the process that has the Trainer takes no step itself."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan: overlapped steps: 5" in done.stdout

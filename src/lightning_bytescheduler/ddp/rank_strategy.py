@@ -44,6 +44,17 @@ __all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of"]
 _OUTCOME = "lightning_bytescheduler"
 
 
+class _Outcome:
+    """Nothing that Lightning looks into for tensors to move: it would change what cannot be changed.
+
+    Args:
+        of_fit: What the strategy has to tell.
+    """
+
+    def __init__(self, of_fit: Any) -> None:
+        self.of_fit = of_fit
+
+
 class PublishingLauncher(_MultiProcessingLauncher):
     """See Lightning's launcher.
 
@@ -73,12 +84,12 @@ class PublishingLauncher(_MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """In rank 0: what the main process is told of the fit."""
-        return {**super().get_extra_results(trainer), _OUTCOME: self._strategy.outcome()}
+        return {**super().get_extra_results(trainer), _OUTCOME: _Outcome(self._strategy.outcome())}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         """In the main process, which took no step itself."""
         super().update_main_process_results(trainer, extra)
-        self._strategy.remember(extra[_OUTCOME])
+        self._strategy.remember(extra[_OUTCOME].of_fit)
 
 
 _T = TypeVar("_T")
