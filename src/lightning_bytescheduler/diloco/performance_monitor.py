@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_bytescheduler.checks import options_by_name, require_bool
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+from lightning_bytescheduler.registration import require_same_package
 
 __all__ = ["PerformanceMonitor", "TakesBatchReports"]
 
@@ -39,17 +40,19 @@ class PerformanceMonitor(pl.Callback):
     Logged at Lightning's ``log_every_n_steps``, by worker 0 as everything: ``diloco/round``; ``diloco/to_go``, what is
     to go in it, in samples or steps; ``diloco/steps_left``, those of this worker, once they are known;
     ``diloco/share``, this worker's share of the samples of the last round; and the means over the last round and all
-    workers, ``diloco/loss`` and ``diloco/samples_per_second``. The first four are shown in the progress bar.
+    workers, ``diloco/loss`` and ``diloco/samples_per_second``.
 
     Args:
         log_metrics: Whether to log.
+        progress_bar: Whether the first four are shown in the progress bar, too.
 
     Raises:
-        OptionError: If ``log_metrics`` is neither True nor False.
+        OptionError: If an option is neither True nor False.
     """
 
-    def __init__(self, *, log_metrics: bool = True) -> None:
+    def __init__(self, *, log_metrics: bool = True, progress_bar: bool = False) -> None:
         self._log_metrics = require_bool("log_metrics", log_metrics)
+        self._progress_bar = require_bool("progress_bar", progress_bar)
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
@@ -75,8 +78,10 @@ class PerformanceMonitor(pl.Callback):
         """Say where nothing is measured, and refuse to measure twice.
 
         Raises:
-            UnsupportedError: If two monitors would each report every batch.
+            UnsupportedError: If two monitors would each report every batch, or the Trainer is of the other package of
+                Lightning.
         """
+        require_same_package(trainer, "PerformanceMonitor")
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, TakesBatchReports):
@@ -110,9 +115,9 @@ class PerformanceMonitor(pl.Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._log_metrics and not trainer.barebones and every and not trainer.global_step % every:
             shown = strategy.progress()
-            names = {True: [], False: []}  # type: dict[bool, list[str]]
+            names: dict[bool, list[str]] = {True: [], False: []}
             for name in shown:
-                names[name in _SHOWN].append(name)
+                names[self._progress_bar and name in _SHOWN].append(name)
             for in_bar, which in names.items():
                 pl_module.log_dict(
                     {f"diloco/{name}": shown[name] for name in which},

@@ -1,0 +1,50 @@
+"""What the monitor logs, and what of it the progress bar shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_bytescheduler import OptionError, PerformanceMonitor
+
+
+class Strategy:
+    """As far as the monitor knows it."""
+
+    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+        self.samples = samples
+
+    def progress(self) -> dict[str, float]:
+        return {"round": 3.0, "loss": 0.5}
+
+
+def logged(monitor: PerformanceMonitor) -> dict[str, bool]:
+    """By name, whether the progress bar shows it."""
+    shown: dict[str, bool] = {}
+
+    def log_dict(values: dict[str, float], *, prog_bar: bool, **_: Any) -> None:
+        shown.update(dict.fromkeys(values, prog_bar))
+
+    trainer: Any = SimpleNamespace(strategy=Strategy(), log_every_n_steps=1, barebones=False, global_step=4)
+    module: Any = SimpleNamespace(log_dict=log_dict)
+    monitor.on_train_batch_end(trainer, module, torch.tensor(1.0), torch.ones(8, 2), 0)
+    assert trainer.strategy.samples == 8
+    return shown
+
+
+def test_nothing_is_in_the_progress_bar_unless_asked_for() -> None:
+    assert logged(PerformanceMonitor()) == {"diloco/round": False, "diloco/loss": False}
+    assert logged(PerformanceMonitor(progress_bar=True)) == {"diloco/round": True, "diloco/loss": False}
+
+
+def test_nothing_is_logged_without_metrics() -> None:
+    assert logged(PerformanceMonitor(log_metrics=False, progress_bar=True)) == {}
+
+
+@pytest.mark.parametrize("option", ["log_metrics", "progress_bar"])
+def test_options_are_checked(option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option}='yes'"):
+        PerformanceMonitor(**{option: "yes"})
