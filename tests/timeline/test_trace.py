@@ -83,9 +83,9 @@ def test_summary_of_two_steps() -> None:
         span(COMMUNICATION, 50, 70, bytes=800, step=1),
     ).summary()
     assert summary.communication_seconds == 12 + 9 + 20
-    assert summary.under_forward == 7
+    assert summary.under_forward == 4
     assert summary.under_backward == 12 + 10
-    assert summary.under_next_forward == 7
+    assert summary.under_next_forward == 4
     assert summary.hidden_share == pytest.approx((4 + 12 + 10) / 41)
     assert summary.exposed_seconds == 2 + 3 + 10
     assert summary.waited_seconds == 3
@@ -161,14 +161,15 @@ def test_summary_agrees_with_brute_force(drawn: list[tuple[tuple[str, str], int,
     )
     hidden = sent & (forward | backward) - covered(GATE)
     assert summary.communication_seconds == len(sent)
-    assert summary.under_forward == len(sent & forward)
-    assert summary.under_backward == len(sent & backward)
+    assert summary.under_forward == len(sent & forward - covered(GATE))
+    assert summary.under_backward == len(sent & backward - covered(GATE))
     assert summary.hidden_share == pytest.approx(len(hidden) / len(sent) if sent else 0)
     assert summary.exposed_seconds == len(sent - hidden)
     assert summary.gate_seconds == len(covered(GATE))
     assert summary.step_seconds == len(covered(STEP))
     assert summary.under_next_forward == sum(
-        len(covered(COMMUNICATION, step=step) & covered(COMPUTE, "forward", step + 1)) for step in range(4)
+        len(covered(COMMUNICATION, step=step) & covered(COMPUTE, "forward", step + 1) - covered(GATE))
+        for step in range(4)
     )
     assert summary.total_bytes == sum(one.args["bytes"] for one in spans if one.category == COMMUNICATION)
 

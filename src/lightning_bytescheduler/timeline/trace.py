@@ -118,10 +118,10 @@ class TraceSummary:
 
     Attributes:
         communication_seconds: Time in which any sub-task was in flight.
-        under_forward: Part of it during a forward pass.
-        under_backward: Part of it during a backward pass.
+        under_forward: Part of it during a forward pass that was not waiting.
+        under_backward: Part of it during a backward pass that was not waiting.
         under_next_forward: Time in which a sub-task of step k was in flight during the forward pass of step
-            k + 1.
+            k + 1 and this was not waiting.
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
             waiting, from 0 to 1; 0 without communication.
         exposed_seconds: The rest of ``communication_seconds``.
@@ -194,11 +194,12 @@ class Trace:
         waiting = union([*gates, *waits])
         computing = subtract(_covered([*forward, *backward]), waiting)
         hidden = length(intersection(communication, computing))
+        unawaited = subtract(communication, waiting)
         return TraceSummary(
             communication_seconds=seconds,
-            under_forward=length(intersection(communication, _covered(forward))),
-            under_backward=length(intersection(communication, _covered(backward))),
-            under_next_forward=_under_next(sent, forward),
+            under_forward=length(intersection(unawaited, _covered(forward))),
+            under_backward=length(intersection(unawaited, _covered(backward))),
+            under_next_forward=_under_next(sent, forward, waiting),
             hidden_share=hidden / seconds if seconds else 0.0,
             exposed_seconds=length(subtract(communication, computing)),
             waited_seconds=length(intersection(communication, waiting)),
@@ -216,7 +217,7 @@ def _covered(spans: Iterable[Span]) -> list[Interval]:
     return union((span.start, span.end) for span in spans)
 
 
-def _under_next(sent: Iterable[Span], forward: Iterable[Span]) -> float:
+def _under_next(sent: Iterable[Span], forward: Iterable[Span], waiting: Sequence[Interval]) -> float:
     sent_by_step: defaultdict[int, list[Span]] = defaultdict(list)
     forward_by_step: defaultdict[int, list[Span]] = defaultdict(list)
     for spans, by_step in ((sent, sent_by_step), (forward, forward_by_step)):
@@ -224,7 +225,7 @@ def _under_next(sent: Iterable[Span], forward: Iterable[Span]) -> float:
             if span.step is not None:
                 by_step[span.step].append(span)
     return math.fsum(
-        length(intersection(_covered(spans), _covered(forward_by_step.get(step + 1, ()))))
+        length(intersection(subtract(_covered(spans), waiting), _covered(forward_by_step.get(step + 1, ()))))
         for step, spans in sent_by_step.items()
     )
 
