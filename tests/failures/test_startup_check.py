@@ -150,7 +150,7 @@ def test_a_rank_that_cannot_connect_ends_the_others(leave: float, waits: float) 
         )
         for rank in (0, 1)
     ]
-    waiting, failing = (rank.communicate(timeout=50)[1] for rank in ranks)
+    waiting, failing = (rank.communicate(timeout=120)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "RanksUnreachableError: Rank 1 on " in failing
     assert "cannot connect to the one at 127.0.1.1" in failing

@@ -70,6 +70,8 @@ def advise(
     """
     require_whole("steps", steps, 1)
     require_same_package(module, "advise()")
+    if not isinstance(module, pl.LightningModule):
+        raise OptionError("module", module, "a LightningModule, as in advise(model, data, link=LinkModel(...))")
     where = _device(device)
     probed = link is None
     if link is None:

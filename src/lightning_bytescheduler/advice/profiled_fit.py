@@ -265,7 +265,12 @@ def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any
     if data is not None:
         return {"train_dataloaders": repeat(data)}
     if not is_overridden("train_dataloader", module):
-        raise OptionError("data", None, "a DataLoader or a LightningDataModule, as the module has no train_dataloader")
+        raise OptionError(
+            "data",
+            None,
+            "a DataLoader or a LightningDataModule, as the module has no train_dataloader; on the command line, let "
+            "the function return a pair of model and data, or name one with --data",
+        )
     _repeat_loader_of(module, repeat)
     return {}
 

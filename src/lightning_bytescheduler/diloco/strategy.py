@@ -48,6 +48,7 @@ from lightning_bytescheduler.lightning_api import (
     TrainerFn,
     default_pg_timeout,
     pl,
+    rank_zero_info,
     rank_zero_warn,
     reset_seed,
 )
@@ -256,6 +257,8 @@ class DiLoCoStrategy(WorkerStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             _refuse_searches(callbacks_of(trainer))
+            if self._world is not None and self._world.workers == 1:
+                rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
             hooks = RoundHooks(self)
             callbacks_of(trainer).insert(0, hooks)
             self._added = [hooks]

@@ -58,7 +58,8 @@ _SIGNALLED = (
 )
 _ALIKE = (
     "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
-    "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition."
+    "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition. Layers "
+    "that one rank uses and another one does not need find_unused_parameters=True."
 )
 _MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 """Collectives that no rank gets through before all have come."""

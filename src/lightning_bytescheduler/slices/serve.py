@@ -66,7 +66,8 @@ class SliceServer:
         if not _is_loopback(host) and (certificate is None or token is None):
             allowed = (
                 "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
-                "given: otherwise anyone could read the data, and change it on its way"
+                "given (--cert, --key and --token-file of the command): otherwise anyone could read the data, and "
+                "change it on its way"
             )
             raise OptionError("host", host, allowed)
         self._token = token

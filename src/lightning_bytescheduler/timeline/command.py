@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.trace import Trace, TraceSummary, read_timeline
 
@@ -33,11 +35,16 @@ def trace_of(options: argparse.Namespace) -> Trace:
     """Read the timeline that was asked for.
 
     Raises:
+        OptionError: If there is no such file.
         OSError: If the file cannot be read.
         ValueError: If it is no timeline, or steps were chosen and no picture.
     """
     if options.steps is not None and options.png is None:
         raise ValueError("--steps chooses what to draw and needs --png OUT.")
+    if not Path(options.file).is_file():
+        raise OptionError(
+            "FILE", options.file, "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
+        )
     return read_timeline(options.file)
 
 

@@ -260,7 +260,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
         try:
             reader.add(event)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            _refuse(path, f"its event {number}, {reprlib.repr(event)}, is malformed ({error!r})")
+            _refuse(path, f"its event {number}, {reprlib.repr(event)}, is malformed ({error!r}), or another tool's")
     if len(reader.ranks) != 1:
         found = f"those of ranks {sorted(reader.ranks)}" if reader.ranks else "none"
         _refuse(path, f"it should hold the events of one rank and holds {found}")
