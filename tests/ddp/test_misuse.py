@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
+from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 
 
 @pytest.mark.parametrize("option", ["partition_size", "credit"])
@@ -258,3 +259,13 @@ def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     module.weight = Sharded(torch.zeros(2, 2))
     with pytest.raises(UnsupportedError, match="'weight' is a DTensor"):
         check_module(module)
+
+
+def test_a_checkpoint_of_diloco_is_said_to_leave_something_out(caplog: pytest.LogCaptureFixture) -> None:
+    hooks = SchedulerHooks(ByteSchedulerStrategy(), log_metrics=False)
+    with caplog.at_level("INFO"):
+        hooks.on_load_checkpoint(None, None, {"lightning_bytescheduler.diloco": {}})  # type: ignore[arg-type]
+        assert "its outer optimizer is left out" in caplog.text
+        caplog.clear()
+        hooks.on_load_checkpoint(None, None, {})  # type: ignore[arg-type]
+        assert not caplog.text

@@ -540,6 +540,14 @@ def test_a_slice_that_is_missing_is_named_at_once(
     assert "slice-000001.txt: its file is missing." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", [SliceDataModule, SliceDataset])
+def test_a_misspelt_option_is_answered_with_the_right_one(kind: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=f"{kind.__name__} has no option 'batchsize'. Did you mean 'batch_size'"):
+        kind(text, batchsize=4)
+    with pytest.raises(OptionError, match=f"{kind.__name__} takes its options by name"):
+        kind(text, 4)
+
+
 def test_a_port_in_use_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with SliceServer(text) as server:
         address = server.url.removeprefix("http://").rstrip("/")

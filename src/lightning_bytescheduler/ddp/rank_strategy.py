@@ -38,8 +38,11 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_warn,
 )
 
-__all__ = ["PublishingLauncher", "RankStrategy", "callbacks_of"]
+__all__ = ["OUTER_STATE", "PublishingLauncher", "RankStrategy", "callbacks_of"]
 
+
+OUTER_STATE = "lightning_bytescheduler.diloco"
+"""Where a checkpoint of ``diloco`` has what ``bytescheduler`` has no use for."""
 
 _OUTCOME = "lightning_bytescheduler"
 

@@ -33,7 +33,7 @@ from lightning_bytescheduler.ddp.fit_position import (
 )
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
-from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -129,6 +129,16 @@ class SchedulerHooks(pl.Callback):
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
         self._strategy.say_end()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Say what of the checkpoint is left out."""
+        if OUTER_STATE in checkpoint:
+            rank_zero_info(
+                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
+                "its outer optimizer is left out."
+            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

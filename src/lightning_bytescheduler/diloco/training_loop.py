@@ -16,16 +16,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import WorkerSession
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-__all__ = ["CHECKPOINT_KEY", "RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
+__all__ = ["RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
 
 log = logging.getLogger(__name__)
-
-CHECKPOINT_KEY = "lightning_bytescheduler.diloco"
-"""Where a checkpoint keeps the outer state."""
 
 
 class Rounds(Protocol):
@@ -106,18 +104,18 @@ class RoundHooks(pl.Callback):
         """Keep the outer state."""
         state = self._strategy.outer_state_dict()
         if state is not None:
-            checkpoint[CHECKPOINT_KEY] = state
+            checkpoint[OUTER_STATE] = state
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Carry on from it; a checkpoint of another strategy has none."""
-        if CHECKPOINT_KEY not in checkpoint:
+        if OUTER_STATE not in checkpoint:
             rank_zero_info(
                 "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
                 "and the outer optimizer begin anew."
             )
-        self._strategy.load_outer_state_dict(checkpoint.get(CHECKPOINT_KEY))
+        self._strategy.load_outer_state_dict(checkpoint.get(OUTER_STATE))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_bytescheduler.checks import require_one_of, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
@@ -54,6 +54,7 @@ _SPLITS = {
 }
 
 
+@options_by_name
 class SliceDataModule(CoordinatedDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 

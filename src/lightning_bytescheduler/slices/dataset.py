@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import collate
 
-from lightning_bytescheduler.checks import is_whole, require_bool, require_whole
+from lightning_bytescheduler.checks import is_whole, options_by_name, require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import BatchReader
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
@@ -49,6 +49,7 @@ def _refuse(batches: list[_Batch], **_: Any) -> None:
 getattr(collate, "default_collate_fn_map", {})[_Batch] = _refuse
 
 
+@options_by_name
 class SliceDataset(IterableDataset[list[Any]]):
     """Batches of one epoch, each a list of samples, for ``DataLoader(dataset, batch_size=None)``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_bytescheduler.checks import require_bool
+from lightning_bytescheduler.checks import options_by_name, require_bool
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.registration import require_same_package
@@ -14,6 +14,7 @@ from lightning_bytescheduler.slices.training import CoordinatedDataModule
 __all__ = ["SliceCoordinator"]
 
 
+@options_by_name
 class SliceCoordinator(pl.Callback):
     """Reports each step that is trained, to the plan that ranks share or to the run's tracker, and logs.
 
