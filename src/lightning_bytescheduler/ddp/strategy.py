@@ -153,7 +153,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     Gradients are cut into partitions, sent in the order in which the forward pass needs them, under a credit window,
     and carried across the step boundary: each layer's update is applied when the next forward pass reaches it.
-    The weights are DDP's.
+    The weights are DDP's: bit for bit at two ranks; with more ranks and with clipping, equal to rounding.
 
     Args:
         accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
