@@ -148,11 +148,15 @@ class OverlapPlan:
         if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
         lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
-        lines += [f"waited for by {reader} in {steps} steps" for reader, steps in self.early_readers.items()]
+        lines += [f"waited for by {reader} in {_count(steps)}" for reader, steps in self.early_readers.items()]
         lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
         lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
         body = "\n".join(f"  {line}" for line in lines)
         return f"OverlapPlan(\n{body}\n)"
+
+
+def _count(steps: int) -> str:
+    return f"{steps} step" if steps == 1 else f"{steps} steps"
 
 
 def _some_of(names: tuple[str, ...]) -> str:

@@ -265,7 +265,7 @@ def ends_restored_epoch(trainer: pl.Trainer) -> bool:
 
 
 class TrackerHost(Protocol):
-    """One worker's way to the run's slice tracker; see :meth:`SliceDataModule.bind_tracker`.
+    """One worker's way to the run's slice tracker; see :meth:`~lightning_bytescheduler.SliceDataModule.bind_tracker`.
 
     Attributes:
         worker: Number of this worker, from 0; the same after a restart.
