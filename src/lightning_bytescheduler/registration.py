@@ -35,6 +35,7 @@ __all__ = [
     "LightningPackage",
     "choose_package",
     "register_strategies",
+    "registered_class",
     "require_same_package",
     "use_package",
 ]
@@ -187,7 +188,16 @@ class _Registered:
 
     def __call__(self, **options: Any) -> Any:
         use_package(self._package, f"strategy={self._name!r} was given to {self._package}'s Trainer")
-        return getattr(importlib.import_module(self._place.module), self._place.name)(**options)
+        return self.strategy_class()(**options)
+
+    def strategy_class(self) -> Any:
+        """The class whose objects are made."""
+        return getattr(importlib.import_module(self._place.module), self._place.name)
+
+
+def registered_class(entry: Any) -> Any:
+    """The class of what a registry has as a strategy: ours are imported when they are needed."""
+    return entry.strategy_class() if isinstance(entry, _Registered) else entry
 
 
 def register_strategies() -> None:

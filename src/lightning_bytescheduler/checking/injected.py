@@ -24,6 +24,7 @@ from lightning_bytescheduler.lightning_api import (
     pl,
     trainer_module,
 )
+from lightning_bytescheduler.registration import registered_class
 
 __all__ = ["install", "strategy_for", "watch_fits"]
 
@@ -77,7 +78,7 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
         return {}, {}
     if isinstance(given, str):
         entry = StrategyRegistry[given.lower()]
-        if entry["strategy"] not in (DDPStrategy, ByteSchedulerStrategy):
+        if registered_class(entry["strategy"]) not in (DDPStrategy, ByteSchedulerStrategy):
             raise UnsupportedError(_not_comparable(f"strategy={given!r}"))
         return dict(entry["init_params"]), {}
     if not isinstance(given, DDPStrategy) or type(given) not in (DDPStrategy, ByteSchedulerStrategy):

@@ -1,0 +1,28 @@
+"""Which strategy takes the place of the one that a script gives its Trainer."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
+from lightning_bytescheduler.checking.injected import strategy_for
+from lightning_bytescheduler.checking.runs import RunSpec
+
+
+@pytest.mark.parametrize("given", ["ddp", "bytescheduler", "bytescheduler_spawn", "ddp_find_unused_parameters_true"])
+def test_a_strategy_may_be_given_by_its_name(given: str) -> None:
+    """Ours are in the registry as what imports them."""
+    plain = strategy_for(RunSpec(strategy="ddp", steps=3), given)
+    assert type(plain) is DDPStrategy
+    ours = strategy_for(RunSpec(strategy="configured", steps=3), given)
+    assert type(ours) is ByteSchedulerStrategy
+    for strategy in (plain, ours):
+        assert strategy._start_method == ("spawn" if given.endswith("_spawn") else "popen")
+        assert strategy._ddp_kwargs.get("find_unused_parameters", False) == given.endswith("_true")
+
+
+@pytest.mark.parametrize("given", ["diloco", "fsdp"])
+def test_what_is_no_ddp_is_not_compared(given: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"strategy='{given}'.*not trained with DDP"):
+        strategy_for(RunSpec(strategy="ddp", steps=3), given)
