@@ -34,7 +34,7 @@ from lightning_bytescheduler.failures.messages import is_communication_error
 __all__ = ["FollowingRuntime", "LeadingRuntime", "make_runtime"]
 
 _STOP_S = 5.0
-_MOMENT_S = 0.5
+_MOMENT_S = 2.0
 _SILENCE_S = 20.0
 _SCHEDULER = "scheduler"  # its mailbox
 
