@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import records_in, require_output, require_suffix
+from lightning_bytescheduler.checks import importing, records_in, require_output, require_suffix
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 __all__ = ["main"]
@@ -220,11 +220,9 @@ class _Outputs:
 
 
 def _require_picture(path: Path) -> None:
-    try:
+    with importing("A picture", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A picture needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
     require_suffix("--png", path, FigureCanvasAgg(Figure()).get_supported_filetypes())
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.advice.expectations import ALONE, DDP, AdviceFigures, exact_steps
-from lightning_bytescheduler.checks import require_suffix
+from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.simulation.link import network_in_words
 from lightning_bytescheduler.simulation.picture import bandwidths_around, workers_around
 
@@ -36,11 +36,9 @@ def draw_advice(advice: AdviceFigures, out: str | os.PathLike[str]) -> None:
         OptionError: If matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    try:
+    with importing("Drawing advice", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("Drawing advice needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     steps, speeds = figure.subplots(1, 2, width_ratios=(1.25, 1.0))

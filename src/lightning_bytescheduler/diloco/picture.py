@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -71,11 +72,9 @@ def draw_rounds(
         OptionError: If the record has none of ``rounds``, or matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    try:
+    with importing("Drawing rounds", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("Drawing rounds needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
     shown = _choose(record, rounds)
     workers = sorted({worker.worker for one in shown for worker in one.workers}, key=_natural)
     target = Path(out)

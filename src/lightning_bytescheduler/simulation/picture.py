@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import require_suffix
+from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.bounds import lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel, network_in_words
@@ -63,15 +63,11 @@ def draw_prediction(
             link cannot be.
         OSError: If ``out`` cannot be written.
     """
-    try:
+    with importing("Drawing a prediction", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
         from matplotlib.ticker import LogLocator, MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a prediction needs matplotlib: pip install 'lightning-bytescheduler[plots]'."
-        ) from error
     counts, rates = (
         tuple(workers) or workers_around(link.workers),
         tuple(bandwidths) or bandwidths_around(link.bandwidth),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import require_suffix
+from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT
 from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
@@ -55,13 +55,9 @@ def draw_timeline(
         OSError: If ``out`` cannot be written.
         ValueError: If no forward or backward pass of the trace says which step it belongs to.
     """
-    try:
+    with importing("Drawing a timeline", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a timeline needs matplotlib: pip install 'lightning-bytescheduler[plots]'."
-        ) from error
     shown, window = _choose(trace, steps)
     figure = Figure(figsize=(12.5, 6.4), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())

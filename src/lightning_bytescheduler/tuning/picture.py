@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import require_suffix
+from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, read_record
 from lightning_bytescheduler.tuning.search_space import TuningPoint
@@ -45,11 +45,9 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
     trials = [entry for entry in record if entry.is_trial]
     if not trials:
         raise OptionError("record", len(record), "one with at least one trial")
-    try:
+    with importing("Drawing a search", extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("Drawing a search needs matplotlib: pip install 'lightning-bytescheduler[plots]'.") from error
     figure = Figure(figsize=(12.5, 5.4), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     points = {entry.point for entry in _last_search(trials).values() if not entry.point.is_plain_ddp}
