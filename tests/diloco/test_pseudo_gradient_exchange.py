@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
-from lightning_bytescheduler.diloco.wire_dtype import WireFormat
 from tests.support.rank_pool import RankPool
 
 

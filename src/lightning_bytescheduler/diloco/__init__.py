@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_bytescheduler.compression.wire_format import Rounding, WireDtype, WireFormat
     from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
     from lightning_bytescheduler.diloco.batch_size import find_batch_size, resolve_batch_size
     from lightning_bytescheduler.diloco.fragments import FragmentOptions, mix, split_fragments
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         write_round,
     )
     from lightning_bytescheduler.diloco.weighted_mean import WeightedMean, Weighting, pseudo_gradient_weight
-    from lightning_bytescheduler.diloco.wire_dtype import Rounding, WireDtype, WireFormat
 
 __all__ = [
     "PARAMETER_SERVER",
@@ -153,7 +153,7 @@ _PLACES = {
     "RoundStarted": "messages",
     "RoundStatus": "messages",
     "RoundTarget": "round_end",
-    "Rounding": "wire_dtype",
+    "Rounding": ".compression.wire_format",
     "SampleTarget": "round_end",
     "SchedulerMessage": "messages",
     "SendAfter": "messages",
@@ -166,8 +166,8 @@ _PLACES = {
     "WaitForRound": "messages",
     "WeightedMean": "weighted_mean",
     "Weighting": "weighted_mean",
-    "WireDtype": "wire_dtype",
-    "WireFormat": "wire_dtype",
+    "WireDtype": ".compression.wire_format",
+    "WireFormat": ".compression.wire_format",
     "WorkerMessage": "messages",
     "WorkerRound": "round_record",
     "decode": "messages",
@@ -189,7 +189,7 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    value = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -27,6 +27,7 @@ from lightning_bytescheduler.checks import (
     require_share,
     require_whole,
 )
+from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     check_ddp_options,
@@ -37,7 +38,6 @@ from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
-from lightning_bytescheduler.diloco.wire_dtype import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 

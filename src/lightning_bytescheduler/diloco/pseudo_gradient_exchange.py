@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
-from lightning_bytescheduler.diloco.wire_dtype import WireFormat
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey

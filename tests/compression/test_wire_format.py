@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
-from lightning_bytescheduler.diloco.wire_dtype import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
 unhurried = settings(deadline=None)

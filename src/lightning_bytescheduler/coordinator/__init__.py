@@ -1,0 +1,1 @@
+"""The coordinator: a service on one port for DiLoCo trainings whose workers join and leave, and its commands."""

@@ -1,0 +1,329 @@
+"""What workers and the coordinator tell each other, on one port: paths, headers and messages.
+
+Two kinds of traffic share the port. *Control* is a WebSocket per worker at ``WORKER_PATH``: the worker's first frame is
+a :class:`Hello`, the coordinator's answer a :class:`Welcome` or a :class:`Refusal`; from then on each frame is a
+:class:`Batch` of the messages of ``diloco/messages.py`` and of this file. *Bulk* is HTTP, each request by itself:
+updates up, means down, the global state for whoever needs it. Every request carries ``Authorization: Bearer TOKEN``
+where the coordinator has a token, and all but the WebSocket and the pages for people carry the worker's session.
+
+A worker's place. The global weights have a *version*: the number of rounds that are part of them. All who have the same
+version of the same run have the same bits, as each takes the same outer step with the same decoded mean. The *chain*
+tells runs apart that have the same number of rounds: it is a digest of the former chain and of the payload of the mean,
+so that a worker which has merged a round that a restarted coordinator does not know is found out, and fetches the
+state. The *term* counts the coordinators that have held the state; a worker does not listen to an older one.
+
+A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` or ``SendNow`` -
+``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
+the next ``StartRound``. Whoever misses the end of a round gets ``RoundEnded`` all the same. It sends what it has for
+its own round, which counts as the coordinator's rule for late updates says, and catches up: mean by mean where the
+coordinator still has them, else with the state.
+
+Nothing here is a secret but tokens and sessions: they are never in a URL, and never logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = [
+    "CHAIN_HEADER",
+    "DIGEST_HEADER",
+    "HEALTH_PATH",
+    "METRICS_PATH",
+    "PROTOCOL",
+    "SAMPLES_HEADER",
+    "SESSION_HEADER",
+    "SLICES_PATH",
+    "STATE_PATH",
+    "STATUS_PATH",
+    "STEPS_HEADER",
+    "TERM_HEADER",
+    "TOKENS_HEADER",
+    "TOTAL_HEADER",
+    "UPDATE_PATH",
+    "VERSION_HEADER",
+    "WORKER_PATH",
+    "Batch",
+    "Frame",
+    "FromCoordinator",
+    "FromWorker",
+    "Hello",
+    "LeaderAppointed",
+    "ModelParameter",
+    "PauseRounds",
+    "Refusal",
+    "ResumeRounds",
+    "RunOptions",
+    "UpdateReceipt",
+    "Welcome",
+    "chain_after",
+    "decode_frame",
+    "encode_frame",
+    "update_path",
+]
+
+PROTOCOL = 1
+"""Of this file; another one is refused."""
+
+WORKER_PATH = "/v1/worker"
+"""WebSocket, see above."""
+UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
+"""``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
+``TOKENS_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. ``GET``: the mean of a round that has
+ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and
+``DIGEST_HEADER``; 404 if it is kept no longer."""
+STATE_PATH = "/v1/state"
+"""``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
+``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the first weights, from the worker that was asked for them."""
+SLICES_PATH = "/v1/slices"
+"""``POST``: one message of ``slices/messages.py``; the answer is another."""
+STATUS_PATH = "/v1/status"
+METRICS_PATH = "/metrics"
+HEALTH_PATH = "/healthz"
+"""Without a token: 200 while the coordinator acts, 503 while it stands by."""
+
+SESSION_HEADER = "ByteScheduler-Session"
+DIGEST_HEADER = "ByteScheduler-Digest"
+"""xxh3_128 of the body, in hexadecimal digits."""
+SAMPLES_HEADER = "ByteScheduler-Samples"
+TOKENS_HEADER = "ByteScheduler-Tokens"
+STEPS_HEADER = "ByteScheduler-Steps"
+TOTAL_HEADER = "ByteScheduler-Total-Weight"
+VERSION_HEADER = "ByteScheduler-Weights-Version"
+CHAIN_HEADER = "ByteScheduler-Chain"
+TERM_HEADER = "ByteScheduler-Term"
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:@/-]+$")]
+_Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
+_Chain: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+_Parameter: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+_Scalar: TypeAlias = str | int | float | bool | None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
+    pass
+
+
+def update_path(round: int, fragment: int) -> str:
+    """``UPDATE_PATH`` of one fragment in one round."""
+    return UPDATE_PATH.format(round=round, fragment=fragment)
+
+
+def chain_after(chain: str, *, round: int, fragment: int, mean: bytes | memoryview, total: int) -> str:
+    """The chain after a round.
+
+    Args:
+        chain: Before it; 32 hexadecimal digits, all ``0`` at the beginning of a run.
+        round: Its number.
+        fragment: That was merged.
+        mean: The payload that workers get, empty if nothing was merged.
+        total: The sum of the weights of what was merged.
+    """
+    digest = hashlib.blake2b(f"{chain} {round} {fragment} {total} ".encode(), digest_size=16)
+    digest.update(mean)
+    return digest.hexdigest()
+
+
+# ── Joining ───────────────────────────────────────────────────────────
+
+
+class ModelParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter that is trained.
+
+    Attributes:
+        name: In the module.
+        shape: Its sizes.
+        dtype: As torch calls it, such as ``float32``.
+    """
+
+    name: _Parameter
+    shape: tuple[_Count, ...]
+    dtype: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all workers of a run have in common: the coordinator's, as ``DiLoCoStrategy`` names them.
+
+    Attributes:
+        samples_per_round: See ``DiLoCoStrategy``; as all of these.
+        inner_steps: See there.
+        equal_steps: See there.
+        outer_steps: See there.
+        outer_lr: See there.
+        outer_momentum: See there.
+        weighting: See there.
+        fragments: See there.
+        overlap_steps: See there.
+        mixing: See there.
+        wire_dtype: See there; of updates and means.
+    """
+
+    samples_per_round: int | None = None
+    inner_steps: int | None = None
+    equal_steps: bool = False
+    outer_steps: int | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    weighting: str = "samples"
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float | None = None
+    wire_dtype: str = "fp32"
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """A worker wants to take part, or is back.
+
+    Attributes:
+        protocol: ``PROTOCOL``.
+        package: Version of this package.
+        worker: The name it would like; the coordinator makes it unique. A worker that comes back says its own.
+        session: Of the last :class:`Welcome`; empty for a process that has none.
+        model: What it trains, in the order of the model.
+        options: Those of ``RunOptions`` that the user gave, by name. They must be the coordinator's.
+        ranks: That train together as this worker.
+        version: Of the global weights it has; 0 for its own first ones.
+        chain: Of the same.
+        term: Of the coordinator it last heard.
+    """
+
+    protocol: int
+    package: Annotated[str, msgspec.Meta(max_length=60)]
+    worker: _Name
+    session: _Session = ""
+    model: tuple[ModelParameter, ...]
+    options: dict[str, _Scalar] = {}
+    ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    version: _Count = 0
+    chain: _Chain = "0" * 32
+    term: _Count = 0
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The worker is one of the run.
+
+    Attributes:
+        worker: Its name in this run: in reports, slices, logs and pages.
+        session: Goes with every request, and is nobody else's business.
+        options: What holds for all workers.
+        term: Of this coordinator.
+        version: Of the global weights.
+        chain: Of the same.
+        fetch: Whether the worker has to take the state before it starts, as it has another version or none.
+        provide: Whether it is to send its own weights, as there are none yet.
+        lease: Seconds without a sign of life after which it is given up.
+        leads: Whether it validates, logs and saves for all.
+    """
+
+    worker: _Name
+    session: _Session
+    options: RunOptions
+    term: _Count
+    version: _Count
+    chain: _Chain
+    fetch: bool
+    provide: bool = False
+    lease: float
+    leads: bool = False
+
+
+class Refusal(_Message, frozen=True, kw_only=True):
+    """The worker cannot take part, and trying again would not help.
+
+    Attributes:
+        reason: What differs, in words for the person who started it.
+    """
+
+    reason: str
+
+
+# ── Beside the messages of the rounds ───────────────────────────────────────────────────────────
+
+
+class PauseRounds(_Message, frozen=True, kw_only=True):
+    """The worker does something else, such as validating: it lives, and is not counted on until ``ResumeRounds``."""
+
+    worker: _Name
+
+
+class ResumeRounds(_Message, frozen=True, kw_only=True):
+    """The worker is back from a pause, and joins in as soon as it can."""
+
+    worker: _Name
+
+
+class LeaderAppointed(_Message, frozen=True, kw_only=True):
+    """Who validates, logs and saves for all from now on.
+
+    Attributes:
+        worker: Its name.
+    """
+
+    worker: _Name
+
+
+class UpdateReceipt(_Message, frozen=True, kw_only=True):
+    """What became of an update.
+
+    Attributes:
+        verdict: ``"added"`` to its round; ``"late"``, and counted in a later round; ``"dropped"``, as it was late, or
+            its weight became 0; ``"again"``: it was there before, and this one changed nothing.
+        weight: With which it counts.
+    """
+
+    verdict: Annotated[str, msgspec.Meta(pattern="^(added|late|dropped|again)$")]
+    weight: _Count = 0
+
+
+FromWorker: TypeAlias = messages.Message | PauseRounds | ResumeRounds
+FromCoordinator: TypeAlias = messages.Message | LeaderAppointed
+
+
+class Batch(_Message, frozen=True, kw_only=True):
+    """One frame of a worker's WebSocket, either way.
+
+    Attributes:
+        number: Of the frame, from 1 on in each connection and direction.
+        heard: Number of the last frame of the other side.
+        messages: In order.
+    """
+
+    number: _Count
+    heard: _Count = 0
+    messages: tuple[FromWorker | FromCoordinator, ...] = ()
+
+
+Frame: TypeAlias = Hello | Welcome | Refusal | Batch
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Frame] = msgspec.json.Decoder(Frame)
+_SHOWN = 200  # letters of a wrong frame, in its error
+
+
+def encode_frame(frame: Frame | UpdateReceipt) -> str:
+    """Write a frame."""
+    return _ENCODER.encode(frame).decode()
+
+
+def decode_frame(text: str | bytes, *, sender: str) -> Frame:
+    """Read a frame.
+
+    Args:
+        text: The frame.
+        sender: Who sent it, for the error.
+
+    Raises:
+        OptionError: If it is none; names the sender and the field.
+    """
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        allowed = f"one of the coordinator's protocol ({error})"
+        raise OptionError(f"message of {sender}", text[:_SHOWN], allowed) from error
