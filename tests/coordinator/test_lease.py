@@ -344,7 +344,7 @@ class _Stepped:
 @given(
     st.lists(st.sampled_from([0.9, 1.0, 1.1]), min_size=2, max_size=3),
     st.randoms(use_true_random=False),
-    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0.1, 0.4, 0.9]),
 )
 def test_two_never_hold_it_whatever_happens_when(rates, chance, pace):
     world = [0.0]
@@ -352,8 +352,11 @@ def test_two_never_hold_it_whatever_happens_when(rates, chance, pace):
     contenders = [_Contender(folder, world, rate, f"c{index}") for index, rate in enumerate(rates)]
     terms: list[int] = []
     try:
+        running = contenders[0]
         for _ in range(300):
-            chance.choice(contenders).step()
+            if chance.random() < 0.15:  # one is stopped for a while, in the middle of anything
+                running = chance.choice(contenders)
+            running.step()
             for passed in (0.0, chance.expovariate(1 / pace)):
                 world[0] += passed
                 holding = [one for one in contenders if one.lease.held]
@@ -378,9 +381,9 @@ def test_a_renewal_that_arrives_after_a_standby_looked_does_not_count(folder, wo
         world[0] += 3.0
         assert second.try_take()
         real(self, name, content)
+        monkeypatch.setattr(StateFolder, "names", lambda self: [name])  # a listing that lags behind
 
     monkeypatch.setattr(StateFolder, "rewrite", late)
-    monkeypatch.setattr(StateFolder, "names", lambda self: ["term-0000000001.json"])  # a listing that lags behind
     assert not first.renew()
     assert not first.held
 
