@@ -390,6 +390,33 @@ def test_a_renewal_that_arrives_after_a_standby_looked_does_not_count(folder, wo
     assert not first.held
 
 
+def test_clocks_may_go_at_other_rates(folder, world):
+    first, second = lease(folder, world, rate=0.9), lease(folder, world, "berta", rate=1.1, standby=True)
+    assert first.try_take()
+    assert not second.try_take()
+    world[0] += SECONDS / 1.09
+    assert second.try_take()
+    assert not first.held
+
+
+def test_a_look_counts_from_when_it_began(folder, world, monkeypatch):
+    first, second = lease(folder, world), lease(folder, world, "berta", standby=True)
+    assert first.try_take()
+    assert not second.try_take()
+    world[0] += 5.0
+    real = StateFolder.read
+
+    def slow(self, name):
+        content = real(self, name)
+        assert first.renew()
+        world[0] += 6.0
+        return content
+
+    monkeypatch.setattr(StateFolder, "read", slow)
+    assert not second.try_take()
+    assert first.held
+
+
 def test_the_clock_goes_on():
     before = boot_seconds()
     assert boot_seconds() >= before > 0
