@@ -139,7 +139,8 @@ class SmallWorker:
     async def listen(self, timeout: float = 5) -> protocol.Batch:
         """Receive one frame."""
         frame = protocol.decode_frame(await self.socket.receive_str(timeout=timeout), sender="the coordinator")
-        assert isinstance(frame, protocol.Batch) and frame.number == self._received + 1
+        assert isinstance(frame, protocol.Batch)
+        assert frame.number == self._received + 1
         self._received = frame.number
         for message in frame.messages:
             self.heard.append(message)

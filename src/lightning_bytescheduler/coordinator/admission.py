@@ -33,8 +33,8 @@ def difference(hello: Hello, options: RunOptions, model: Sequence[ModelParameter
             return f"The coordinator knows no option {name!r}."
         if value != ours or isinstance(value, bool) != isinstance(ours, bool):
             return (
-                f"{name}={value!r} is not what the coordinator was started with, {name}={ours!r}. Leave it out, and the "
-                "coordinator's holds."
+                f"{name}={value!r} is not what the coordinator was started with, {name}={ours!r}. Leave it out, and "
+                "the coordinator's holds."
             )
     if not hello.model:
         return "This worker has no parameter to train."

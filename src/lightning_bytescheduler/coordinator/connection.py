@@ -8,6 +8,7 @@ worker that does not read is cut off: its lease runs on, and it may come back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -145,10 +146,8 @@ class Connection:
 
     async def _flush_later(self) -> None:
         self._task = None
-        try:
-            await self._flush()
-        except (ConnectionError, RuntimeError, asyncio.TimeoutError):
-            pass  # whoever reads from it hears of it, too
+        with contextlib.suppress(ConnectionError, RuntimeError, asyncio.TimeoutError):
+            await self._flush()  # whoever reads from it hears of an error, too
 
     async def _flush(self) -> None:
         if self._sending:

@@ -1,4 +1,4 @@
-"""The core of a run: members, rounds, what each update becomes, and what all are told. No I/O; the clock is an argument.
+"""The core of a run: members, rounds, what each update becomes, what all are told. No I/O; the clock is an argument.
 
 It wraps the batch scheduler. What that says goes to the workers, but for the end of a round: from then on everything is
 held until the mean is there, so that a worker hears of a round's end before it hears of the next round's start. What

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import threading
 from collections.abc import Callable
@@ -104,10 +105,8 @@ class CoordinatorServer:
         if not self._thread.is_alive():
             return
         stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        try:
+        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
             stopping.result(_STOP_SECONDS)
-        except (TimeoutError, concurrent.futures.TimeoutError):
-            pass
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
 
