@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,6 +26,7 @@ from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWor
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.transport import CollectiveTransport
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -167,14 +167,14 @@ class LeadingRuntime(_SessionRuntime):
             credit=options.credit,
             on_error=self._on_error,
         )
+        self._transport = CollectiveTransport(self._postman, _SCHEDULER, self._exchange)
         self.session: LeadingSession = LeadingSession(
             worker=self._name,
             group=group,
             state=state,
-            exchange=self._exchange,
+            transport=self._transport,
             overlap_steps=options.overlap_steps,
             flush=flush,
-            post=partial(self._postman.post, _SCHEDULER),
             timeout=options.timeout,
         )
         self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", self.session.receive)]
