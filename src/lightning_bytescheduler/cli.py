@@ -355,6 +355,18 @@ def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
 
 
+def _add_certificates(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.certificates import add_arguments
+
+    add_arguments(parser)
+
+
+def _certificates(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.certificates import run
+
+    return run(options)
+
+
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -481,6 +493,13 @@ _COMMANDS = {
         "make data/*.jsonl data/slices",
         _add_slices,
         _slices,
+    ),
+    "certificates": _Command(
+        "make certificates for a coordinator and its workers",
+        "Make an authority for development, a server certificate that it signs, and some for clients.",
+        "certs --host coordinator.example.org --client anna",
+        _add_certificates,
+        _certificates,
     ),
     "examples": _Command(
         "copy the examples into a folder",
