@@ -96,9 +96,12 @@ def test_the_defaults_of_rounds() -> None:
         "step_cap": None,
         "lead_steps": 3,
         "quorum": 0.5,
+        "quorum_workers": 1,
         "grace": 60.0,
         "silent_after": 10.0,
         "first_step_limit": 600.0,
+        "late": "drop",
+        "expiry": 3600.0,
     }
 
 

@@ -10,6 +10,7 @@ messages, or of a pseudo-gradient, costs the worker its part in the round.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -51,6 +52,8 @@ PARAMETER_SERVER = ""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+_Metric: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Metrics: TypeAlias = Annotated[dict[_Metric, float], msgspec.Meta(max_length=64)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
@@ -63,14 +66,26 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class JoinRounds(_Message, frozen=True, kw_only=True):
     """I want to take part. The answer is ``WaitForRound``, or ``StartRound`` at once.
 
+    A worker that is in the middle of a round when it joins, as after a restart of the scheduler, says so: its steps
+    count if that round is still on, or begins next. Whoever hands this on sees to it that the worker has the weights
+    with which that round began, and leaves ``round`` out if it has not.
+
     Attributes:
         worker: Who.
         session: Another number each time that the worker's process is started anew, so that a doubled message is told
             from a worker that has lost all it did.
+        round: The round that the worker is in the middle of; 0 for none.
+        steps: Taken in that round.
+        samples: Processed in that round.
+        tokens: Processed in that round.
     """
 
     worker: _Name
     session: _Count = 0
+    round: _Count = 0
+    steps: _Count = 0
+    samples: _Count = 0
+    tokens: _Count = 0
 
 
 class StepReport(_Message, frozen=True, kw_only=True):
@@ -128,7 +143,10 @@ class RoundStarted(_Message, frozen=True, kw_only=True):
 
 
 class LeaveRounds(_Message, frozen=True, kw_only=True):
-    """I stop taking part (or: the transport has found that this worker is gone)."""
+    """I stop taking part (or: the transport has found that this worker is gone).
+
+    A pseudo-gradient of the round that is on counts if it is there, or comes before the round is over.
+    """
 
     worker: _Name
 
@@ -178,6 +196,10 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
         batch_size: Samples of the step.
         seconds: That it took.
         loss: Its loss, or ``None``.
+        metrics: Others that the user logs, by name; finite, and 64 at most.
+
+    Raises:
+        ValueError: If a metric is not finite: no such number travels as JSON.
     """
 
     worker: _Name
@@ -185,6 +207,12 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
     batch_size: _Count
     seconds: _Number
     loss: float | None = None
+    metrics: _Metrics = {}
+
+    def __post_init__(self) -> None:
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name!r} is {value}, which is not finite")
 
 
 # ── To a worker ───────────────────────────────────────────────────────────
@@ -250,7 +278,8 @@ class RoundEnded(_Message, frozen=True, kw_only=True):
     Attributes:
         round: Which.
         samples: That all workers together have processed in it.
-        shares: Each worker's share of them.
+        shares: Workers' shares of them. A coordinator tells each worker its own share only, as what all are told about
+            all grows with the square of their number.
         metrics: Means over the round and all workers, by name; finite.
         epoch: See :class:`EndRound`.
         validate: See :class:`EndRound`.

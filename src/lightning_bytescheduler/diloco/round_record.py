@@ -19,6 +19,7 @@ from lightning_bytescheduler.exceptions import OptionError
 __all__ = [
     "RECORD_NAME",
     "Activity",
+    "LateUpdate",
     "RoundFile",
     "RoundRecord",
     "WorkerRound",
@@ -59,6 +60,24 @@ class WorkerRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(end - start for kind, start, end in self.spans if kind == activity)
 
 
+class LateUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pseudo-gradient that came after its round was over, during this one.
+
+    Attributes:
+        worker: Whose.
+        round: In which it was made.
+        staleness: Rounds of its fragment that it is late.
+        samples: Processed for it.
+        weight: With which it counts in the next merge of its fragment; 0 if it was dropped.
+    """
+
+    worker: str
+    round: _Count
+    staleness: _Count
+    samples: _Count
+    weight: _Count
+
+
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One round.
 
@@ -67,7 +86,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         start: When workers were told to start.
         end: When its pseudo-gradients were merged.
         decided: When its end was scheduled, or ``None`` if that was not needed.
-        workers: Those who took part, until they left.
+        workers: Those who took part; who has left before the end was decided, only if what it sent was there.
+        late: What came during this round and belonged to an earlier one.
     """
 
     round: _Count
@@ -75,6 +95,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     end: float
     decided: float | None
     workers: tuple[WorkerRound, ...]
+    late: tuple[LateUpdate, ...] = ()
 
     @property
     def samples(self) -> int:

@@ -1,0 +1,286 @@
+"""Who is a member of a run: names, sessions, leases and the leader. Pure; the clock is an argument.
+
+A session is 128 random bits, which a worker gets with its name and shows with every request. It is the worker's
+identity: whoever comes back with it is the same worker, under the same name, also after a restart of the coordinator
+or when it had been given up. It is kept as a digest, so that the saved state of a run holds no secret; it is looked up
+by that digest and compared in constant time, so that nothing is learnt from how long an answer takes.
+
+A member lives as long as its lease: every sign of life renews it. When the lease runs out, the member is given up. Its
+name stays its own for ``expiry`` seconds more, for it may only have been cut off; then it is forgotten. The name of a
+member that has left is free at once.
+
+The leader is the member that has been one for longest of those that are connected when a leader is appointed. It stays
+leader until it leaves or is given up, so that a short break of its connection, or a long validation, moves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from lightning_bytescheduler.checks import require_positive, require_seconds, require_whole
+from lightning_bytescheduler.diloco.coordinator_protocol import Hello
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["Member", "Membership", "MembershipState"]
+
+_LONGEST_NAME = 200  # as the protocol has it
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """A worker that takes part.
+
+    Attributes:
+        name: In this run.
+        digest: Of its session.
+        session: Its secret; empty after a restart of the coordinator, until it is heard of.
+        incarnation: Another number for each process.
+        ranks: That train together as this worker.
+        heard: When there was a sign of life.
+        joined: When it became a member.
+        address: Where it connects from, for logs.
+        connections: That are open.
+    """
+
+    name: str
+    digest: str
+    session: str = ""
+    incarnation: int
+    ranks: int
+    heard: float
+    joined: float
+    address: str = ""
+    connections: int = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether it can be told something now."""
+        return self.connections > 0
+
+    def __repr__(self) -> str:
+        return f"Member(name={self.name!r}, incarnation={self.incarnation}, address={self.address!r})"  # and no secret
+
+
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class MemberState(TypedDict):
+    """What to keep of a ``Member`` over a restart."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=_LONGEST_NAME)]
+    digest: _Digest
+    incarnation: _Count
+    ranks: _Count
+
+
+class MembershipState(TypedDict):
+    """What to keep of a ``Membership`` over a restart: primitives only, and no secret."""
+
+    members: list[MemberState]
+    leader: str | None
+    incarnations: _Count
+
+
+class Membership:
+    """The members of a run, in the order in which they became members. For one thread.
+
+    Args:
+        lease: Seconds without a sign of life after which a member is given up.
+        expiry: Seconds after that for which its name and session are kept for it.
+        most: Members that there can be; as many that were given up are remembered.
+        make_session: Makes a session; injected by tests.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        lease: float,
+        *,
+        expiry: float = 600.0,
+        most: int = 10_000,
+        make_session: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self._lease = require_positive("lease", lease, of="seconds")
+        self._expiry = require_seconds("expiry", expiry)
+        self._most = require_whole("most", most, 1)
+        self._make_session = make_session
+        self._members: dict[str, Member] = {}  # by name
+        self._given_up: dict[str, Member] = {}  # by name, the first that was given up first
+        self._by_digest: dict[str, Member] = {}  # both
+        self._incarnations = 0
+        self._appointed: str | None = None
+        self._look_at = -math.inf  # before that, no lease can run out
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def leader(self) -> str | None:
+        """Who validates, logs and saves for all; ``None`` while nobody is connected."""
+        return self._appointed if any(member.connected for member in self._members.values()) else None
+
+    def by_session(self, session: str) -> Member | None:
+        """Whose session it is, or ``None``; it is no sign of life."""
+        member = self._known(session)
+        return member if member is not None and member.name in self._members else None
+
+    def by_name(self, name: str) -> Member | None:
+        """Who has that name, or ``None``."""
+        return self._members.get(name)
+
+    def join(self, hello: Hello, now: float, *, address: str = "") -> Member:
+        """A worker has connected: make it a member, or know it again by its session.
+
+        Args:
+            hello: What it says of itself.
+            now: In seconds.
+            address: Where it connects from.
+
+        Raises:
+            OptionError: If there are as many members as there can be.
+        """
+        self.expire(now)
+        member = self._known(hello.session)
+        if member is None:
+            self._require_room()
+            session = self._new_session()
+            self._incarnations += 1
+            member = Member(
+                name=self._free_name(hello.worker),
+                digest=_digest(session),
+                session=session,
+                incarnation=self._incarnations,
+                ranks=hello.ranks,
+                heard=now,
+                joined=now,
+            )
+            self._by_digest[member.digest] = self._members[member.name] = member
+        elif member.name not in self._members:  # it had been given up, and only was away
+            self._require_room()
+            self._members[member.name] = self._given_up.pop(member.name)
+            member.joined = now
+        else:
+            member.session = hello.session
+        member.ranks, member.address, member.heard = hello.ranks, address, now
+        member.connections += 1
+        self._appoint()
+        return member
+
+    def disconnect(self, member: Member) -> None:
+        """One of a member's connections is closed. It is a member as long as its lease lasts."""
+        member.connections = max(member.connections - 1, 0)
+
+    def hear(self, member: Member, now: float) -> None:
+        """A sign of life, which renews the lease."""
+        member.heard = max(member.heard, now)
+
+    def leave(self, member: Member) -> None:
+        """A member has left: forget it, and free its name."""
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+            del self._by_digest[member.digest]
+            member.connections = 0
+            self._appoint()
+
+    def expire(self, now: float) -> tuple[Member, ...]:
+        """Give up everyone whose lease is over, and forget those who were given up long ago.
+
+        Returns:
+            Who was given up.
+        """
+        if now < self._look_at:
+            return ()
+        over = tuple(member for member in self._members.values() if now >= member.heard + self._lease)
+        for member in over:
+            self._given_up[member.name] = self._members.pop(member.name)
+            member.connections = 0
+        for member in list(self._given_up.values()):
+            if now >= member.heard + self._lease + self._expiry or len(self._given_up) > self._most:
+                del self._given_up[member.name], self._by_digest[member.digest]
+        # A sign of life only ever makes it later.
+        leases = [member.heard + self._lease for member in self._members.values()]
+        ends = [member.heard + self._lease + self._expiry for member in self._given_up.values()]
+        self._look_at = min([*leases, *ends, now + self._lease])
+        self._appoint()
+        return over
+
+    def state_dict(self) -> MembershipState:
+        """What to keep over a restart, without a secret."""
+        return {
+            "members": [
+                {"name": one.name, "digest": one.digest, "incarnation": one.incarnation, "ranks": one.ranks}
+                for one in [*self._members.values(), *self._given_up.values()]
+            ],
+            "leader": self._appointed,
+            "incarnations": self._incarnations,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | MembershipState, now: float) -> None:
+        """Carry on from what was kept: everybody has a fresh lease, and is known again by the session.
+
+        Raises:
+            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong with it. Nothing was changed.
+        """
+        try:
+            known = msgspec.convert(state, MembershipState)
+        except msgspec.ValidationError as error:
+            raise OptionError("state of the members", state, f"what a membership has kept ({error})") from error
+        members = [Member(**one, heard=now, joined=now) for one in known["members"]]
+        names, digests = {one.name for one in members}, {one.digest for one in members}
+        if len(names) < len(members) or len(digests) < len(members):
+            raise OptionError("state of the members", state, "one in which each name and session is there once")
+        self._members = {one.name: one for one in members}
+        self._by_digest = {one.digest: one for one in members}
+        self._given_up = {}
+        self._incarnations = max([known["incarnations"], *(one.incarnation for one in members)])
+        self._appointed = known["leader"] if known["leader"] in self._members else None
+        self._look_at = -math.inf
+
+    def _known(self, session: str) -> Member | None:
+        digest = _digest(session)
+        member = self._by_digest.get(digest) if session else None
+        return member if member is not None and hmac.compare_digest(member.digest, digest) else None
+
+    def _new_session(self) -> str:
+        while _digest(session := self._make_session()) in self._by_digest:
+            pass
+        return session
+
+    def _free_name(self, wish: str) -> str:
+        if wish not in self._members and wish not in self._given_up:
+            return wish
+        for number in itertools.count(2):
+            end = f"-{number}"
+            name = wish[: _LONGEST_NAME - len(end)] + end
+            if name not in self._members and name not in self._given_up:
+                break
+        return name
+
+    def _require_room(self) -> None:
+        if len(self._members) >= self._most:
+            allowed = f"{self._most} at most; one can join when another one has left"
+            raise OptionError("members", len(self._members) + 1, allowed)
+
+    def _appoint(self) -> None:
+        if self._appointed not in self._members:
+            connected = (member.name for member in self._members.values() if member.connected)
+            self._appointed = next(connected, None)
+
+
+def _digest(session: str) -> str:
+    return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()

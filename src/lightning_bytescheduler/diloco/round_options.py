@@ -1,0 +1,65 @@
+"""When the batch scheduler decides on the end of a round, and how long it waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_bytescheduler.checks import require_one_of, require_seconds, require_share, require_whole
+from lightning_bytescheduler.diloco.late_updates import LATE_RULES, LateRule
+
+__all__ = ["RoundOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOptions:
+    """When the batch scheduler decides on the end of a round, and how long it waits for whom; validated when made.
+
+    Attributes:
+        outer_steps: Rounds after which the training is over; ``None`` for no end.
+        start_workers: Workers that the first round waits for. Whoever joins later counts from the next round.
+        restart_workers: The same for the first round after a restart.
+        step_cap: Steps that no worker exceeds in a round, or ``None``. A worker that has raced ahead waits there.
+        lead_steps: The end of a round is decided when it is this many steps of the slowest worker away. Fewer make a
+            better forecast; with one, a worker may be in the middle of a step that it should not have begun.
+        quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
+            they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
+            were told of its end; who joins later is none of them, and who had left before is none either.
+        quorum_workers: The same as a number; both have to be reached.
+        grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
+            the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
+            as that is worth what the others lose by it, see ``batch_scheduler.worthwhile_wait``.
+        silent_after: Seconds of silence, on top of three steps, after which a worker is no longer counted on.
+        first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
+        late: What becomes of a pseudo-gradient that comes after its round is over, see ``late_updates.late_weight``.
+        expiry: Seconds of silence after which a worker that was lost, or has left, is forgotten with its step times.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    outer_steps: int | None = None
+    start_workers: int = 1
+    restart_workers: int = 1
+    step_cap: int | None = None
+    lead_steps: int = 3
+    quorum: float = 0.5
+    quorum_workers: int = 1
+    grace: float | Literal["auto"] = 60.0
+    silent_after: float = 10.0
+    first_step_limit: float = 600.0
+    late: LateRule = "drop"
+    expiry: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for option in ("outer_steps", "step_cap"):
+            if getattr(self, option) is not None:
+                require_whole(option, getattr(self, option), 1)
+        for option in ("start_workers", "restart_workers", "lead_steps", "quorum_workers"):
+            require_whole(option, getattr(self, option), 1)
+        require_share("quorum", self.quorum)
+        if self.grace != "auto":
+            require_seconds("grace", self.grace)
+        for option in ("silent_after", "first_step_limit", "expiry"):
+            require_seconds(option, getattr(self, option))
+        require_one_of("late", self.late, LATE_RULES)
