@@ -27,7 +27,11 @@ class CoordinatedBoundaries:
         trainer: Whose loop it is.
         session: This worker's.
         group: The ranks of this worker.
+        leads: Whether this worker leads, to begin with.
         clock: Seconds; injected by tests.
+
+    Attributes:
+        leads: Whether it does, as its ranks have agreed after the last batch.
     """
 
     def __init__(
@@ -36,8 +40,10 @@ class CoordinatedBoundaries:
         session: CoordinatedRounds,
         *,
         group: WorkerGroup,
+        leads: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.leads = leads
         self._trainer = trainer
         self._session = session
         self._group = group
@@ -109,7 +115,7 @@ class CoordinatedBoundaries:
         stepped = trainer.global_step != self._global_step
         signal = bool(trainer.received_sigterm)
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        wants, epoch, stops, signal, leads = self._agree(
+        wants, epoch, stops, signal, self.leads = self._agree(
             stepped, self._own_decision(data_fetcher), loop._num_ready_batches_reached(), stops, signal, session.leads
         )
         if stops:
@@ -120,7 +126,7 @@ class CoordinatedBoundaries:
             self._leave(quickly=True)
             trainer._signal_connector.received_sigterm = True  # on all ranks of the worker: Lightning ends each
             return False
-        self._wants_validation = leads and (self._wants_validation or wants)
+        self._wants_validation = self.leads and (self._wants_validation or wants)
         version = session.version
         while not session.over and session.is_due():
             session.synchronise()

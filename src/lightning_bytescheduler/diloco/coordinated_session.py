@@ -588,8 +588,14 @@ class CoordinatedSession(CoordinatedRounds):
         if self._away:
             return
         self._joined = True
-        self._transport.client.post(JoinRounds(worker=self.worker))
-        if self._report is not None and self._report.round == self._transport.version + 1:
+        counter, round = self._counter, self._transport.version + 1
+        message = JoinRounds(worker=self.worker)
+        if counter.round == round and self._report is not None and self._sent is None:
+            message = msgspec.structs.replace(
+                message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
+            )
+        self._transport.client.post(message)
+        if message.round and self._report is not None:
             self._transport.client.post(self._report)
 
     def _reopen(self) -> None:
