@@ -49,7 +49,7 @@ class PlanThread:
         self._timeout = timeout
         self._changed = threading.Condition()
         # What follows changes under it.
-        self._notes: deque[Any] = deque()  # _TRAINED, or what is to be called
+        self._notes: deque[Any] = deque()  # _TRAINED, what readers report, or what is to be called
         self._ready: deque[SliceBatch] = deque()
         self._pass = 0
         self._is_over = True
@@ -107,7 +107,7 @@ class PlanThread:
         if report.is_empty:
             with self._changed:
                 self._untrained -= 1
-        self._note(lambda: self._plan.received(report))
+        self._note(report)
 
     def trained(self) -> None:
         """The first batch that was taken and not trained on has been; nothing if there is none."""
@@ -224,11 +224,13 @@ class PlanThread:
         for note in notes:
             if note is _TRAINED:
                 trained += 1
-                continue
-            if trained:
-                self._plan.trained(trained)
-                trained = 0
-            note()
+            elif isinstance(note, ReadReport) and not note.corrupt:
+                self._plan.received(note)  # no call, and batches on either side of it may be reported together
+            else:
+                if trained:
+                    self._plan.trained(trained)
+                    trained = 0
+                self._plan.received(note) if isinstance(note, ReadReport) else note()
         if trained:
             self._plan.trained(trained)
         if notes:
