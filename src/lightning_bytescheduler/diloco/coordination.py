@@ -33,12 +33,12 @@ class Coordination:
 
     Args:
         address: Of the coordinator.
-        given: The options of ``RunOptions`` that the user gave, by name.
+        given: The user's options of ``RunOptions``, by name; None for those that were left out.
     """
 
     def __init__(self, address: CoordinatorAddress, given: Mapping[str, Any]) -> None:
         self._address = address
-        self._given = given
+        self._given = {name: value for name, value in given.items() if value is not None}
         self._group = WorkerGroup()
         self._runtime: CoordinatedRuntime | None = None
         self._boundaries: CoordinatedBoundaries | None = None
