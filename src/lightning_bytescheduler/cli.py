@@ -355,6 +355,30 @@ def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
 
 
+def _add_coordinator(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.command import add_arguments
+
+    add_arguments(parser)
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.command import run
+
+    return run(options)
+
+
+def _add_certificates(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.certificates import add_arguments
+
+    add_arguments(parser)
+
+
+def _certificates(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.certificates import run
+
+    return run(options)
+
+
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -481,6 +505,21 @@ _COMMANDS = {
         "make data/*.jsonl data/slices",
         _add_slices,
         _slices,
+    ),
+    "coordinator": _Command(
+        "coordinate a DiLoCo training whose workers join and leave",
+        "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
+        "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
+        "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
+        _add_coordinator,
+        _coordinator,
+    ),
+    "certificates": _Command(
+        "make certificates for a coordinator and its workers",
+        "Make an authority for development, a server certificate that it signs, and some for clients.",
+        "certs --host coordinator.example.org --client anna",
+        _add_certificates,
+        _certificates,
     ),
     "examples": _Command(
         "copy the examples into a folder",

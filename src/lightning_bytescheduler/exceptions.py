@@ -11,6 +11,7 @@ ByteSchedulerError
 │   └── RanksDivergedError               no rank failed, but they wait for each other in different places
 ├── RanksUnreachableError (ConnectionError)  ranks found each other at the store, and cannot connect
 ├── RanksDifferError                     the ranks are not in the same training: another version, other options
+├── CoordinatorError (RuntimeError)      the coordinator refuses this worker, and would again; has its words
 ├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
 ├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
 ├── SourceUnavailableError (OSError)     a source of slices does not answer, or refuses to; names it and what it said
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 __all__ = [
     "ByteSchedulerError",
+    "CoordinatorError",
     "LaunchOrderError",
     "OptionError",
     "RankFailedError",
@@ -132,6 +134,10 @@ class RanksUnreachableError(ByteSchedulerError, ConnectionError):
 
 class RanksDifferError(ByteSchedulerError):
     """The ranks are not in the same training; the message names ranks, hosts and what differs. Raised on every rank."""
+
+
+class CoordinatorError(ByteSchedulerError, RuntimeError):
+    """The coordinator refuses this worker, or what it says; trying again would not help."""
 
 
 class SliceIndexError(ByteSchedulerError, ValueError):

@@ -10,10 +10,15 @@ by s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2
 Rounding of int8 and int4 is stochastic by default. To nearest, an element below s/2 is lost in every round, and a
 weight that always moves a little never moves; stochastic rounding is right on average, over rounds and over workers. It
 is a function of the seed: the same seed and tensor give the same bytes on the same kind of device.
+
+Payloads are made and read chunk by chunk (:mod:`~lightning_bytescheduler.compression.blocks`), so that whoever makes
+the numbers, or adds them up, can do so while they are in a processor's cache.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_one_of, require_whole
+from lightning_bytescheduler.compression.blocks import BLOCK, BlockQuantiser, chunk_size, chunks_of
 
 __all__ = ["ROUNDINGS", "WIRE_DTYPES", "Rounding", "WireDtype", "WireFormat"]
 
@@ -31,10 +37,11 @@ WIRE_DTYPES: tuple[WireDtype, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 """Ways to round to int8 and int4."""
 
-_BLOCK = 128  # 4 bytes of scale: 3 % on top of int8, 6 % on top of int4
 _SCALE_BYTES = 4
-_LEVELS = {"int8": 127, "int4": 7}
 _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+_QUANTISED = ("int8", "int4")
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LARGEST_INTEGER = {"int8": 128, "int4": 8}  # that a payload can hold, if not one that encode() has made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,15 +65,15 @@ class WireFormat:
 
     def payload_bytes(self, elements: int) -> int:
         """Size of the payload of a tensor with so many elements."""
-        scales = -(-elements // _BLOCK) * _SCALE_BYTES if self.dtype in _LEVELS else 0
-        return scales + -(-elements * _BITS[self.dtype] // 8)
+        return self._scale_bytes(elements) + -(-elements * _BITS[self.dtype] // 8)
 
-    def encode(self, tensor: Tensor, *, seed: int = 0) -> Tensor:
+    def encode(self, tensor: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
         """Make a payload.
 
         Args:
             tensor: Floating-point numbers, all finite, of any shape.
             seed: For stochastic rounding. Choose another one for every round, worker and fragment.
+            out: Is filled with the payload, and returned: of its size, uint8, aligned to 4 bytes.
 
         Returns:
             ``payload_bytes(tensor.numel())`` of uint8, on the tensor's device.
@@ -75,30 +82,59 @@ class WireFormat:
             OptionError: If the seed is not a whole number from 0 on.
             ValueError: If a number is not finite, or becomes infinite in bf16.
         """
-        require_whole("seed", seed, 0)
-        values = tensor.detach().reshape(-1).float()
-        if self.dtype == "bf16":
-            values = values.bfloat16()
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"The tensor cannot be sent as {self.dtype}: it holds infinities or NaN.")
-        if self.dtype not in _LEVELS:
-            return values.contiguous().view(torch.uint8).clone()
-        scales, integers = self._quantised(values, seed)
-        if self.dtype == "int4":
-            pairs = (integers + 8).to(torch.uint8)
-            if len(pairs) % 2:
-                pairs = torch.cat([pairs, pairs.new_zeros(1)])
-            elements = pairs[0::2] | (pairs[1::2] << 4)
-        else:
-            elements = integers.view(torch.uint8)
-        return torch.cat([scales.view(torch.uint8), elements])
+        values = tensor.detach().reshape(-1)
+        size = chunk_size(values.device)
+        chunks = (values[first : first + length].float() for first, length in chunks_of(values.numel(), size))
+        return self.encode_chunks(chunks, values.numel(), device=values.device, seed=seed, out=out)
 
-    def decode(self, payload: Tensor, elements: int) -> Tensor:
+    def encode_chunks(
+        self, chunks: Iterable[Tensor], elements: int, *, device: torch.device, seed: int = 0, out: Tensor | None = None
+    ) -> Tensor:
+        """Make a payload of numbers as they come; the same bytes as those of :meth:`encode`.
+
+        Args:
+            chunks: Flat, in fp32, each of a multiple of 128 elements but for the last. Each is read before the next is
+                asked for.
+            elements: In all chunks.
+            device: Where they are.
+            seed: See :meth:`encode`.
+            out: See :meth:`encode`.
+
+        Returns:
+            See :meth:`encode`.
+
+        Raises:
+            OptionError: If the seed is not a whole number from 0 on.
+            ValueError: If a number is not finite, or becomes infinite in bf16.
+        """
+        require_whole("seed", seed, 0)
+        payload = torch.empty(self.payload_bytes(elements), dtype=torch.uint8, device=device) if out is None else out
+        self._check_payload(payload, elements)
+        body = payload[self._scale_bytes(elements) :]
+        scales = payload[: self._scale_bytes(elements)].view(torch.float32)
+        quantiser = self._quantiser(device, seed if self.rounding == "stochastic" else None)
+        first = 0
+        for values in chunks:
+            end = first + values.numel()
+            if quantiser is None:
+                sent = body.view(_FLOATS[self.dtype])[first:end].copy_(values)
+                largest = sent.abs().amax() if sent.numel() else sent.sum()
+            else:
+                own = scales[first // BLOCK : -(-end // BLOCK)]
+                quantiser.quantise(values, own, self._packed(body, first, end), first=first)
+                largest = own.amax()
+            if not math.isfinite(largest):
+                raise ValueError(f"The tensor cannot be sent as {self.dtype}: it holds infinities or NaN.")
+            first = end
+        return payload
+
+    def decode(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
         """Read a payload.
 
         Args:
             payload: What ``encode`` made.
             elements: Of the tensor that was encoded.
+            out: Is filled with the numbers, and returned: flat, in fp32.
 
         Returns:
             A flat tensor in fp32.
@@ -106,43 +142,83 @@ class WireFormat:
         Raises:
             ValueError: If the payload has another size than that of so many elements, or its scales are not finite.
         """
+        result = torch.empty(elements, device=payload.device) if out is None else out
+        for _ in self._decoded(payload, elements, result):
+            pass
+        return result
+
+    def decode_chunks(self, payload: Tensor, elements: int) -> Iterator[Tensor]:
+        """Read a payload chunk by chunk, the same numbers as those of :meth:`decode`.
+
+        Args:
+            payload: What ``encode`` made.
+            elements: Of the tensor that was encoded.
+
+        Yields:
+            Flat tensors in fp32, not to be changed; each is overwritten when the next is asked for.
+
+        Raises:
+            ValueError: As :meth:`decode`, before the first.
+        """
+        return self._decoded(payload, elements, None)
+
+    def largest(self, payload: Tensor, elements: int) -> float:
+        """A bound of the magnitudes in a payload, without decoding it where it has scales; NaN if one is not finite.
+
+        Raises:
+            ValueError: If the payload has another size than that of so many elements.
+        """
+        self._check_payload(payload, elements)
+        if not elements:
+            return 0.0
+        if self.dtype in _QUANTISED:
+            found = _aligned(payload[: self._scale_bytes(elements)]).view(torch.float32).abs().amax()
+            bound = float(found) * _LARGEST_INTEGER[self.dtype]
+        else:
+            values, size = _aligned(payload).view(_FLOATS[self.dtype]), chunk_size(payload.device)
+            parts = [values[first : first + length].abs().amax() for first, length in chunks_of(elements, size)]
+            bound = float(torch.stack(parts).amax())
+        return bound if math.isfinite(bound) else math.nan
+
+    def _decoded(self, payload: Tensor, elements: int, result: Tensor | None) -> Iterator[Tensor]:
+        self._check_payload(payload, elements)
+        payload = _aligned(payload)
+        body = payload[self._scale_bytes(elements) :]
+        scales = payload[: self._scale_bytes(elements)].view(torch.float32)
+        if not bool(torch.isfinite(scales).all()):
+            raise ValueError("The payload is damaged: its scales hold infinities or NaN.")
+        size = min(chunk_size(payload.device), elements)
+        quantiser = self._quantiser(payload.device, None)
+        scratch = torch.empty(size, device=payload.device) if result is None else result
+        for first, length in chunks_of(elements, size):
+            end = first + length
+            if self.dtype == "fp32" and result is None:
+                yield body.view(torch.float32)[first:end]
+                continue
+            values = scratch[:length] if result is None else result[first:end]
+            if quantiser is None:
+                values.copy_(body.view(_FLOATS[self.dtype])[first:end])
+            else:
+                quantiser.dequantise(scales[first // BLOCK : -(-end // BLOCK)], self._packed(body, first, end), values)
+            yield values
+
+    def _quantiser(self, device: torch.device, seed: int | None) -> BlockQuantiser | None:
+        return BlockQuantiser(_BITS[self.dtype], device, seed) if self.dtype in _QUANTISED else None
+
+    def _packed(self, body: Tensor, first: int, end: int) -> Tensor:
+        return body[first:end] if self.dtype == "int8" else body[first // 2 : -(-end // 2)]
+
+    def _scale_bytes(self, elements: int) -> int:
+        return -(-elements // BLOCK) * _SCALE_BYTES if self.dtype in _QUANTISED else 0
+
+    def _check_payload(self, payload: Tensor, elements: int) -> None:
         if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
             raise ValueError(
                 f"The payload is not that of {elements} elements in {self.dtype}: it is {payload.dtype} of shape "
                 f"{tuple(payload.shape)}."
             )
-        payload = payload.clone()  # views below need an aligned start
-        if self.dtype not in _LEVELS:
-            return payload.view(torch.float32 if self.dtype == "fp32" else torch.bfloat16).float()
-        scale_bytes = -(-elements // _BLOCK) * _SCALE_BYTES
-        scales = payload[:scale_bytes].clone().view(torch.float32)
-        if not bool(torch.isfinite(scales).all()):
-            raise ValueError("The payload is damaged: its scales hold infinities or NaN.")
-        packed = payload[scale_bytes:]
-        if self.dtype == "int4":
-            integers = torch.stack([packed & 15, packed >> 4], dim=1).reshape(-1)[:elements].to(torch.int8) - 8
-        else:
-            integers = packed.view(torch.int8)
-        return _in_blocks(integers.float()).mul_(scales[:, None]).reshape(-1)[:elements]
-
-    def _quantised(self, values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        levels = _LEVELS[self.dtype]
-        blocks = _in_blocks(values)
-        scales = blocks.abs().amax(dim=1) / levels
-        # A block of zeros, or of what is next to nothing, has scale 0 and decodes to zeros.
-        scaled = blocks / torch.where(scales == 0, torch.inf, scales)[:, None]
-        if self.rounding == "stochastic":
-            generator = torch.Generator(device=values.device).manual_seed(seed)
-            scaled = torch.floor(scaled + torch.rand(scaled.shape, generator=generator, device=values.device))
-        else:
-            scaled = torch.round(scaled)
-        integers = scaled.clamp_(-levels, levels).to(torch.int8)
-        return scales, integers.reshape(-1)[: values.numel()].contiguous()
 
 
-def _in_blocks(values: Tensor) -> Tensor:
-    """The same in rows of one block, with zeros at the end."""
-    rows = -(-values.numel() // _BLOCK)
-    padded = values.new_zeros(rows * _BLOCK)
-    padded[: values.numel()] = values
-    return padded.reshape(rows, _BLOCK)
+def _aligned(payload: Tensor) -> Tensor:
+    """The same bytes where they can be read as numbers."""
+    return payload.clone() if payload.storage_offset() % _SCALE_BYTES or not payload.is_contiguous() else payload

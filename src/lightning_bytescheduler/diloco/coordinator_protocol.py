@@ -8,9 +8,17 @@ where the coordinator has a token, and all but the WebSocket and the pages for p
 
 A worker's place. The global weights have a *version*: the number of rounds that are part of them. All who have the same
 version of the same run have the same bits, as each takes the same outer step with the same decoded mean. The *chain*
-tells runs apart that have the same number of rounds: it is a digest of the former chain and of the payload of the mean,
-so that a worker which has merged a round that a restarted coordinator does not know is found out, and fetches the
-state. The *term* counts the coordinators that have held the state; a worker does not listen to an older one.
+tells runs apart that have the same number of rounds: it is a digest of the former chain and of the mean's digest, so
+that a worker which has merged a round that a restarted coordinator does not know is found out, and fetches the state.
+The *term* counts the coordinators that have held the state; a worker does not listen to an older one.
+
+A connection. After each ``Welcome`` the worker brings its weights to ``Welcome.version`` (or sends its own, if it is to
+``provide``), and then says ``JoinRounds``, whose ``session`` the coordinator fills in itself. Each frame of a worker is
+answered by one that has ``heard`` it, and a worker sends no second frame before: what it has to say meanwhile goes into
+one ``Batch``. The coordinator ends a connection with a reason (a frame that is wrong, a worker that does not read, a
+coordinator that stops); the worker comes back with a ``Hello``, session and all, and nothing is lost by it. What is
+refused over HTTP is answered with ``{"error": "..."}``, and has changed nothing; 503 and 429 come with
+``Retry-After``.
 
 A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` or ``SendNow`` -
 ``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
@@ -37,6 +45,7 @@ __all__ = [
     "HEALTH_PATH",
     "METRICS_PATH",
     "PROTOCOL",
+    "ROUND_SAMPLES_HEADER",
     "SAMPLES_HEADER",
     "SESSION_HEADER",
     "SLICES_PATH",
@@ -75,9 +84,10 @@ WORKER_PATH = "/v1/worker"
 """WebSocket, see above."""
 UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
 """``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
-``TOKENS_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. ``GET``: the mean of a round that has
-ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and
-``DIGEST_HEADER``; 404 if it is kept no longer."""
+``TOKENS_HEADER``, ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. It may be
+repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the mean of a round that has ended, in
+the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404
+if it is kept no longer."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
 ``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the first weights, from the worker that was asked for them."""
@@ -92,8 +102,13 @@ SESSION_HEADER = "ByteScheduler-Session"
 DIGEST_HEADER = "ByteScheduler-Digest"
 """xxh3_128 of the body, in hexadecimal digits."""
 SAMPLES_HEADER = "ByteScheduler-Samples"
+"""That the worker has processed since it last sent this fragment: what an update is weighted with."""
 TOKENS_HEADER = "ByteScheduler-Tokens"
+"""The same in tokens; left out where nobody counts them."""
 STEPS_HEADER = "ByteScheduler-Steps"
+"""That the worker has taken in this round."""
+ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
+"""That it has processed in this round; left out where that is ``SAMPLES_HEADER``."""
 TOTAL_HEADER = "ByteScheduler-Total-Weight"
 VERSION_HEADER = "ByteScheduler-Weights-Version"
 CHAIN_HEADER = "ByteScheduler-Chain"
@@ -116,19 +131,17 @@ def update_path(round: int, fragment: int) -> str:
     return UPDATE_PATH.format(round=round, fragment=fragment)
 
 
-def chain_after(chain: str, *, round: int, fragment: int, mean: bytes | memoryview, total: int) -> str:
+def chain_after(chain: str, *, round: int, fragment: int, digest: str, total: int) -> str:
     """The chain after a round.
 
     Args:
         chain: Before it; 32 hexadecimal digits, all ``0`` at the beginning of a run.
         round: Its number.
         fragment: That was merged.
-        mean: The payload that workers get, empty if nothing was merged.
+        digest: Of the payload that workers get, as ``DIGEST_HEADER`` says it; empty if nothing was merged.
         total: The sum of the weights of what was merged.
     """
-    digest = hashlib.blake2b(f"{chain} {round} {fragment} {total} ".encode(), digest_size=16)
-    digest.update(mean)
-    return digest.hexdigest()
+    return hashlib.blake2b(f"{chain} {round} {fragment} {total} {digest}".encode(), digest_size=16).hexdigest()
 
 
 # ── Joining ───────────────────────────────────────────────────────────

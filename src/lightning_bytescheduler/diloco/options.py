@@ -49,6 +49,7 @@ __all__ = [
     "ddp_options",
     "description",
     "scheduler_options",
+    "with_defaults",
 ]
 
 _INNER = ("ddp", "bytescheduler")
@@ -74,9 +75,21 @@ OPTIONS_ELSEWHERE = {
 """What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
 
 
+_DEFAULTS = {"equal_steps": False, "weighting": "samples", "fragments": 1, "overlap_steps": 0, "wire_dtype": "fp32"}
+"""Of options of which it has to be known whether they were given: a coordinator's hold for those that were not."""
+
+
+def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with what holds where nothing was given, and no coordinator says otherwise."""
+    return {name: _DEFAULTS.get(name) if value is None else value for name, value in given.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCoOptions:
     """What the user asked for; see ``DiLoCoStrategy`` for what each option means.
+
+    Attributes:
+        coordinated: Whether rounds are a coordinator's.
 
     Raises:
         OptionError: Names the option that is not allowed, and what would be.
@@ -102,6 +115,7 @@ class DiLoCoOptions:
     inner: Literal["ddp", "bytescheduler"] | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any] | None
+    coordinated: bool = False
 
     def __post_init__(self) -> None:
         if self.samples_per_round is not None:
@@ -128,11 +142,17 @@ class DiLoCoOptions:
         for option in ("partition_size", "credit"):
             object.__setattr__(self, option, parse_size(option, getattr(self, option)))
         self._check_batch_size()
+        if self.coordinated and self.rounds_file is not None:
+            raise OptionError("rounds_file", self.rounds_file, "left out where a coordinator is given, which records rounds")
         if self.rounds_file is not None:
             object.__setattr__(self, "rounds_file", require_new_file("rounds_file", self.rounds_file))
         self._check_inner()
 
     def _check_outer_optimizer(self) -> None:
+        if self.coordinated and self.outer_optimizer is not None:
+            raise OptionError(
+                "outer_optimizer", self.outer_optimizer, "left out where a coordinator is given, which takes the outer step"
+            )
         if self.outer_optimizer is not None:
             self._check_factory(self.outer_optimizer)
             for option in ("outer_lr", "outer_momentum"):
@@ -173,21 +193,28 @@ class DiLoCoOptions:
         if self.inner not in _INNER:
             require_one_of("inner", self.inner, (*_INNER, None))
         size = self.inner_size
-        if size != _NODE and not is_whole(size, 2):
+        if self.coordinated and size is not None:
+            raise OptionError(
+                "inner_size", size, "left out where a coordinator is given: all processes of a Trainer are one worker"
+            )
+        if not self.coordinated and size != _NODE and not is_whole(size, 2):
             raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
         if self.inner_options is not None and not isinstance(self.inner_options, Mapping):
             raise OptionError("inner_options", self.inner_options, f"options of {self.inner!r} by name, or None")
         if self.batch_size == "auto":
             raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
 
-    def ranks_per_worker(self, *, on_node: int) -> int:
+    def ranks_per_worker(self, *, on_node: int, ranks: int) -> int:
         """How many ranks train together as one worker.
 
         Args:
             on_node: How many run on each machine.
+            ranks: How many there are in all.
         """
         if self.inner is None:
             return 1
+        if self.coordinated:
+            return ranks
         return on_node if self.inner_size == _NODE else int(self.inner_size or 1)
 
     def check_ranks(self, *, ranks: int, on_node: int, rank: int, node: int) -> None:
@@ -202,7 +229,14 @@ class DiLoCoOptions:
         Raises:
             OptionError: If they cannot.
         """
-        size = self.ranks_per_worker(on_node=on_node)
+        size = self.ranks_per_worker(on_node=on_node, ranks=ranks)
+        if self.coordinated and ranks > size:
+            raise OptionError(
+                "devices",
+                ranks,
+                "1 with a coordinator, whose workers are independent Trainers: start one for each device, or let all "
+                "processes of this Trainer be one worker with inner='ddp' or inner='bytescheduler'",
+            )
         if ranks % size:
             raise OptionError("inner_size", self.inner_size, f"a number that divides that of all processes, {ranks}")
         if self.inner_size == _NODE and rank // size != node:

@@ -12,12 +12,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
+from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
 from lightning_bytescheduler.diloco.messages import Message
@@ -27,11 +27,12 @@ from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWor
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.transport import CollectiveTransport
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 
-__all__ = ["FollowingRuntime", "LeadingRuntime", "make_runtime"]
+__all__ = ["FollowingRuntime", "LeadingRuntime", "SessionRuntime", "make_runtime"]
 
 _STOP_S = 5.0
 _MOMENT_S = 2.0
@@ -79,14 +80,14 @@ def make_runtime(
     )
 
 
-class _SessionRuntime(ABC):
+class SessionRuntime(ABC):
     """What runs beside a session, and is watched by the fault board.
 
     Attributes:
         session: The rounds of this rank.
     """
 
-    session: WorkerSession
+    session: WorkerSession | CoordinatedRounds
 
     # What the fault board asks and tells (Watched), on its own thread.
 
@@ -125,7 +126,7 @@ class _SessionRuntime(ABC):
         """
 
 
-class LeadingRuntime(_SessionRuntime):
+class LeadingRuntime(SessionRuntime):
     """A leader's threads and connections.
 
     Args:
@@ -151,7 +152,7 @@ class LeadingRuntime(_SessionRuntime):
     ) -> None:
         if world.leaders is None:
             raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
-        self.state = state
+        self.state: OuterState = state
         self._board = board
         self._name = worker_name(world.worker)
         # A process that is busy in native code may show no sign of life for seconds.
@@ -167,14 +168,14 @@ class LeadingRuntime(_SessionRuntime):
             credit=options.credit,
             on_error=self._on_error,
         )
+        self._transport = CollectiveTransport(self._postman, _SCHEDULER, self._exchange)
         self.session: LeadingSession = LeadingSession(
             worker=self._name,
             group=group,
             state=state,
-            exchange=self._exchange,
+            transport=self._transport,
             overlap_steps=options.overlap_steps,
             flush=flush,
-            post=partial(self._postman.post, _SCHEDULER),
             timeout=options.timeout,
         )
         self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", self.session.receive)]
@@ -272,7 +273,7 @@ class LeadingRuntime(_SessionRuntime):
         return cause
 
 
-class FollowingRuntime(_SessionRuntime):
+class FollowingRuntime(SessionRuntime):
     """What a rank has whose leader speaks for it: no threads, no connections, no global weights.
 
     Args:
@@ -295,7 +296,8 @@ class FollowingRuntime(_SessionRuntime):
         flush: Callable[[], None],
     ) -> None:
         self._board = board
-        self.session = FollowingSession(
+        self.state: OuterState | None = None
+        self.session: FollowingSession = FollowingSession(
             worker=worker_name(world.worker),
             group=group,
             trained=trained,

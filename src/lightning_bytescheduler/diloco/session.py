@@ -17,13 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
     Message,
     PassedRoundEnd,
-    PseudoGradientArrived,
     RoundEnded,
     RoundStatus,
     SendingPseudoGradient,
@@ -33,8 +34,8 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
+from lightning_bytescheduler.diloco.transport import CatchUp, Contribution, Exchanging, Transport
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
 __all__ = ["FollowingSession", "LeadingSession", "SessionStatistics", "WorkerSession"]
@@ -252,7 +253,7 @@ class WorkerSession(ABC):
 class _Sent:
     round: int
     fragment: int
-    exchange: Exchange
+    exchange: Exchanging
 
 
 class LeadingSession(WorkerSession):
@@ -262,10 +263,9 @@ class LeadingSession(WorkerSession):
         worker: The worker's name.
         group: The worker's ranks.
         state: The global weights.
-        exchange: What pseudo-gradients travel through.
+        transport: To the batch scheduler and the other workers.
         overlap_steps: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
-        post: Sends a message to the batch scheduler, without waiting.
         timeout: Longest wait for the other workers, in seconds.
         clock: Seconds; injected by tests.
     """
@@ -276,18 +276,16 @@ class LeadingSession(WorkerSession):
         worker: str,
         group: WorkerGroup,
         state: OuterState,
-        exchange: PseudoGradientExchange,
+        transport: Transport,
         overlap_steps: int,
         flush: Callable[[], None],
-        post: Callable[[Message], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
         self.left: int | None = None
         self._state = state
-        self._exchange = exchange
-        self._post = post
+        self._transport = transport
         self._timeout = timeout
         self._clock = clock
         self._changed = threading.Condition()
@@ -330,26 +328,26 @@ class LeadingSession(WorkerSession):
         with self._changed:
             super().fail(error)
             self._changed.notify_all()
-        self._exchange.abort(error)
+        self._transport.abort(error)
 
     # ------------------------------------------------------------------ the training thread
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """See WorkerSession."""
         round, steps = self._counter.round, self._counter.steps
-        self._post(
+        self._transport.post(
             EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
         )
 
     def _join(self) -> None:
-        self._post(JoinRounds(worker=self.worker))
+        self._transport.post(JoinRounds(worker=self.worker))
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         with self._changed:
             report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
         self._state.count(samples=samples, tokens=tokens)
-        self._post(report)
-        self._post(StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss))
+        self._transport.post(report)
+        self._transport.post(StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss))
 
     def _is_due(self) -> bool:
         with self._changed:
@@ -358,7 +356,7 @@ class LeadingSession(WorkerSession):
     def _send_pseudo_gradient(self) -> None:
         with self._changed:
             round, message = self._counter.round, self._counter.send()
-        self._post(message)
+        self._transport.post(message)
         fragment = self._state.trained.fragment_of(round)
         self._under_way = _Sent(round, fragment, self._send(fragment, message))
 
@@ -367,7 +365,7 @@ class LeadingSession(WorkerSession):
         if sent is None:
             raise RuntimeError("Cannot merge a pseudo-gradient: none was sent.")
         began = self._clock()
-        mean, total = sent.exchange.wait(self._timeout)
+        mean, total = self._received(sent.exchange)
         self.statistics.exchange_s += self._clock() - began
         ended = self._await_round_end(sent.round)
         self._state.merge(sent.fragment, mean, total=total, exactly=ended.halts)
@@ -380,14 +378,14 @@ class LeadingSession(WorkerSession):
         exchanges = [(fragment, self._send(fragment)) for fragment in trained.others(round)]
         began = self._clock()
         for fragment, exchange in exchanges:
-            mean, total = exchange.wait(self._timeout)
+            mean, total = self._received(exchange)
             self._state.merge(fragment, mean, total=total, exactly=True)
         self.statistics.exchange_s += self._clock() - began
         for fragment, _ in exchanges:
             self._group.share(trained.of(fragment))
 
     def _say_passed(self, round: int, *, stop: bool) -> None:
-        self._post(PassedRoundEnd(worker=self.worker, round=round, stop=stop))
+        self._transport.post(PassedRoundEnd(worker=self.worker, round=round, stop=stop))
 
     def _await_round(self) -> bool:
         self._wait(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
@@ -395,17 +393,26 @@ class LeadingSession(WorkerSession):
             if self._counter.finished:
                 return True
             message = self._counter.start()
-        self._post(message)
+        self._transport.post(message)
         return False
 
-    def _send(self, fragment: int, message: SendingPseudoGradient | None = None) -> Exchange:
+    def _send(self, fragment: int, message: SendingPseudoGradient | None = None) -> Exchanging:
         pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
+        return self._transport.start(
+            Contribution(
+                worker=self.worker,
+                round=0 if message is None else message.round,
+                fragment=fragment,
+                pseudo_gradient=pseudo_gradient,
+                weight=weight,
+            )
+        )
 
-        def arrived(error: BaseException | None) -> None:
-            if error is None and message is not None:
-                self._post(PseudoGradientArrived(worker=self.worker, round=message.round))
-
-        return self._exchange.start(f"fragment {fragment}", pseudo_gradient, weight=weight, on_end=arrived)
+    def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
+        found = exchange.wait(self._timeout)
+        if isinstance(found, CatchUp):
+            raise RuntimeError(f"Cannot go on: {found.reason}, and workers that were launched together stay together.")
+        return found
 
     def _await_round_end(self, round: int) -> RoundEnded:
         self._wait(lambda: round in self._round_ends, f"the end of round {round}")

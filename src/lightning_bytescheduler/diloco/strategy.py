@@ -22,6 +22,10 @@ from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
+from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
+from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
+from lightning_bytescheduler.diloco.coordination import Coordination
+from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
@@ -29,6 +33,7 @@ from lightning_bytescheduler.diloco.options import (
     ddp_options,
     description,
     scheduler_options,
+    with_defaults,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
@@ -54,6 +59,7 @@ from lightning_bytescheduler.lightning_api import (
 )
 
 if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
 __all__ = ["DiLoCoStrategy"]
@@ -164,16 +170,16 @@ class DiLoCoStrategy(WorkerStrategy):
         *,
         samples_per_round: int | None = None,
         inner_steps: int | None = None,
-        equal_steps: bool = False,
+        equal_steps: bool | None = None,
         outer_steps: int | None = None,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
-        weighting: Literal["samples", "tokens", "uniform"] = "samples",
-        fragments: int = 1,
-        overlap_steps: int = 0,
+        weighting: Literal["samples", "tokens", "uniform"] | None = None,
+        fragments: int | None = None,
+        overlap_steps: int | None = None,
         mixing: float | None = None,
-        wire_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32",
+        wire_dtype: Literal["fp32", "bf16", "int8", "int4"] | None = None,
         lead_steps: int = 3,
         batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
         partition_size: int = 1_000_000,
@@ -182,20 +188,38 @@ class DiLoCoStrategy(WorkerStrategy):
         inner: Literal["ddp", "bytescheduler"] | None = None,
         inner_size: int | Literal["node"] | None = None,
         inner_options: Mapping[str, Any] | None = None,
+        coordinator: str | None = None,
+        coordinator_ca: str | None = None,
+        coordinator_certificate: str | None = None,
+        coordinator_key: str | None = None,
+        token_file: str | None = None,
+        worker_name: str | None = None,
     ) -> None:
+        common = {
+            "samples_per_round": samples_per_round,
+            "inner_steps": inner_steps,
+            "equal_steps": equal_steps,
+            "outer_steps": outer_steps,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "weighting": weighting,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
+            "mixing": mixing,
+            "wire_dtype": wire_dtype,
+        }
+        address = resolve_coordinator(
+            coordinator,
+            authority=coordinator_ca,
+            certificate=coordinator_certificate,
+            key=coordinator_key,
+            token_file=token_file,
+            worker_name=worker_name,
+        )
         self._options = DiLoCoOptions(
-            samples_per_round=samples_per_round,
-            inner_steps=inner_steps,
-            equal_steps=equal_steps,
-            outer_steps=outer_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
+            **with_defaults(common),
             outer_optimizer=outer_optimizer,
-            weighting=weighting,
-            fragments=fragments,
-            overlap_steps=overlap_steps,
-            mixing=mixing,
-            wire_dtype=wire_dtype,
+            coordinated=address is not None,
             lead_steps=lead_steps,
             batch_size=batch_size,
             partition_size=partition_size,
@@ -207,12 +231,15 @@ class DiLoCoStrategy(WorkerStrategy):
         )
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
+        self._coordination: Coordination | None = None
+        if address is not None:
+            self._coordination = Coordination(address, {name: value for name, value in common.items() if value is not None})
         self._world: WorkerWorld | None = None
-        self._runtime: LeadingRuntime | FollowingRuntime | None = None
-        self._boundaries: RoundBoundaries | None = None
+        self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
+        self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
-        self._slices: SharedSlices | None = None
+        self._slices: SharedSlices | CoordinatedSlices | None = None
         self._kept_state: dict[str, Any] | None = None
         self._added: list[pl.Callback] = []
         self._open = ExitStack()
@@ -239,8 +266,8 @@ class DiLoCoStrategy(WorkerStrategy):
     @property
     def inner_size(self) -> int:
         """Ranks that train together as one worker."""
-        inner = self._options.inner
-        return 1 if inner is None else self._options.ranks_per_worker(on_node=self.num_processes)
+        options = self._options
+        return 1 if options.inner is None else options.ranks_per_worker(on_node=self.num_processes, ranks=self.ranks)
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -257,7 +284,7 @@ class DiLoCoStrategy(WorkerStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             _refuse_searches(callbacks_of(trainer))
-            if self._world is not None and self._world.workers == 1:
+            if self._world is not None and self._world.workers == 1 and self._coordination is None:
                 rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
             hooks = RoundHooks(self)
             callbacks_of(trainer).insert(0, hooks)
@@ -269,12 +296,15 @@ class DiLoCoStrategy(WorkerStrategy):
                 callbacks_of(trainer).insert(1, monitor)
                 self._added.append(monitor)
             if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
-                from lightning_bytescheduler.diloco.shared_slices import (
-                    share_slices,  # only with data, as it takes time
-                )
+                self._slices = self._share_slices(trainer, self._world)
 
-                seconds = self._options.outer(self._timeout).timeout
-                self._slices = share_slices(trainer, self._world, timeout=seconds, check=self._check_others)
+    def _share_slices(self, trainer: pl.Trainer, world: WorkerWorld) -> SharedSlices | CoordinatedSlices | None:
+        from lightning_bytescheduler.diloco.shared_slices import share_slices  # only with data, as it takes time
+
+        seconds = self._options.outer(self._timeout).timeout
+        if self._coordination is not None:
+            return self._coordination.share_slices(trainer, ranks=self.inner_size, timeout=seconds)
+        return share_slices(trainer, world, timeout=seconds, check=self._check_others)
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -330,17 +360,30 @@ class DiLoCoStrategy(WorkerStrategy):
         with self._explained():
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
+            self._connect(module)
             if self.inner_size == 1:
                 return
             if self._gradients is not None and self._board is not None:
                 self._gradients.prepare(self._board)
             super().configure_ddp()
 
+    def _connect(self, module: pl.LightningModule) -> None:
+        """Become one of a coordinator's run, whose options hold here."""
+        coordination, world, board = self._coordination, self._world, self._board
+        if coordination is None or world is None or board is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        seconds = self._options.outer(self._timeout).timeout
+        group = WorkerGroup(world.inside, timeout=seconds)
+        self._runtime = coordination.connect(module, group=group, board=board, flush=self.flush, timeout=seconds)
+        self._open.enter_context(coordination.for_leader_only(module.trainer))
+
     def process_dataloader(self, dataloader: object) -> object:
         """Give training data this worker's batch size; see DDPStrategy."""
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
+        if self._coordination is not None:
+            self._coordination.seed_sampler(dataloader)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
         if size == "auto":
             if self.inner_size > 1:
@@ -366,6 +409,8 @@ class DiLoCoStrategy(WorkerStrategy):
         if slices is not None:
             slices.close(failed=self._failed)
         runtime, self._runtime = self._runtime, None
+        if self._coordination is not None:
+            self._coordination.forget()
         idle = not self._failed
         if runtime is not None:
             idle = runtime.stop(failed=self._failed) and idle
@@ -394,6 +439,12 @@ class DiLoCoStrategy(WorkerStrategy):
         """Wait for the other workers, and begin the first round."""
         module, world, board = self.lightning_module, self._world, self._board
         if module is None or world is None or board is None:
+            return
+        if self._coordination is not None:
+            with self._explained():
+                self._statistics = self._coordination.statistics
+                self._boundaries = self._coordination.begin(module.trainer, self._kept_state)
+            self._kept_state = None
             return
         options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
@@ -470,7 +521,8 @@ class DiLoCoStrategy(WorkerStrategy):
             with self._explained():
                 if self._boundaries is not None:
                     self._boundaries.before_end()
-                self._runtime.session.finish()
+                if not isinstance(self._runtime, CoordinatedRuntime):
+                    self._runtime.session.finish()
                 if self._slices is not None:
                     self._slices.finish()
 
@@ -481,13 +533,13 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
-        return {} if self._runtime is None else self._runtime.session.progress()
+        return {} if self._boundaries is None or self._runtime is None else self._runtime.session.progress()
 
     # ------------------------------------------------------------------ checkpoints
 
     def outer_state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the weights."""
-        if not isinstance(self._runtime, LeadingRuntime) or self._failed:
+        if not isinstance(self._runtime, LeadingRuntime | CoordinatedRuntime) or self._failed:
             return None
         return self._runtime.state_dict()
 
@@ -497,17 +549,19 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy; during a fit, with the global weights."""
-        if not isinstance(self._runtime, LeadingRuntime) or not self.is_global_zero:
+        state = None if self._runtime is None or not self.is_global_zero else self._runtime.state
+        if state is None:
             return super().lightning_module_state_dict()
         self.flush()
-        with self._runtime.state.shown():
-            state: dict[str, Any] = super().lightning_module_state_dict()
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        with state.shown():
+            weights: dict[str, Any] = super().lightning_module_state_dict()
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
         with nullcontext() if self._board is None else self._board.patient():
-            super().save_checkpoint(*args, **kwargs)
+            if self._coordination is None or self._coordination.leads or self._failed:
+                super().save_checkpoint(*args, **kwargs)
 
     def _end_with(self, cause: BaseException) -> None:
         if self._slices is not None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
+from lightning_bytescheduler.serving import parse_bind, read_token
 from lightning_bytescheduler.slices.checksums import WholeChecksum
 from lightning_bytescheduler.slices.fetch import fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
@@ -100,9 +99,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     with importing("slices serve", extra="data"):
         from lightning_bytescheduler.slices.serve import SliceServer
-    token = os.environ.get(TOKEN_VARIABLE)
-    if options.token_file is not None:
-        token = _token_in(options.token_file)
+    token = read_token(options.token_file, variable=TOKEN_VARIABLE)
     host, port = options.bind
     with _named(folder="DIR", host="--bind", certificate="--cert", key="--key", token=TOKEN_VARIABLE):
         server = SliceServer(
@@ -124,17 +121,6 @@ def _named(**arguments: str) -> Iterator[None]:
         yield
     except OptionError as error:
         raise OptionError(arguments.get(error.option, error.option), error.value, error.allowed) from error
-
-
-def _token_in(path: str) -> str:
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise OptionError("--token-file", path, f"a text file that can be read: {reason}") from error
-    if not token:
-        raise OptionError("--token-file", path, "a file with a token, and is empty")
-    return token
 
 
 def verify_slices(
@@ -220,10 +206,10 @@ def _bytes(text: str) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an address such as 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
+    try:
+        return parse_bind("--bind", text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {error.allowed}") from error
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
-import ipaddress
-import ssl
 import threading
 from html import escape
 from pathlib import Path
@@ -18,9 +15,9 @@ from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.typedefs import Handler
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
 __all__ = ["SliceServer"]
 
@@ -57,25 +54,9 @@ class SliceServer:
         self._folder = Path(folder).resolve()
         if not self._folder.is_dir():
             raise OptionError("folder", folder, f"a folder that exists, and there is no folder {self._folder}")
-        if (certificate is None) != (key is None):
-            raise OptionError(
-                "key" if key is None else "certificate", None, "given: TLS needs a certificate and its key"
-            )
-        if token is not None and not token.strip():
-            raise OptionError("token", token, "a text that is not empty")
-        if not _is_loopback(host) and (certificate is None or token is None):
-            allowed = (
-                "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
-                "given (--cert, --key and --token-file of the command): otherwise anyone could read the data, and "
-                "change it on its way"
-            )
-            raise OptionError("host", host, allowed)
-        self._token = token
-        self._host = host
+        self._access = ServerAccess(host=host, token=token, certificate=certificate, key=key)
+        self._refusals = Refusals()
         self._port = port
-        self._tls = None
-        if certificate is not None:
-            self._tls = _tls_of(certificate, key)
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -91,8 +72,7 @@ class SliceServer:
     @property
     def url(self) -> str:
         """Where the folder is now."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}/"
+        return self._access.url(self._port)
 
     def wait(self) -> None:
         """Serve until someone closes it, or the process is interrupted."""
@@ -114,7 +94,7 @@ class SliceServer:
     def _not_listening(self, error: BaseException) -> BaseException:
         if not isinstance(error, OSError):
             return error
-        place = f"{self._host}:{self._port}"
+        place = f"{self._access.host}:{self._port}"
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
             reason = "it is in use by another program; choose another port, or 0 for any free one"
@@ -137,21 +117,13 @@ class SliceServer:
             self._loop.close()
 
     async def _start(self) -> None:
-        application = web.Application(middlewares=[self._checked])
+        application = web.Application(middlewares=[guard(self._access, self._refusals)])
         application.router.add_get("/{name:.*}", self._answer)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls)
+        site = web.TCPSite(self._runner, self._access.host, self._port, ssl_context=self._access.tls(self._refusals))
         await site.start()
         self._port = self._runner.addresses[0][1]
-
-    @web.middleware
-    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        # Compared in a time that does not tell how much of it is right.
-        if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
-        return await handler(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -175,42 +147,8 @@ class _AsItIs(web.FileResponse):
         return await super().prepare(request.clone(headers=headers))
 
 
-def _tls_of(certificate: str, key: str | None) -> ssl.SSLContext:
-    """What serves with a certificate.
-
-    Raises:
-        OptionError: If a file cannot be read, or they do not belong together.
-    """
-    for option, path in (("certificate", certificate), ("key", key)):
-        try:
-            with open(path or "", "rb"):
-                pass
-        except OSError as error:
-            raise OptionError(option, path, f"a file in PEM format that can be read: {error.strerror}") from error
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-
-    def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
-        raise OptionError("key", key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
-
-    try:
-        context.load_cert_chain(certificate, key, password=refuse)
-    except ssl.SSLError as error:
-        allowed = f"a certificate chain in PEM format, whose private key is {key!r}: {error.reason or error}"
-        raise OptionError("certificate", certificate, allowed) from error
-    return context
-
-
 def _listing(folder: Path) -> str:
     """Links, in which fsspec finds what is in a folder."""
     names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
     links = (f'<li><a href="{quote(name)}">{escape(name)}</a></li>' for name in names)
     return f"<!doctype html><title>{escape(folder.name)}</title><ul>{''.join(links)}</ul>"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -222,6 +222,11 @@ class SliceTracker:
         self._workers.remove(record)
         return True
 
+    def held(self, worker: str) -> int:
+        """Slices that a worker holds; 0 for one that is not known."""
+        record = self._workers.named(worker)
+        return 0 if record is None else len(record.grants)
+
     def expire(self) -> tuple[str, ...]:
         """Release every worker whose lease is over; returns their names. Each request does this too."""
         names = []

@@ -380,6 +380,11 @@ class TrackedTraining:
         """Go on to the next epoch of the data, if nothing is left of this one: for all workers at the same moment."""
         self.plan.end_epoch()
 
+    def leave(self) -> None:
+        """Give back what this worker holds, while the tracker can be reached."""
+        if self._plan is not None:
+            self._plan.leave()
+
     def close(self) -> None:
         """Give back what this worker holds."""
         if self._plan is not None:

@@ -1,0 +1,260 @@
+"""Certificates for development: an authority of one's own, which signs a server's certificate and those of clients.
+
+For what has none yet: a lab, a cluster of one's own, tests. Whoever has the authority's key can make
+certificates that all who trust ``ca.pem`` believe, so that key stays where it was made; others need only the
+other files. The keys are of the curve P-256, and only their owner may read them. Nothing that is there is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_bytescheduler.checks import importing, require_positive
+from lightning_bytescheduler.exceptions import OptionError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+__all__ = ["MadeCertificates", "add_arguments", "make_certificates", "run"]
+
+DAYS = 365.0
+_AUTHORITY_DAYS = 3650.0
+_HOSTS = ("localhost", "127.0.0.1", "::1")
+_SKEW = datetime.timedelta(minutes=5)  # clocks of other machines may be behind
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
+
+
+class MadeCertificates(NamedTuple):
+    """What was made, and where it is.
+
+    Attributes:
+        authority: File of the authority's certificate; its key is beside it, as ``ca.key``.
+        server: Files of the server's certificate and its key; None if only clients' were made.
+        clients: The same for each client, by name.
+        hosts: Names and addresses under which the server may be reached.
+        until: When the first of them runs out.
+    """
+
+    authority: Path
+    server: tuple[Path, Path] | None
+    clients: dict[str, tuple[Path, Path]]
+    hosts: tuple[str, ...]
+    until: datetime.datetime
+
+
+class _Signer(NamedTuple):
+    certificate: x509.Certificate
+    key: EllipticCurvePrivateKey
+
+
+def make_certificates(
+    folder: str | os.PathLike[str],
+    *,
+    hosts: Sequence[str] = (),
+    clients: Sequence[str] = (),
+    days: float = DAYS,
+    now: datetime.datetime | None = None,
+) -> MadeCertificates:
+    """Make an authority and certificates that it signs. A folder that has an authority keeps it.
+
+    Args:
+        folder: Where ``ca.pem``, ``server.pem`` and ``client-NAME.pem`` go, each with its ``.key``. It is made, for its
+            owner alone.
+        hosts: Names and addresses under which the server is reached. ``localhost`` and its addresses always count.
+            Without any, a server's certificate is made only if there is none.
+        clients: Names of clients.
+        days: How long the certificates are good, from now on.
+        now: The time; that of the machine's clock by default.
+
+    Raises:
+        OptionError: If a file is there already, or a name or a number is none.
+        ImportError: If the package cryptography is missing; the message names the extra.
+        OSError: If a file cannot be written.
+    """
+    with importing("certificates", extra="coordinator"):
+        from cryptography import x509
+    require_positive("days", days, of="days")
+    for name in clients:
+        if not _NAME.fullmatch(name):
+            raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most")
+    if len(set(clients)) < len(clients):
+        raise OptionError("client", list(clients), "without a name that is given twice")
+    start = now or datetime.datetime.now(datetime.timezone.utc)
+    place = Path(folder)
+    names = [_general_name(host) for host in dict.fromkeys((*_HOSTS, *hosts))]
+    has_authority = (place / "ca.pem").exists() or (place / "ca.key").exists()
+    with_server = bool(hosts) or not (place / "server.pem").exists()
+    wanted = [*(["ca"] if not has_authority else []), *(["server"] if with_server else [])]
+    wanted += [f"client-{name}" for name in clients]
+    for stem in wanted:
+        for file in (place / f"{stem}.pem", place / f"{stem}.key"):
+            if file.exists():
+                allowed = f"a folder without {file.name}: nothing is overwritten. Delete it, or take another folder"
+                raise OptionError("folder", os.fspath(folder), allowed)
+    if not wanted:
+        allowed = "a folder in which something is missing: it has a server's certificate, and no client is named"
+        raise OptionError("folder", os.fspath(folder), allowed)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if has_authority:
+        authority = _read_authority(place, start)
+    else:
+        authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), ())
+    end = min(start + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc)
+    if with_server:
+        _make(place, "server", authority, start, end, names)
+    for name in clients:
+        _make(place, f"client-{name}", authority, start, end, [x509.DNSName(name)])
+    return MadeCertificates(
+        place / "ca.pem",
+        (place / "server.pem", place / "server.key") if with_server else None,
+        {name: (place / f"client-{name}.pem", place / f"client-{name}.key") for name in clients},
+        tuple(dict.fromkeys((*_HOSTS, *hosts))) if with_server else (),
+        end,
+    )
+
+
+def _general_name(host: str) -> Any:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if not _HOST.fullmatch(host) or len(host) > 253:
+            raise OptionError(
+                "host", host, "a name such as coordinator.example.org, or an address, without a port"
+            ) from None
+        return x509.DNSName(host)
+
+
+def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    files = (place / "ca.pem", place / "ca.key")
+    try:
+        certificate = x509.load_pem_x509_certificate(files[0].read_bytes())
+        key = load_pem_private_key(files[1].read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        allowed = f"a folder whose authority, ca.pem and ca.key, can be read ({type(error).__name__}: {error})"
+        raise OptionError("folder", os.fspath(place), allowed) from error
+    if not isinstance(key, EllipticCurvePrivateKey) or certificate.public_key() != key.public_key():
+        raise OptionError("folder", os.fspath(place), "a folder whose ca.key is the key of ca.pem")
+    if certificate.not_valid_after_utc <= now:
+        raise OptionError("folder", os.fspath(place), "a folder whose authority has not run out; take another folder")
+    return _Signer(certificate, key)
+
+
+def _make(
+    place: Path,
+    stem: str,
+    signer: _Signer | None,
+    start: datetime.datetime,
+    end: datetime.datetime,
+    names: Sequence[Any],
+) -> _Signer:
+    """One certificate and its key, written as ``stem``. Without a signer it is an authority, and signs itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    is_authority = signer is None
+    common = "lightning-bytescheduler development authority" if is_authority else stem.removeprefix("client-")
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(signer.certificate.subject if signer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - _SKEW)
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key((signer.key if signer else key).public_key()),
+            critical=False,
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=True,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=is_authority,
+                crl_sign=is_authority,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            critical=True,
+        )
+    )
+    if not is_authority:
+        usage = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(list(names)), critical=False)
+    certificate = builder.sign(signer.key if signer else key, hashes.SHA256())
+    plain = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    _write(place / f"{stem}.key", plain, 0o600)
+    _write(place / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    return _Signer(certificate, key)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Write a new file; nobody may read it in the moment before its mode is set."""
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+        file.write(content)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("folder", metavar="DIR", help="where they are made; what is there is not overwritten")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name or address under which workers reach the coordinator; may be given several times "
+        "(localhost always counts)",
+    )
+    parser.add_argument(
+        "--client",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one for a client; may be given several times",
+    )
+    parser.add_argument("--days", type=float, default=DAYS, metavar="N", help="how long they are good (default: 365)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make them, and say what to use where."""
+    try:
+        made = make_certificates(options.folder, hosts=options.host, clients=options.client, days=options.days)
+    except OptionError as error:
+        names = {"folder": "DIR", "host": "--host", "client": "--client", "days": "--days"}
+        raise OptionError(names[error.option], error.value, error.allowed) from error
+    print(f"Certificates in {options.folder}, good until {made.until:%Y-%m-%d %H:%M} UTC:")
+    if made.server is not None:
+        print(f"  coordinator: --cert {made.server[0]} --key {made.server[1]}  (as {', '.join(made.hosts)})")
+    print(f"  whoever connects: {made.authority}, to know the coordinator by; also as SSL_CERT_FILE={made.authority}")
+    for certificate, key in made.clients.values():
+        print(f"  a client: {certificate} and {key}")
+    if made.clients:
+        print(f"  coordinator, to let in only such clients: --client-authority {made.authority}")
+    print(f"Keep {made.authority.with_suffix('.key')} where it is: who has it can make more of them.")
+    return 0

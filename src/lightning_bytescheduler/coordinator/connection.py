@@ -1,0 +1,171 @@
+"""One worker's WebSocket: frames in, frames out, and what is wrong with either.
+
+Each frame of the worker is answered by one that has ``heard`` it. What is to be said besides waits in a bounded queue
+and goes out as one frame as soon as the one before is on its way; of several acknowledgements only the last is sent. A
+worker that does not read is cut off: its lease runs on, and it may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    Batch,
+    FromCoordinator,
+    FromWorker,
+    Refusal,
+    Welcome,
+    decode_frame,
+    encode_frame,
+)
+from lightning_bytescheduler.diloco.messages import Acknowledge, RoundStatus
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["Connection"]
+
+_MOST_QUEUED = 500  # messages
+_MOST_IN_FRAME = 1000  # messages
+_MOST_BYTES = 1 << 20  # of a frame after the first
+_FRAMES_PER_SECOND, _BURST = 100.0, 200.0
+_SEND_SECONDS = 20.0
+_REASON_BYTES = 120  # that a closing frame has room for
+
+
+class Connection:
+    """A worker's WebSocket, after its ``Hello``.
+
+    Args:
+        socket: Its WebSocket.
+        transport: What that is on.
+        member: The worker.
+        hear: Called with the messages of a frame; raises ``OptionError`` for what is wrong.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        member: Member,
+        *,
+        hear: Callable[[Member, tuple[FromWorker | FromCoordinator, ...]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.member = member
+        self._socket = socket
+        self._transport = transport
+        self._hear = hear
+        self._clock = clock
+        self._queue: deque[FromWorker | FromCoordinator] = deque()
+        self._heard = 0
+        self._answered = 0
+        self._sent = 0
+        self._sending = False
+        self._task: asyncio.Task[None] | None = None
+        self._allowance = _BURST
+        self._allowed_at = clock()
+        self._cut = ""
+
+    def post(self, message: FromCoordinator) -> None:
+        """Send a message as soon as it can be, in order."""
+        queue = self._queue
+        if queue and isinstance(message, (Acknowledge, RoundStatus)) and type(queue[-1]) is type(message):
+            queue.pop()
+        queue.append(message)
+        if len(queue) > _MOST_QUEUED:
+            self.cut(f"{len(queue)} messages wait for a worker that does not read")
+        elif not self._sending and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._flush_later(), name="bytescheduler-send")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is, as far as is known: pings that nobody answers close it."""
+        return not self._cut and not self._socket.closed
+
+    def cut(self, reason: str) -> None:
+        """End the connection, without waiting."""
+        if self._cut:
+            return
+        self._cut = reason
+        self._queue.clear()
+        if self._sending:  # whoever does not read would not hear the reason either
+            if self._transport is not None:
+                self._transport.abort()
+        else:
+            self._task = asyncio.get_running_loop().create_task(self.close(reason), name="bytescheduler-close")
+
+    async def close(self, reason: str, *, code: int = WSCloseCode.POLICY_VIOLATION) -> None:
+        """End the connection with a reason."""
+        self._cut = self._cut or reason
+        await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
+
+    async def welcome(self, welcome: Welcome) -> None:
+        """Send the first frame."""
+        await self._socket.send_str(encode_frame(welcome))
+
+    async def serve(self) -> None:
+        """Take in frames until the connection ends.
+
+        Raises:
+            OptionError: What was wrong with a frame.
+        """
+        name = self.member.name
+        async for received in self._socket:
+            if self._cut:
+                return
+            if received.type is not WSMsgType.TEXT:
+                raise OptionError("frame", received.type.name, "a text")
+            text: str = received.data
+            if len(text) > _MOST_BYTES:
+                raise OptionError("frame", f"{len(text)} letters", f"{_MOST_BYTES} at most")
+            frame = decode_frame(text, sender=name)
+            if not isinstance(frame, Batch):
+                raise OptionError("frame", type(frame).__name__, "a Batch after the first one")
+            if frame.number != self._heard + 1:
+                raise OptionError("number", frame.number, f"{self._heard + 1}, the next of this connection")
+            if len(frame.messages) > _MOST_IN_FRAME:
+                raise OptionError("messages", len(frame.messages), f"{_MOST_IN_FRAME} at most in a frame")
+            self._hear(self.member, frame.messages)
+            self._heard = frame.number
+            await self._hold_back()
+            await self._flush()
+
+    async def _hold_back(self) -> None:
+        """Answer a worker that sends too many frames later: it sends no other before."""
+        now = self._clock()
+        self._allowance = min(self._allowance + (now - self._allowed_at) * _FRAMES_PER_SECOND, _BURST) - 1
+        self._allowed_at = now
+        if self._allowance < 0:
+            await asyncio.sleep(-self._allowance / _FRAMES_PER_SECOND)
+
+    async def _flush_later(self) -> None:
+        self._task = None
+        with contextlib.suppress(ConnectionError, RuntimeError, asyncio.TimeoutError):
+            await self._flush()  # whoever reads from it hears of an error, too
+
+    async def _flush(self) -> None:
+        if self._sending:
+            return  # what sends takes the rest along
+        self._sending = True
+        try:
+            while (self._queue or self._answered < self._heard) and not self._cut:
+                messages = tuple(self._queue)
+                self._queue.clear()
+                self._sent += 1
+                self._answered = self._heard
+                frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages))
+                await asyncio.wait_for(self._socket.send_str(frame), _SEND_SECONDS)
+        finally:
+            self._sending = False
+
+
+async def refuse(socket: web.WebSocketResponse, reason: str) -> None:
+    """Say that a worker cannot take part."""
+    await socket.send_str(encode_frame(Refusal(reason=reason)))
+    await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")

@@ -1,0 +1,223 @@
+"""The global weights: the outer optimizer, the means of the last rounds, and copies of all for who needs them.
+
+The coordinator steps along the mean as it is decoded from what workers get, as they do: all have the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.coordinator.pieces import PiecedFormat
+from lightning_bytescheduler.coordinator.spool import view_of
+from lightning_bytescheduler.coordinator.update_sum import UpdateSum
+from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
+from lightning_bytescheduler.diloco.fragments import split_fragments
+from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
+from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["GlobalWeights", "KeptMean", "Snapshot", "digest_of", "weights_in"]
+
+_WEIGHTS, _MOMENTUM = "weights.", "momentum."
+
+
+def digest_of(payload: Tensor) -> str:
+    """xxh3_128 of a payload, in hexadecimal digits."""
+    with importing("The coordinator", extra="coordinator"):
+        import xxhash
+    return xxhash.xxh3_128_hexdigest(view_of(payload))
+
+
+class Snapshot(NamedTuple):
+    """Copies of what a worker needs to go on from, by name.
+
+    Attributes:
+        weights: In fp32.
+        momentum: The same for the outer optimizer's; empty before the first step.
+    """
+
+    weights: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """As they travel: ``weights.NAME`` and ``momentum.NAME``."""
+        weights = {f"{_WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
+        return {**weights, **{f"{_MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptMean:
+    """The mean of a round, as workers get it.
+
+    Attributes:
+        round: Of the round.
+        fragment: That it is of.
+        payload: In the wire format; empty if nothing was merged.
+        digest: Of the payload; empty if nothing was merged.
+        total: The sum of the weights.
+    """
+
+    round: int
+    fragment: int
+    payload: Tensor
+    digest: str
+    total: int
+
+
+class GlobalWeights:
+    """Global weights of a model. Called on the event loop, one call at a time; the work is done in threads.
+
+    Args:
+        model: Its parameters, in order.
+        options: The run's.
+        weights: The first ones, by name.
+        executor: Of the threads.
+        keep_rounds: Means of that many rounds are kept,
+        keep_bytes: if together they do not take more than this. The last is always kept.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[ModelParameter],
+        options: RunOptions,
+        weights: Mapping[str, Tensor],
+        *,
+        executor: Executor,
+        keep_rounds: int = 8,
+        keep_bytes: int = 2**30,
+    ) -> None:
+        self._executor = executor
+        self._optimizer = OuterOptimizer(
+            {one.name: weights[one.name] for one in model}, lr=options.outer_lr, momentum=options.outer_momentum
+        )
+        self._shapes = {one.name: torch.Size(one.shape) for one in model}
+        sizes = {name: shape.numel() for name, shape in self._shapes.items()}
+        self._fragments = split_fragments(sizes, options.fragments)
+        wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by run_options
+        self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
+        self.parameters = sum(sizes.values())
+        self._kept: OrderedDict[int, KeptMean] = OrderedDict()
+        self._keep_rounds = keep_rounds
+        self._keep_bytes = keep_bytes
+
+    def sum_of(self, fragment: int) -> UpdateSum:
+        """A sum of nothing, for updates of a fragment."""
+        return UpdateSum(self.formats[fragment], self._executor)
+
+    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> tuple[KeptMean, Tensor]:
+        """The mean of a round, encoded and kept, and what it is when decoded, flat; empty if nothing is merged.
+
+        Args:
+            round: Of the round.
+            fragment: That it synchronises.
+            sums: Settled; ``None`` if nothing is to be merged.
+        """
+        pieced = self.formats[fragment]
+        decoded = torch.empty(0)
+        payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
+        if sums is not None and sums.weight:
+            payload, total = torch.empty(pieced.payload_bytes, dtype=torch.uint8), sums.weight
+            decoded = torch.empty(pieced.elements)
+            loop = asyncio.get_running_loop()
+
+            def make(index: int) -> None:
+                sums.encode_mean(payload, index, seed=pieced.seed(round, index))
+                start, stop = pieced.pieces[index]
+                pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
+
+            works = (loop.run_in_executor(self._executor, make, index) for index in range(len(pieced.pieces)))
+            await asyncio.gather(*works)
+            digest = await loop.run_in_executor(self._executor, digest_of, payload)
+        mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
+        self._keep(mean)
+        return mean, decoded
+
+    async def step(self, fragment: int, decoded: Tensor) -> None:
+        """Take the outer step along what :meth:`mean` has returned."""
+        if decoded.numel():
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._step, fragment, decoded)
+
+    def _step(self, fragment: int, decoded: Tensor) -> None:
+        names = self._fragments[fragment]
+        parts = decoded.split([self._shapes[name].numel() for name in names])
+        self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
+
+    def _keep(self, mean: KeptMean) -> None:
+        self._kept[mean.round] = mean
+        size = sum(kept.payload.numel() for kept in self._kept.values())
+        while len(self._kept) > 1 and (size > self._keep_bytes or len(self._kept) > self._keep_rounds):
+            _, dropped = self._kept.popitem(last=False)
+            size -= dropped.payload.numel()
+
+    def alignment(self, fragment: int, payload: Tensor) -> Alignment | None:
+        """How an update lies to the last mean of its fragment; ``None`` if that is not kept. For any thread."""
+        kept = [mean for mean in reversed(self._kept.values()) if mean.fragment == fragment and mean.total]
+        if not kept:
+            return None
+        pieced = self.formats[fragment]
+        update, reference = (pieced.wire.decode(one, pieced.elements) for one in (payload, kept[0].payload))
+        return alignment({"": update}, {"": reference})
+
+    def kept(self, round: int) -> KeptMean | None:
+        """The mean of a round, if it is still kept."""
+        return self._kept.get(round)
+
+    @property
+    def oldest_mean(self) -> int:
+        """The earliest round whose mean is kept."""
+        return next(iter(self._kept))
+
+    async def snapshot(self) -> Snapshot:
+        """Copies of weights and momentum."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        state = self._optimizer.state_dict()
+        states = state["optimizer"]["state"]
+        momentum = {name: states.get(index, {}).get("momentum_buffer") for index, name in enumerate(self._shapes)}
+        return Snapshot(state["weights"], {name: tensor for name, tensor in momentum.items() if tensor is not None})
+
+    def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
+        """Carry on with the momentum of a snapshot.
+
+        Args:
+            momentum: By name.
+
+        Raises:
+            OptionError: If it is of another model; names the first tensor that does not fit.
+        """
+        state = self._optimizer.state_dict()
+        indices = {name: index for index, name in enumerate(self._shapes)}
+        for name, tensor in momentum.items():
+            if self._shapes.get(name) != tensor.shape:
+                raise OptionError("state", name, "of the same model as the run's")
+            state["optimizer"]["state"][indices[name]] = {"momentum_buffer": tensor}
+        self._optimizer.load_state_dict(state)
+
+
+def weights_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -> dict[str, Tensor]:
+    """The weights among tensors of a state, checked against the model.
+
+    Raises:
+        OptionError: If one is missing, has another shape, or is not finite; names it.
+    """
+    weights = {}
+    for one in model:
+        tensor = tensors.get(f"{_WEIGHTS}{one.name}")
+        if tensor is None or tuple(tensor.shape) != one.shape or not tensor.is_floating_point():
+            has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise OptionError(f"{_WEIGHTS}{one.name}", has, f"floating-point numbers of shape {one.shape}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise OptionError(f"{_WEIGHTS}{one.name}", "infinities or NaN", "finite")
+        weights[one.name] = tensor
+    return weights

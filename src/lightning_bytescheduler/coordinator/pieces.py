@@ -1,0 +1,71 @@
+"""Payloads in pieces of whole blocks, so that several threads work on one, and what they need besides stays small.
+
+A payload of ``WireFormat`` has the scales of all blocks before the elements. A piece is a payload of its own: the
+scales of its blocks, then its elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.compression.wire_format import WireFormat
+
+__all__ = ["PIECE", "PiecedFormat"]
+
+PIECE = 1 << 20
+"""Elements of a piece: whole blocks of every format, and whole bytes."""
+
+_ELEMENT_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+
+
+class PiecedFormat:
+    """Cuts payloads of so many elements, and puts them together.
+
+    Args:
+        wire: The format.
+        elements: Of the whole.
+    """
+
+    def __init__(self, wire: WireFormat, elements: int) -> None:
+        self.wire = wire
+        self.elements = elements
+        self.payload_bytes: int = wire.payload_bytes(elements)
+        self.pieces = [(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
+        self._bits = _ELEMENT_BITS[wire.dtype]
+        self._scales = self.payload_bytes - self._element_bytes(elements)
+        self._scales_of_piece = wire.payload_bytes(PIECE) - self._element_bytes(PIECE)
+
+    def _element_bytes(self, elements: int) -> int:
+        return -(-elements * self._bits // 8)
+
+    def _sections(self, index: int) -> list[slice]:
+        start, stop = self.pieces[index]
+        elements = slice(self._scales + self._element_bytes(start), self._scales + self._element_bytes(stop))
+        if not self._scales:
+            return [elements]
+        first = index * self._scales_of_piece
+        last = self._scales if stop == self.elements else first + self._scales_of_piece
+        return [slice(first, last), elements]
+
+    def length_of(self, index: int) -> int:
+        """Elements of a piece."""
+        start, stop = self.pieces[index]
+        return stop - start
+
+    def part(self, payload: Tensor, index: int) -> Tensor:
+        """One piece of a payload; without a copy where the format has no scales."""
+        sections: list[Tensor] = [payload[section] for section in self._sections(index)]
+        return sections[0] if len(sections) == 1 else torch.cat(sections)
+
+    def place(self, part: Tensor, payload: Tensor, index: int) -> None:
+        """Write one piece into a payload."""
+        offset = 0
+        for section in self._sections(index):
+            length = section.stop - section.start
+            payload[section] = part[offset : offset + length]
+            offset += length
+
+    def seed(self, round: int, index: int) -> int:
+        """For a piece of a round's mean: each its own, as a seed makes the same roundings in every tensor."""
+        return round * len(self.pieces) + index

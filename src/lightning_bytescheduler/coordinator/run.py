@@ -1,0 +1,595 @@
+"""The core of a run: members, rounds, what each update becomes, what all are told. No I/O; the clock is an argument.
+
+It wraps the batch scheduler. What that says goes to the workers, but for the end of a round: from then on everything is
+held until the mean is there, so that a worker hears of a round's end before it hears of the next round's start. What
+costs time (adding updates, the mean, the outer step) is not done here: ``merge`` is called with what is to be merged,
+and :meth:`Run.merged` says that it was.
+
+For one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from lightning_bytescheduler.coordinator.admission import difference
+from lightning_bytescheduler.coordinator.contributions import Contribution, Contributions, corrected
+from lightning_bytescheduler.coordinator.lineage import Lineage
+from lightning_bytescheduler.coordinator.membership import Member, Membership
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    FromCoordinator,
+    FromWorker,
+    Hello,
+    LeaderAppointed,
+    ModelParameter,
+    PauseRounds,
+    Refusal,
+    ResumeRounds,
+    Welcome,
+)
+from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.late_updates import Alignment, late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.messages import (
+    PARAMETER_SERVER,
+    EndRound,
+    Envelope,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
+    PassedRoundEnd,
+    PseudoGradientArrived,
+    RoundEnded,
+    RoundStarted,
+    RoundStatus,
+    SendAfter,
+    SendingPseudoGradient,
+    SendNow,
+    StepMetrics,
+    StepReport,
+    WaitForRound,
+)
+from lightning_bytescheduler.diloco.round_end import FixedSteps
+from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
+from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
+from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["Merge", "Offer", "Run", "Tally"]
+
+log = logging.getLogger(__name__)
+
+_STATUS_EVERY_S = 0.5
+_FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, ResumeRounds)
+_FROM_WORKERS = (
+    JoinRounds,
+    LeaveRounds,
+    StepReport,
+    StepMetrics,
+    SendingPseudoGradient,
+    RoundStarted,
+    EndRound,
+    PassedRoundEnd,
+    PauseRounds,
+    ResumeRounds,
+)
+
+
+class Merge(msgspec.Struct, frozen=True, kw_only=True):
+    """A round that is to be merged.
+
+    Attributes:
+        round: Its number.
+        fragment: That it synchronises.
+        counts: Whether its sum is to become part of the weights; not without a quorum.
+    """
+
+    round: int
+    fragment: int
+    counts: bool
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that a worker wants to send.
+
+    Attributes:
+        member: Whose.
+        round: In which it was made.
+        fragment: That it is of.
+        steps: Taken in that round.
+        samples: Processed since the fragment was last sent.
+        tokens: The same in tokens.
+        round_samples: Processed in that round.
+    """
+
+    member: Member
+    round: int
+    fragment: int
+    steps: int
+    samples: int
+    tokens: int
+    round_samples: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one worker has come to; see ``WorkerStatus``."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    merged: int = 0
+    late: int = 0
+
+
+class Run:
+    """The core of a run.
+
+    Args:
+        options: Of the coordinator.
+        post: Sends a message to a worker, without waiting.
+        merge: Called when a round is to be merged; :meth:`merged` is to be called once it was, before the next.
+        on_round: Called with each round that has ended, and the means over it.
+        on_leave: Called with each worker that has left or was given up.
+        on_no_provider: Called when the worker has gone that was to send the first weights: of those who come back,
+            one is asked.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        *,
+        post: Callable[[str, FromCoordinator], None],
+        merge: Callable[[Merge], None],
+        on_round: Callable[[RoundRecord, Mapping[str, float]], None] = lambda record, metrics: None,
+        on_leave: Callable[[Member], None] = lambda member: None,
+        on_no_provider: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.options = options
+        self.term = 1  # of this coordinator; set when it begins to act
+        self.model: tuple[ModelParameter, ...] = ()
+        self.lineage = Lineage()
+        self.members = Membership(options.lease)
+        self.has_weights = False
+        self.counters: dict[str, int] = {}
+        self.tallies: dict[str, Tally] = {}
+        self.samples = 0
+        target = target_of(options.run)
+        self._equal = isinstance(target, FixedSteps)
+        self.scheduler = BatchScheduler(target, options.rounds, observer=self._remember)
+        self._fragments = FragmentOptions(fragments=options.run.fragments)
+        self._post = post
+        self._merge = merge
+        self._on_round = on_round
+        self._on_leave = on_leave
+        self._on_no_provider = on_no_provider
+        self.contributions = Contributions()
+        self._provider: Member | None = None  # whoever is to send the first weights
+        self._holds = False  # after a restart, until those are back who were there, or their time is over
+        self._awaited: set[str] = set()
+        self._hold_until = 0.0
+        self._at_hand: dict[str, int] = {}  # the round that a worker may be in the middle of as it comes back
+        self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
+        self._saved_rounds: BatchSchedulerState | None = None
+        self._merging: Merge | None = None
+        self._held: deque[Envelope] = deque()
+        self._record: dict[int, RoundRecord] = {}
+        self._metrics = RoundMetrics()
+        self._ending: SendNow | SendAfter | None = None
+        self._told: dict[str, float] = {}
+        self._leader: str | None = None
+
+    # ── Joining and leaving ───────────────────────────────────────────────────────────
+
+    def hello(self, hello: Hello, now: float, *, address: str = "") -> tuple[Member, Welcome] | Refusal:
+        """Take a worker in, or say why not. Once its connection is closed, ``members.disconnect`` is to be called.
+
+        Raises:
+            OptionError: If it has heard a later coordinator than this one, which is not to act any more; or there are
+                too many workers.
+        """
+        self._expire(now)
+        if hello.term > self.term:
+            raise OptionError("term", hello.term, f"{self.term} at most: another coordinator has taken over")
+        reason = difference(hello, self.options.run, self.model)
+        if reason is not None:
+            self.count("refused_hellos")
+            return Refusal(reason=reason)
+        member = self.members.join(hello, now, address=address)
+        self.count("rejoined" if member.session == hello.session else "joined")
+        if not self.model:
+            self.model = hello.model
+        if self._provider is None and not self.has_weights:
+            self._provider = member
+        provide = self.provides(member)
+        self._appoint()
+        fetch = not provide and not (self.has_weights and self._has_place(hello))
+        self._at_hand[member.name] = 0 if fetch or provide else hello.version + 1
+        return member, Welcome(
+            worker=member.name,
+            session=member.session,
+            options=self.options.run,
+            term=self.term,
+            version=self.lineage.version,
+            chain=self.lineage.chain,
+            fetch=fetch,
+            provide=provide,
+            lease=self.options.lease,
+            leads=member.name == self._leader,
+        )
+
+    def _has_place(self, hello: Hello) -> bool:
+        # Version 0 with the first chain is what every worker begins with, and not the run's first weights.
+        return bool(hello.session) and self.lineage.leads_on_from(hello.version, hello.chain)
+
+    def provides(self, member: Member) -> bool:
+        """Whether a member is the one that is asked for the first weights."""
+        return not self.has_weights and self._provider is member
+
+    def provided(self, now: float) -> None:
+        """The first weights are there: who waits for them can begin."""
+        self.has_weights = True
+        self._provider = None
+        self._let_in(now)
+
+    def _let_in(self, now: float) -> None:
+        """Whoever is ready joins the rounds, all at the same moment."""
+        self._awaited.clear()
+        self._holds = False
+        if self._saved_rounds is not None:
+            everyone = replace(self.options.rounds, restart_workers=max(len(self._ready), 1))
+            self.scheduler = BatchScheduler(target_of(self.options.run), everyone, observer=self._remember)
+            self.scheduler.load_state_dict(self._saved_rounds)
+            self._saved_rounds = None
+        for name in sorted(self._ready):
+            self._handle(self._ready[name], now)
+
+    def leave(self, member: Member, now: float) -> None:
+        """A worker has left, or was given up. What it has sent counts."""
+        self.members.leave(member)
+        self._forget(member, now)
+
+    def _forget(self, member: Member, now: float) -> None:
+        self._ready.pop(member.name, None)
+        self._awaited.discard(member.name)
+        self.tallies.pop(member.name, None)
+        self._at_hand.pop(member.name, None)
+        self._told.pop(member.name, None)
+        if self._provider is member:
+            self._provider = None
+            self._on_no_provider()
+        if not self.has_weights and not len(self.members):
+            self.model = ()  # nobody is left who would know it
+        self._on_leave(member)
+        self._handle(LeaveRounds(worker=member.name), now)
+        self._appoint()
+
+    def _appoint(self) -> None:
+        leader = self.members.leader
+        if leader == self._leader:
+            return
+        self._leader = leader
+        if leader is not None:
+            for member in self.members:
+                self._post(member.name, LeaderAppointed(worker=leader))
+
+    @property
+    def leader(self) -> str | None:
+        """Who validates, logs and saves for all."""
+        return self._leader
+
+    # ── Rounds ───────────────────────────────────────────────────────────
+
+    def hear(self, member: Member, messages: Sequence[FromWorker | FromCoordinator], now: float) -> None:
+        """Take in what a worker says; all of it or, if something is wrong, nothing.
+
+        Raises:
+            OptionError: If it speaks for another worker, or says what only the coordinator says.
+        """
+        for message in messages:
+            if not isinstance(message, _FROM_WORKERS):
+                kind = type(message).__name__
+                raise OptionError("message", kind, f"one that workers send, and {member.name} sent it")
+            if message.worker != member.name:
+                raise OptionError("worker", message.worker, f"{member.name!r}, whose session it is")
+        self.members.hear(member, now)
+        for message in messages:
+            self._hear(member, message, now)
+
+    def _hear(self, member: Member, message: FromWorker | FromCoordinator, now: float) -> None:
+        name = member.name
+        if isinstance(message, JoinRounds):
+            self._ready[name] = joins = self._checked(message, member)
+            self._awaited.discard(name)
+            if self._awaited or not self.has_weights:
+                self._post(name, WaitForRound(round=self.scheduler.round + 1))
+            elif self._holds:
+                self._let_in(now)
+            else:
+                self._handle(joins, now)
+        elif isinstance(message, LeaveRounds):
+            self.count("left")
+            self.leave(member, now)
+        elif isinstance(message, StepMetrics):
+            self._take_metrics(message)
+        elif isinstance(message, EndRound):
+            self._take_wish(message)
+        elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
+            self._handle(message, now)
+            if isinstance(message, (StepReport, RoundStarted)):
+                self._answer(name, message.round, now)
+
+    def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
+        """What a worker says as it joins, for the scheduler: with its process, and with a round only if it is at it.
+
+        A worker that is in the middle of a round has the weights that this one begins with if it did not have to fetch
+        any as it came back.
+        """
+        round = joins.round if joins.round == self._at_hand.get(member.name, 0) else 0
+        if not round:
+            return JoinRounds(worker=member.name, session=member.incarnation)
+        return msgspec.structs.replace(joins, session=member.incarnation)
+
+    def _take_metrics(self, message: StepMetrics) -> None:
+        metrics: dict[str, float | None] = {"loss": message.loss, **message.metrics}
+        self._metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
+
+    def _take_wish(self, wish: EndRound) -> None:
+        round = self.scheduler.round
+        if wish.now and wish.round == round and self._merging is None and self._ending is None:
+            self._ending = SendAfter(round=round, steps=wish.steps) if self._equal else SendNow(round=round)
+            for name in self.scheduler.workers:
+                self._post(name, self._ending)
+
+    def _answer(self, name: str, round: int, now: float) -> None:
+        if self._merging is not None or round != self.scheduler.round:
+            return
+        if self._ending is not None and round == self._ending.round:
+            self._post(name, self._ending)  # the first may have come before it had started
+        elif now - self._told.get(name, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
+            self._told[name] = now
+            self._post(name, RoundStatus(round=round, left=max(self.scheduler.left, 0)))
+
+    def tick(self, now: float) -> None:
+        """Take note that time has passed."""
+        self._expire(now)
+        if self._holds and (not self._awaited or now >= self._hold_until):
+            self._let_in(now)
+        if self.has_weights:
+            self._deliver(self.scheduler.tick(now=now))
+
+    def _expire(self, now: float) -> None:
+        for member in self.members.expire(now):
+            self.count("expired")
+            log.info("%s was not heard of for %.0f s, and is given up.", member.name, now - member.heard)
+            self._forget(member, now)
+
+    def _handle(self, message: Any, now: float) -> None:
+        self._deliver(self.scheduler.handle(message, now=now))
+
+    # ── Updates ───────────────────────────────────────────────────────────
+
+    def place_of(self, offer: Offer) -> int | None:
+        """The round whose sum an update goes into as things are now; ``None`` for none, as it is late.
+
+        Raises:
+            OptionError: If there is no such round or fragment yet, or the worker has no part in it.
+        """
+        if not self.has_weights or offer.round < 1 or offer.round > self.scheduler.round:
+            raise OptionError("round", offer.round, f"a round that has begun; the last one is {self.scheduler.round}")
+        if offer.fragment != self._fragments.fragment_of(offer.round):
+            expected = self._fragments.fragment_of(offer.round)
+            raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
+        is_open = offer.round == self.scheduler.round and not self.scheduler.finished
+        if is_open and (self._merging is None or self._merging.round != offer.round):
+            if not self.scheduler.expects(offer.member.name, offer.round):
+                raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
+            return offer.round
+        if self.options.rounds.late == "drop" or self.scheduler.finished:
+            return None
+        fragments = self.options.run.fragments
+        return round_of_late(offer.round, current=self.scheduler.round, fragments=fragments)
+
+    def seen(self, offer: Offer) -> int | None:
+        """The weight with which the same update was counted before, or ``None``."""
+        return self.contributions.seen(offer.member.name, offer.member.incarnation, offer.round)
+
+    def weight_of(self, offer: Offer) -> int:
+        """The weight of an update that is in time.
+
+        Raises:
+            OptionError: If tokens are to count and none were.
+        """
+        return pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
+
+    def late_weight_of(self, offer: Offer, into: int, alignment: Alignment | None) -> int:
+        """The weight of an update that is late.
+
+        Args:
+            offer: The update.
+            into: The round that it is to be part of.
+            alignment: To the last mean of its fragment; only ``late="aligned"`` asks for it.
+        """
+        return late_weight(
+            self.options.rounds.late,
+            self.weight_of(offer),
+            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
+            alignment=alignment,
+        )
+
+    def sending(self, offer: Offer, now: float) -> None:
+        """An update of the round that is on begins to come in."""
+        self.members.hear(offer.member, now)
+        if offer.member.name in self.scheduler.workers and offer.round == self.scheduler.round:
+            self._handle(
+                SendingPseudoGradient(
+                    worker=offer.member.name, round=offer.round, steps=offer.steps, samples=offer.round_samples
+                ),
+                now,
+            )
+
+    def arrived(self, offer: Offer, now: float, *, into: int, weight: int) -> None:
+        """An update is complete and verified, and is being added to the sum of round ``into``.
+
+        The round may be over with it: ``merge`` is called, and has to wait until it was added.
+        """
+        member = offer.member
+        self.members.hear(member, now)
+        self.contributions.book(
+            Contribution(
+                worker=member.name,
+                round=offer.round,
+                steps=offer.steps,
+                samples=offer.round_samples if weight else 0,
+                weight=weight,
+            ),
+            incarnation=member.incarnation,
+            into=into,
+        )
+        if into != offer.round:
+            self._note_late(offer, into, weight)
+        self.count("updates_added" if weight else "updates_dropped")
+        if member.name in self.scheduler.workers:
+            self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)
+
+    def dropped(self, offer: Offer, now: float) -> None:
+        """An update has come too late to count."""
+        self.members.hear(offer.member, now)
+        into = round_of_late(offer.round, current=self.scheduler.round, fragments=self.options.run.fragments)
+        self._note_late(offer, into, 0)
+        self.count("updates_dropped")
+        if offer.member.name in self.scheduler.workers:
+            self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
+
+    def _note_late(self, offer: Offer, into: int, weight: int) -> None:
+        self.tally(offer.member.name).late += 1
+        self.count("updates_late")
+        update = LateUpdate(
+            worker=offer.member.name,
+            round=offer.round,
+            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
+            samples=offer.round_samples,
+            weight=weight,
+        )
+        self.scheduler.note_late(update, into=into)
+
+    def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
+        """A round has become part of the weights: tell everybody, and go on.
+
+        Args:
+            merge: As ``merge`` was called with.
+            now: In seconds.
+            digest: Of the mean; empty if nothing was merged.
+            total: The sum of the weights.
+            oldest_mean: The earliest round whose mean is kept.
+        """
+        self.lineage.merged(
+            round=merge.round, fragment=merge.fragment, digest=digest, total=total, oldest_mean=oldest_mean
+        )
+        booked = self.contributions.take(merge.round)
+        if not total:  # without a quorum
+            booked = ()
+        own = {one.worker: one for one in booked if one.round == merge.round}
+        record = corrected(self._record.pop(merge.round), own)
+        metrics = self._metrics.take()
+        samples = sum(one.samples for one in booked)
+        self.samples += samples
+        for one in booked:
+            self.tally(one.worker).merged += 1
+        self.count("rounds" if total else "empty_rounds")
+        ended = RoundEnded(
+            round=merge.round,
+            samples=samples,
+            shares={one.worker: one.samples / samples for one in own.values()} if samples else {},
+            metrics=metrics,
+            stop=self.scheduler.finished and merge.round == self.scheduler.round,
+        )
+        self._ending = None
+        for member in self.members:
+            self._post(member.name, ended)
+        self._merging = None
+        held, self._held = self._held, deque()
+        self._deliver(held)
+        self._on_round(record, metrics)
+
+    def _deliver(self, envelopes: Sequence[Envelope] | deque[Envelope]) -> None:
+        for envelope in envelopes:
+            if self._merging is not None:
+                self._held.append(envelope)
+            elif envelope.to != PARAMETER_SERVER:
+                self._post(envelope.to, envelope.message)
+            elif isinstance(envelope.message, MergePseudoGradients):
+                round = envelope.message.round
+                fragment = self._fragments.fragment_of(round)
+                self._merging = Merge(round=round, fragment=fragment, counts=bool(envelope.message.workers))
+                self._merge(self._merging)
+
+    def _remember(self, record: RoundRecord) -> None:
+        self._record[record.round] = record
+
+    # ── What is kept and shown ───────────────────────────────────────────────────────────
+
+    @property
+    def phase(self) -> str:
+        """What the run does: see ``RunStatus.phase``."""
+        if self._merging is not None:
+            return "merging"
+        if self.scheduler.finished:
+            return "finished"
+        if not self.has_weights or self.scheduler.next_tick is None:
+            return "waiting"
+        return "collecting" if self.scheduler.collecting else "training"
+
+    @property
+    def merging(self) -> Merge | None:
+        """The round that is being merged."""
+        return self._merging
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Count an event, see ``RunStatus.counters``."""
+        self.counters[event] = self.counters.get(event, 0) + by
+
+    def tally(self, name: str) -> Tally:
+        """What a worker has come to so far."""
+        return self.tallies.setdefault(name, Tally())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep over a restart, beside the weights: primitives only. To be called right after a merge."""
+        return {
+            "version": self.lineage.version,
+            "chain": self.lineage.chain,
+            "samples": self.samples,
+            "scheduler": {**self.scheduler.state_dict(), "round": self.lineage.version},
+            "model": msgspec.to_builtins(self.model),
+            "options": msgspec.to_builtins(self.options.run),
+            "members": self.members.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
+        """Carry on from what was kept. Call it before anybody joins.
+
+        Raises:
+            OptionError: If it is not what :meth:`state_dict` gave, or of a run with other options.
+        """
+        saved = msgspec.convert(state["options"], type(self.options.run))
+        changeable = ("outer_steps",)
+        for name in saved.__struct_fields__:
+            ours, theirs = getattr(self.options.run, name), getattr(saved, name)
+            if ours != theirs and name not in changeable:
+                raise OptionError(name, ours, f"{theirs!r}, with which the saved run was started")
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.model = msgspec.convert(state["model"], tuple[ModelParameter, ...])
+        self.lineage = Lineage(int(state["version"]), str(state["chain"]))
+        self.samples = int(state["samples"])
+        self.has_weights = True
+        self.members.load_state_dict(state["members"], now)
+        self._saved_rounds = state["scheduler"]
+        self._awaited = {member.name for member in self.members}
+        self._holds = bool(self._awaited)
+        self._hold_until = now + self.options.rounds.silent_after

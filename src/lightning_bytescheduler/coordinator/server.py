@@ -1,0 +1,241 @@
+"""A coordinator that listens, with its thread: what the command runs, and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from aiohttp import web
+
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.run_status import RunStatus
+from lightning_bytescheduler.coordinator.service import CoordinatorService
+from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH
+from lightning_bytescheduler.diloco.round_record import RoundFile
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
+
+__all__ = ["CoordinatorServer"]
+
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 90.0  # saving the last state may take a while
+_SHUTDOWN_SECONDS = 2.0
+_HANDLER_SECONDS = 75.0  # of aiohttp, between two requests of a connection
+_LONGEST_LINE = 8190
+_T = TypeVar("_T")
+
+
+class CoordinatorServer:
+    """Runs a coordinator until it is closed, in a thread ``bytescheduler-coordinator``.
+
+    Args:
+        options: Of the run.
+        access: Where it listens, and who gets in.
+        port: 0 takes a free one.
+        keeper: Of the run's state; ``None`` keeps it in memory alone. With one that stands by, the server listens at
+            once and answers 503 until it acts.
+        standby: Whether not to wait until it acts.
+        slices: Hands out the training data, or ``None``.
+        rounds_file: Record of the rounds, or ``None``.
+
+    Raises:
+        OSError: If the address cannot be listened at.
+        OptionError: If another coordinator acts on the state, or it is of another run.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        *,
+        access: ServerAccess | None = None,
+        port: int = 0,
+        keeper: StateKeeper | None = None,
+        standby: bool = False,
+        slices: SliceDesk | None = None,
+        rounds_file: RoundFile | None = None,
+    ) -> None:
+        self._access = ServerAccess() if access is None else access
+        self._port = port
+        self._keeper = keeper
+        self._refusals = Refusals()
+        self._loop = asyncio.new_event_loop()
+        self._stop = threading.Event()
+        self._started = threading.Event()
+        self._acts = threading.Event()
+        self._error: BaseException | None = None
+        self._runner: web.AppRunner | None = None
+        self._make = functools.partial(
+            CoordinatorService, options, keeper=keeper, slices=slices, rounds_file=rounds_file
+        )
+        self._service: CoordinatorService | None = None
+        self._taking: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-coordinator", daemon=True)
+        self._thread.start()
+        began = self._started.wait(_START_SECONDS)
+        if began and not standby:
+            began = self._acts.wait(_START_SECONDS)
+        if self._error is not None:
+            self.close()
+            raise self._not_listening(self._error) from self._error
+        if not began:
+            self.close()
+            raise SchedulerTimeoutError(f"The coordinator did not begin within {_START_SECONDS:.0f} s.")
+
+    @property
+    def service(self) -> CoordinatorService:
+        """What runs: to be used on its event loop alone."""
+        if self._service is None:
+            raise RuntimeError("The coordinator did not begin.")
+        return self._service
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return self._access.url(self._port).rstrip("/")
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has begun to act."""
+        return self._acts.is_set()
+
+    def status(self) -> RunStatus:
+        """How the run stands."""
+        return self.call(self.service.status)
+
+    def call(self, work: Callable[[], _T], *, timeout: float = 10.0) -> _T:
+        """Call something on the event loop, and wait for what it returns."""
+
+        async def called() -> _T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has failed or is closed; returns whether it still runs."""
+        self._thread.join(timeout)
+        return self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it has failed with."""
+        return self._error
+
+    def close(self) -> None:
+        """Stop it: workers hear that they may come back, and the state is saved. May be repeated."""
+        self._stop.set()
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
+        if self._keeper is not None:
+            self._keeper.close(_STOP_SECONDS)
+
+    def __enter__(self) -> CoordinatorServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _not_listening(self, error: BaseException) -> BaseException:
+        if not isinstance(error, OSError) or isinstance(error, SchedulerTimeoutError):
+            return error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "it is in use by another program; choose another port, or 0 for any free one"
+        return OSError(error.errno, f"{self._access.host}:{self._port} cannot be listened at: {reason}")
+
+    # ── The thread ───────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._start())
+            self._started.set()
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        except BaseException as error:  # raised where the server was made
+            self._error = error
+        finally:
+            self._started.set()
+            self._acts.set()
+            self._loop.close()
+
+    async def _start(self) -> None:
+        self._service = service = self._make()
+        service.refusals = self._refusals.counts
+        checked = guard(self._access, self._refusals, public=(HEALTH_PATH,), any_host=False)
+        application = service.application(checked)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            keepalive_timeout=_HANDLER_SECONDS,
+            max_line_size=_LONGEST_LINE,
+        )
+        await self._runner.setup()
+        try:
+            tls = self._access.tls(self._refusals)
+            site = web.TCPSite(self._runner, self._access.host, self._port, ssl_context=tls)
+            await site.start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        self._port = self._runner.addresses[0][1]
+        service.start()
+        if service.failed is not None:
+            service.failed.add_done_callback(self._fail)
+        self._taking = self._loop.create_task(self._take(service), name="bytescheduler-take")
+
+    async def _take(self, service: CoordinatorService) -> None:
+        """Act, as soon as this coordinator may."""
+        try:
+            if self._keeper is None:
+                service.act(1)
+            else:
+                taken = await self._loop.run_in_executor(None, self._take_lease, self._keeper)
+                if taken is None:
+                    return
+                service.act(*taken)
+            self._acts.set()
+        except Exception as error:
+            service.fail(error)
+
+    def _take_lease(self, keeper: StateKeeper) -> tuple[int, RunState | None] | None:
+        return keeper.take(self._stop, said=lambda who: log.info("Standing by: %s acts.", who), lost=self._lose)
+
+    def _lose(self) -> None:
+        error = UnsupportedError("Another coordinator acts on the state, or may: the lease on it has run out.")
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.service.fail, error)
+
+    def _fail(self, failed: asyncio.Future[BaseException]) -> None:
+        if not failed.cancelled():
+            self._error = failed.result()
+            self._stop.set()
+            self._loop.stop()
+
+    async def _end(self) -> None:
+        self._stop.set()
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        if self._taking is not None:
+            await asyncio.wait([self._taking], timeout=_STOP_SECONDS)
+        if self._service is not None:
+            await self._service.stop()
+        await runner.cleanup()

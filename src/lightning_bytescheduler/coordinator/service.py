@@ -1,0 +1,470 @@
+"""The coordinator's service: aiohttp on one port, with the routes of ``diloco/coordinator_protocol.py``.
+
+The run's core lives on the event loop, and nothing there waits or computes for long: updates are added, means are made
+and the outer step is taken in threads, one merge after the other. A merge waits for the additions under way. While the
+outer step is taken, the weights are nobody's to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from aiohttp import WSMsgType, web
+from aiohttp.typedefs import Middleware
+from torch import Tensor
+
+from lightning_bytescheduler.coordinator.connection import Connection, refuse
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
+from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.replies import problem
+from lightning_bytescheduler.coordinator.run import Merge, Run
+from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
+from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.spool import Spool
+from lightning_bytescheduler.coordinator.state_desk import StateDesk
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.coordinator.status_report import status_of, summary_of
+from lightning_bytescheduler.coordinator.update_desk import UpdateDesk
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    HEALTH_PATH,
+    SESSION_HEADER,
+    SLICES_PATH,
+    STATE_PATH,
+    STATUS_PATH,
+    TERM_HEADER,
+    UPDATE_PATH,
+    WORKER_PATH,
+    FromCoordinator,
+    Hello,
+    Refusal,
+    decode_frame,
+)
+from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
+from lightning_bytescheduler.slices.messages import encode
+
+__all__ = ["CoordinatorService"]
+
+log = logging.getLogger(__name__)
+
+_LONGEST_TICK_S = 0.25
+_HELLO_SECONDS = 20.0
+_HELLO_BYTES = 1 << 24  # the names of all parameters
+_SLICE_BYTES = 1 << 22  # keys of all slices in a cache
+_STOP_SECONDS = 5.0
+_ROUNDS_SHOWN = 200
+_NUMBER = r"\d{1,15}"
+
+
+class CoordinatorService:
+    """One run's service, on the event loop that it is started on.
+
+    Args:
+        options: Of the run.
+        keeper: Of the run's state; ``None`` keeps it in memory alone.
+        slices: Hands out the training data; ``None`` where workers bring their own.
+        rounds_file: Record of the rounds; closed when the service stops.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        *,
+        keeper: StateKeeper | None = None,
+        slices: SliceDesk | None = None,
+        rounds_file: RoundFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.slices = slices
+        self.refusals: Callable[[], Mapping[str, int]] = dict  # of the server, by reason
+        self._keeper = keeper
+        self._rounds_file = RoundFile(None, append=False) if rounds_file is None else rounds_file
+        self._acting = False
+        self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
+        self._saved = -1  # the version that was last handed over
+        self._clock = clock
+        self._started = clock()
+        self.run = Run(
+            options,
+            post=self._post,
+            merge=self._merge,
+            on_round=self._note,
+            on_leave=self._forget,
+            on_no_provider=self._ask_another,
+        )
+        self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
+        self.updates = UpdateDesk(self.run, self.spool, clock=clock)
+        self.states = StateDesk(self.run, options.spool)
+        self.weights: GlobalWeights | None = None
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
+        self._connections: dict[str, Connection] = {}
+        self._merges: asyncio.Queue[Merge] = asyncio.Queue()
+        self._still = asyncio.Lock()  # held while weights change, or are read
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.rounds: deque[RoundSummary] = deque(maxlen=_ROUNDS_SHOWN)
+        self.failed: asyncio.Future[BaseException] | None = None
+
+    def application(self, *middlewares: Middleware) -> web.Application:
+        """The routes.
+
+        Args:
+            middlewares: That each request goes through before.
+        """
+        application = web.Application(middlewares=[self._worded, *middlewares], client_max_size=_SLICE_BYTES)
+        place = UPDATE_PATH.format(round=f"{{round:{_NUMBER}}}", fragment=f"{{fragment:{_NUMBER}}}")
+        router = application.router
+        router.add_get(WORKER_PATH, self._socket)
+        router.add_put(place, self._put_update)
+        router.add_get(place, self._get_mean)
+        router.add_get(STATE_PATH, self._get_state)
+        router.add_put(STATE_PATH, self._put_state)
+        router.add_post(SLICES_PATH, self._slices)
+        router.add_get(STATUS_PATH, self._status)
+        router.add_get(HEALTH_PATH, self._health)
+        return application
+
+    def start(self) -> None:
+        """Make ready; on the event loop."""
+        self.failed = asyncio.get_running_loop().create_future()
+
+    def act(self, term: int, state: RunState | None = None) -> None:
+        """Begin to run, or to carry on.
+
+        Args:
+            term: Of this coordinator.
+            state: That was saved.
+
+        Raises:
+            OptionError: If it is of a run with other options or other slices.
+        """
+        self.run.term = term
+        if state is not None:
+            self._load(state)
+        self._started = self._clock()
+        self._acting = True
+        loop = asyncio.get_running_loop()
+        for work, name in ((self._tick(), "tick"), (self._merge_all(), "merge")):
+            task = loop.create_task(work, name=f"bytescheduler-{name}")
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    def _load(self, state: RunState) -> None:
+        self.run.load_state_dict(state.state["run"], self._clock())
+        weights = self._make_weights(state.state["weights"])
+        weights.load_momentum(state.state["momentum"])
+        if self.slices is not None:
+            if state.state["slices"] is None:
+                raise OptionError("train", "some", "left out, as when the saved run was started")
+            self.slices.load_state_dict(state.state["slices"])
+        self._saved = self.run.lineage.version
+        log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
+
+    @property
+    def acts(self) -> bool:
+        """Whether this is the one coordinator that may act, at this moment."""
+        return self._acting and not self._stopping and (self._keeper is None or self._keeper.held)
+
+    @property
+    def saved_round(self) -> int | None:
+        """The last round that is part of a saved state."""
+        return None if self._keeper is None else self._keeper.counts.version
+
+    async def stop(self) -> None:
+        """End everything; workers hear that they may come back, and the state is saved."""
+        self._stopping = True
+        closing = [one.close("The coordinator stops. Nothing is lost.", code=1012) for one in self._all_connections()]
+        if closing:
+            await asyncio.wait([asyncio.ensure_future(one) for one in closing], timeout=_STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_SECONDS)
+        await self._save()
+        self.states.forget()
+        self._rounds_file.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._stopping:
+            return
+        error = task.exception()
+        if error is not None and self.failed is not None and not self.failed.done():
+            log.error("The coordinator has failed.", exc_info=error)
+            self.failed.set_result(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up the run, as when another coordinator has taken over."""
+        if self.failed is not None and not self.failed.done():
+            self.failed.set_result(error)
+
+    def _all_connections(self) -> list[Connection]:
+        return list(self._connections.values())
+
+    def status(self) -> RunStatus:
+        """How the run stands."""
+        return status_of(self.run, self, now=self._clock())
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that are trained; 0 before there are weights."""
+        return 0 if self.weights is None else self.weights.parameters
+
+    @property
+    def spool_taken(self) -> int:
+        """Bytes of updates that are not merged yet."""
+        return self.spool.taken
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the service was made."""
+        return self._clock() - self._started
+
+    def is_connected(self, name: str) -> bool:
+        """Whether a worker's WebSocket is open."""
+        return name in self._connections
+
+    # ── Rounds ───────────────────────────────────────────────────────────
+
+    def _post(self, name: str, message: FromCoordinator) -> None:
+        connection = self._connections.get(name)
+        if connection is not None:
+            connection.post(message)
+
+    def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
+        summary = summary_of(record, metrics, time.time())
+        self.rounds.append(summary)
+        self._rounds_file.write(record)
+        loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
+        log.info(
+            "Round %d: %d samples of %d of %d workers in %.1f s%s.",
+            summary.round,
+            summary.samples,
+            summary.merged,
+            summary.workers,
+            summary.seconds,
+            loss,
+        )
+
+    def _merge(self, merge: Merge) -> None:
+        self._merges.put_nowait(merge)
+
+    def _forget(self, member: Member) -> None:
+        self.updates.cut(member)
+        if self.slices is not None:
+            self.slices.release(member)
+        connection = self._connections.pop(member.name, None)
+        if connection is not None:
+            connection.cut("It was not heard of for too long, or has left.")
+
+    def _ask_another(self) -> None:
+        for connection in self._all_connections():
+            connection.cut("Come back: somebody else has to send the first weights.")
+
+    async def _tick(self) -> None:
+        loop_seconds = 0.0
+        while True:
+            now = self._clock()
+            for connection in self._connections.values():
+                if connection.is_open:  # aiohttp's pings have closed those that do not answer
+                    self.run.members.hear(connection.member, now)
+            self.run.tick(now)
+            if self.slices is not None and now - loop_seconds > self.options.lease / 4:
+                loop_seconds = now
+                self.slices.renew(tuple(self.run.members))
+            following = self.run.scheduler.next_tick
+            wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
+            await asyncio.sleep(wait)
+
+    async def _merge_all(self) -> None:
+        while True:
+            merge = await self._merges.get()
+            weights = self.weights
+            if weights is None:
+                raise RuntimeError(f"Round {merge.round} ended before there were weights.")
+            sums = await self.updates.settled(merge)
+            mean, decoded = await weights.mean(merge.round, merge.fragment, sums)
+            async with self._still:
+                # Workers hear of it before the step is taken here, which they take themselves.
+                self.run.merged(
+                    merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
+                )
+                self._note_boundary()
+                await weights.step(merge.fragment, decoded)
+            if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
+                await self._save()
+
+    def _note_boundary(self) -> None:
+        """Take down what belongs to the version of the weights that a merge has just led to."""
+        self._boundary = (self.run.state_dict(), None if self.slices is None else self.slices.state_dict())
+
+    async def _save(self) -> None:
+        """Hand the state at the last boundary to whoever saves it."""
+        weights, keeper = self.weights, self._keeper
+        if weights is None or keeper is None or self._boundary is None:
+            return
+        async with self._still:
+            run, slices = self._boundary
+            version = int(run["version"])
+            if version == self._saved or not keeper.held:
+                return
+            values = await weights.snapshot()
+            self._saved = version
+        state = {"run": run, "slices": slices, "weights": values.weights, "momentum": values.momentum}
+        keeper.save(RunState(term=self.run.term, version=version, chain=str(run["chain"]), state=state))
+
+    # ── Routes ───────────────────────────────────────────────────────────
+
+    @web.middleware
+    async def _worded(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+        """Errors are answered in JSON, and whoever does not act says so."""
+        if not self.acts and request.path != HEALTH_PATH:
+            return problem(503, "This coordinator stands by, or stops: another one acts, or will.", retry_after=1)
+        try:
+            return await handler(request)  # type: ignore[misc, no-any-return]
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            answer = problem(error.status, error.text or error.reason)
+            answer.headers.update({name: value for name, value in error.headers.items() if name in _PASSED_ON})
+            return answer
+        except ByteSchedulerError as error:
+            return problem(400, str(error))
+
+    def _member(self, request: web.Request) -> Member | web.Response:
+        session = request.headers.get(SESSION_HEADER, "")
+        member = self.run.members.by_session(session)
+        if member is None:
+            return problem(403, f"The header {SESSION_HEADER} has no session of this run. Say Hello first.")
+        self.run.members.hear(member, self._clock())
+        return member
+
+    async def _socket(self, request: web.Request) -> web.StreamResponse:
+        lease = self.options.lease
+        socket = web.WebSocketResponse(heartbeat=lease / 3, max_msg_size=_HELLO_BYTES, timeout=_STOP_SECONDS)
+        await socket.prepare(request)
+        connection = None
+        try:
+            first = await asyncio.wait_for(socket.receive(), _HELLO_SECONDS)
+            if first.type is not WSMsgType.TEXT:
+                raise OptionError("frame", first.type.name, "a Hello")
+            hello = decode_frame(first.data, sender=request.remote or "a worker")
+            if not isinstance(hello, Hello):
+                raise OptionError("frame", type(hello).__name__, "a Hello")
+            answer = self.run.hello(hello, self._clock(), address=request.remote or "")
+            if isinstance(answer, Refusal):
+                log.info("%s at %s was refused: %s", hello.worker, request.remote, answer.reason)
+                await refuse(socket, answer.reason)
+                return socket
+            member, welcome = answer
+            connection = Connection(socket, request.transport, member, hear=self._hear, clock=self._clock)
+            await connection.welcome(welcome)
+            former = self._connections.get(member.name)
+            self._connections[member.name] = connection
+            if former is not None:
+                former.cut("The worker has come back with another connection.")
+            log.info("%s is here, from %s.", member.name, request.remote)
+            await connection.serve()
+        except OptionError as error:
+            self.run.count("wrong_frames")
+            await socket.close(code=1008, message=str(error).encode()[:120])
+        except (asyncio.TimeoutError, ConnectionError, RuntimeError) as error:
+            log.debug("A connection of %s ended: %s", request.remote, error)
+        finally:
+            if connection is not None:
+                self.run.members.disconnect(connection.member)
+                if self._connections.get(connection.member.name) is connection:
+                    del self._connections[connection.member.name]
+        return socket
+
+    def _hear(self, member: Member, messages: tuple[object, ...]) -> None:
+        self.run.hear(member, messages, self._clock())  # type: ignore[arg-type]
+
+    async def _put_update(self, request: web.Request) -> web.StreamResponse:
+        member = self._member(request)
+        return member if isinstance(member, web.Response) else await self.updates.put(request, member)
+
+    async def _get_mean(self, request: web.Request) -> web.StreamResponse:
+        member = self._member(request)
+        return member if isinstance(member, web.Response) else await self.updates.get(request, member)
+
+    async def _get_state(self, request: web.Request) -> web.StreamResponse:
+        member = self._member(request)
+        if isinstance(member, web.Response):
+            return member
+        if self.weights is None:
+            return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
+        return await self.states.get(request, self.weights, self._still)
+
+    async def _put_state(self, request: web.Request) -> web.StreamResponse:
+        member = self._member(request)
+        if isinstance(member, web.Response):
+            return member
+        if not self.run.provides(member):
+            return problem(409, "The first weights are there, or another worker is to send them.")
+        tensors = await self.states.put(request)
+        if isinstance(tensors, web.Response):
+            return tensors
+        try:
+            weights = weights_in(tensors, self.run.model)
+        except OptionError as error:
+            return problem(422, str(error))
+        if not self.run.provides(member):
+            return problem(409, "Another worker has sent the first weights meanwhile.")
+        await self.begin_with(weights)
+        return web.json_response({"parameters": self.parameters})
+
+    async def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+        """There are weights: rounds can begin.
+
+        Args:
+            weights: By name, of the run's model.
+        """
+        self._make_weights(weights)
+        self.run.provided(self._clock())
+        self._note_boundary()
+        await self._save()
+
+    def _make_weights(self, weights: Mapping[str, Tensor]) -> GlobalWeights:
+        made = GlobalWeights(
+            self.run.model,
+            self.options.run,
+            weights,
+            executor=self._threads,
+            keep_rounds=self.options.keep_rounds,
+            keep_bytes=self.options.keep_bytes,
+        )
+        self.weights = self.updates.weights = made
+        return made
+
+    async def _slices(self, request: web.Request) -> web.StreamResponse:
+        member = self._member(request)
+        if isinstance(member, web.Response):
+            return member
+        if self.slices is None:
+            return problem(404, "This coordinator hands out no data: it was started without --train.")
+        reply = self.slices.answer(member, await request.read())
+        return web.Response(
+            text=encode(reply), content_type="application/json", headers={TERM_HEADER: str(self.run.term)}
+        )
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=msgspec.json.encode(self.status()), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"acts": self.acts}, status=200 if self.acts else 503)
+
+
+_PASSED_ON = ("WWW-Authenticate", "Allow", "Retry-After")

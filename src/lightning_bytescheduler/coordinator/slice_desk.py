@@ -1,0 +1,161 @@
+"""The run's slice tracker, for members only: each speaks for itself, and gives back what it holds when it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.run_status import SliceStatus
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.messages import (
+    BeginSlice,
+    Call,
+    FinishSlice,
+    JoinAgain,
+    Joined,
+    JoinTracker,
+    LeaveTracker,
+    QuarantineSlice,
+    Receipt,
+    RenewLease,
+    Reply,
+    ReportProgress,
+    RequestSlice,
+    Verdict,
+    decode,
+)
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.source import open_source
+from lightning_bytescheduler.slices.tracker import SliceTracker
+
+__all__ = ["SliceDesk"]
+
+_CALLS = (
+    JoinTracker,
+    RequestSlice,
+    BeginSlice,
+    ReportProgress,
+    FinishSlice,
+    QuarantineSlice,
+    RenewLease,
+    LeaveTracker,
+)
+
+
+class SliceDesk:
+    """A tracker whose workers are members of the run. For one thread.
+
+    Args:
+        urls: Of the training data, as ``SliceDataModule(train=...)`` takes them.
+        options: How slices are handed out; the lease is the members'.
+        storage_options: For fsspec's file systems.
+        clock: Seconds.
+
+    Raises:
+        OptionError: If the data cannot be found; names what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        options: TrackerOptions,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        source = open_source(urls, option="train", storage_options=storage_options)
+        self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=clock)
+        self._sessions: dict[int, tuple[str, str]] = {}  # of the tracker: the member's digest, and the tracker's name
+        self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
+
+    def answer(self, member: Member, text: str | bytes) -> Reply:
+        """Answer a message of a member.
+
+        A member's name at the tracker is its own, or its own with ``/`` and more, where several of its processes read.
+
+        Raises:
+            OptionError: If it is no message of a worker, or speaks for another one.
+        """
+        message = decode(text)
+        if not isinstance(message, _CALLS):
+            raise OptionError("message", type(message).__name__, "one that workers send")
+        if isinstance(message, JoinTracker):
+            return self._join(member, message)
+        if self._sessions.get(message.session, ("", ""))[0] != member.digest:
+            return JoinAgain() if isinstance(message, RequestSlice) else Receipt(verdict=Verdict.JOIN_AGAIN)
+        return self._call(message)
+
+    def _join(self, member: Member, message: JoinTracker) -> Joined:
+        if message.worker != member.name and not message.worker.startswith(f"{member.name}/"):
+            raise OptionError("worker", message.worker, f"{member.name!r}, or {member.name + '/...'!r}")
+        joined = self.tracker.join(message)
+        self._sessions[joined.session] = (member.digest, message.worker)
+        self._names.setdefault(member.name, set()).add(message.worker)
+        return joined
+
+    def _call(self, message: Call) -> Reply:
+        tracker = self.tracker
+        if isinstance(message, RequestSlice):
+            return tracker.request(message)
+        if isinstance(message, BeginSlice):
+            return tracker.begin(message)
+        if isinstance(message, ReportProgress):
+            return tracker.progress(message)
+        if isinstance(message, FinishSlice):
+            return tracker.done(message)
+        if isinstance(message, QuarantineSlice):
+            return tracker.quarantine(message)
+        if isinstance(message, LeaveTracker):
+            return tracker.leave(message)
+        if isinstance(message, RenewLease):
+            return tracker.renew(message)
+        raise OptionError("message", type(message).__name__, "one that workers send")
+
+    def renew(self, members: Sequence[Member]) -> None:
+        """Renew what members hold that are alive, and forget sessions that are over."""
+        alive = {member.digest for member in members}
+        for session, (owner, _) in list(self._sessions.items()):
+            known = owner in alive and self.tracker.renew(RenewLease(session=session)).accepted
+            if not known:
+                del self._sessions[session]
+
+    def release(self, member: Member) -> None:
+        """Take back what a member holds that has gone."""
+        for name in self._names.pop(member.name, ()):
+            self.tracker.release(name)
+        self._sessions = {session: owner for session, owner in self._sessions.items() if owner[0] != member.digest}
+
+    def held(self, name: str) -> int:
+        """Slices that a member holds."""
+        return sum(self.tracker.held(worker) for worker in self._names.get(name, ()))
+
+    def status(self) -> SliceStatus:
+        """How far the epoch is."""
+        report = self.tracker.report()
+        return SliceStatus(
+            epoch=report.epoch,
+            samples=report.samples,
+            trained=report.trained,
+            dropped=report.dropped,
+            unfinished=report.unfinished,
+            quarantined=len(report.quarantined),
+            returned=report.returned,
+            stolen=report.stolen,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep: plain values and tensors, with texts for all keys."""
+        state = self.tracker.state_dict()
+        return {**state, "quarantined": {str(index): reason for index, reason in state["quarantined"].items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on from what was kept.
+
+        Raises:
+            TrackerStateError: If it is of other slices.
+        """
+        quarantined = {int(index): reason for index, reason in state["quarantined"].items()}
+        self.tracker.load_state_dict({**state, "quarantined": quarantined})

@@ -1,0 +1,145 @@
+"""Room for bodies of requests while they come in: in memory as long as there is some, else in files; bounded together.
+
+What is taken is given back when the :class:`Spooled` is closed. Files have no name
+from the moment that they are opened, so that nothing is left of a process that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+
+__all__ = ["Spool", "Spooled", "view_of"]
+
+_SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
+
+
+def view_of(payload: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy."""
+    array: Any = payload.numpy()  # numpy's types do not say that it is a buffer
+    return memoryview(array)
+
+
+class Spooled:
+    """A body of known length, filled from the front.
+
+    Args:
+        spool: Whose room it takes.
+        length: In bytes.
+        in_memory: Whether of the memory's share.
+    """
+
+    def __init__(self, spool: Spool, length: int, *, in_memory: bool) -> None:
+        self._spool = spool
+        self._in_memory = in_memory
+        self._length = length
+        self._closed = False
+        if in_memory:
+            self.payload = torch.empty(length, dtype=torch.uint8)
+        else:
+            with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
+                file.truncate(length)
+                mapped = mmap.mmap(file.fileno(), length)
+            self.payload = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._view = view_of(self.payload)
+        self.filled = 0
+
+    def write(self, chunk: bytes) -> None:
+        """Append.
+
+        Raises:
+            OptionError: If it is more than was announced.
+        """
+        end = self.filled + len(chunk)
+        if end > self._length:
+            raise OptionError("body", f"{end} bytes", f"{self._length} bytes, as announced")
+        self._view[self.filled : end] = chunk
+        self.filled = end
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is there."""
+        return self.filled == self._length
+
+    def close(self) -> None:
+        """Give the room back; may be repeated. Who still works on the payload keeps its memory until then."""
+        if self._closed:
+            return
+        self._closed = True
+        self._view = memoryview(b"")
+        self.payload = torch.empty(0, dtype=torch.uint8)
+        self._spool.give_back(self._length, in_memory=self._in_memory)
+
+
+class Spool:
+    """Bounded room. For one event loop.
+
+    Args:
+        folder: For files; ``None`` for that of temporary files.
+        limit: Bytes of all together.
+        memory: Of these, in memory.
+    """
+
+    def __init__(self, folder: str | None, *, limit: int, memory: int) -> None:
+        self.folder = folder
+        self._limit = limit
+        self._memory_limit = min(memory, limit)
+        self._taken = 0
+        self._in_memory = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are taken now."""
+        return self._taken
+
+    async def room_for(self, length: int, *, timeout: float) -> Spooled:
+        """Take room, or wait for some.
+
+        Args:
+            length: In bytes.
+            timeout: Longest wait in seconds.
+
+        Raises:
+            OptionError: If there never will be enough.
+            SchedulerTimeoutError: If there is not enough in time.
+            OSError: If a file cannot be made.
+        """
+        if length > self._limit:
+            raise OptionError("spool_bytes", self._limit, f"{length} at least, the size of one update (--spool-bytes)")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while self._taken + length > self._limit:
+            changed = loop.create_future()
+            self._waiting.append(changed)
+            try:
+                await asyncio.wait_for(changed, deadline - loop.time())
+            except (TimeoutError, asyncio.TimeoutError):
+                raise SchedulerTimeoutError(
+                    f"There is no room for {length} bytes more: {self._taken} of {self._limit} are taken by updates "
+                    "that are not merged yet (--spool-bytes)."
+                ) from None
+        in_memory = length <= _SMALL or self._in_memory + length <= self._memory_limit
+        self._taken += length
+        self._in_memory += length * in_memory
+        try:
+            return Spooled(self, length, in_memory=in_memory)
+        except BaseException:
+            self.give_back(length, in_memory=in_memory)
+            raise
+
+    def give_back(self, length: int, *, in_memory: bool) -> None:
+        """Room is free again."""
+        self._taken -= length
+        self._in_memory -= length * in_memory
+        waiting, self._waiting = self._waiting, []
+        for changed in waiting:
+            if not changed.done():
+                changed.set_result(None)

@@ -1,0 +1,154 @@
+"""The state down, and the first weights up: ``STATE_PATH``.
+
+What goes down is a file in the spool's folder, one for each version that somebody asks for, without a name once it is
+open: a slow worker holds a file, not memory, and never holds up the next outer step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from torch import Tensor
+
+from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
+from lightning_bytescheduler.coordinator.replies import problem
+from lightning_bytescheduler.coordinator.run import Run
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    CHAIN_HEADER,
+    DIGEST_HEADER,
+    TERM_HEADER,
+    VERSION_HEADER,
+    ModelParameter,
+)
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["StateDesk", "read_weights", "state_bytes"]
+
+_CHUNK = 1 << 18
+_STALLED_SECONDS = 60.0
+_HEADER_BYTES = 4096  # of a safetensors file, and for each parameter
+
+
+def state_bytes(model: tuple[ModelParameter, ...]) -> int:
+    """The most bytes that weights of a model take as a safetensors file, in fp64."""
+    numbers = 0
+    for one in model:
+        size = 1
+        for length in one.shape:
+            size *= length
+        numbers += size
+    return 8 * numbers + _HEADER_BYTES * (len(model) + 1)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The tensors in a safetensors file.
+
+    Raises:
+        OptionError: If it is none.
+    """
+    with importing("The coordinator", extra="coordinator"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, OSError) as error:
+        raise OptionError("weights", "what came in", f"a safetensors file ({error})") from error
+
+
+class StateDesk:
+    """Hands out the state. On the event loop.
+
+    Args:
+        run: The core of the run.
+        folder: For files, that of temporary files if it is ``None``.
+    """
+
+    def __init__(self, run: Run, folder: str | None) -> None:
+        self._run = run
+        self._folder = folder
+        self._written: tuple[int, str, Path] | None = None  # version, chain
+        self._writing = asyncio.Lock()
+
+    async def get(self, request: web.Request, weights: GlobalWeights, still: asyncio.Lock) -> web.StreamResponse:
+        """Send the state.
+
+        Args:
+            request: Of a worker.
+            weights: The global weights.
+            still: Held while weights are read, so that no step changes them.
+        """
+        async with self._writing:
+            async with still:
+                version, chain = self._run.lineage.version, self._run.lineage.chain
+                if self._written is None or self._written[:2] != (version, chain):
+                    tensors = (await weights.snapshot()).named()
+                    loop = asyncio.get_running_loop()
+                    path = await loop.run_in_executor(None, self._write, tensors)
+                    self.forget()
+                    self._written = (version, chain, path)
+            file = open(self._written[2], "rb")  # noqa: SIM115  # of this machine; closed below
+        with file:
+            response = web.StreamResponse(
+                headers={VERSION_HEADER: str(version), CHAIN_HEADER: chain, TERM_HEADER: str(self._run.term)}
+            )
+            response.content_type = "application/octet-stream"
+            response.content_length = os.fstat(file.fileno()).st_size
+            await response.prepare(request)
+            while chunk := await asyncio.get_running_loop().run_in_executor(None, file.read, _CHUNK * 4):
+                await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
+                self._run.count("bytes_out", len(chunk))
+            await response.write_eof()
+            return response
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> Path:
+        with importing("The coordinator", extra="coordinator"):
+            from safetensors.torch import save_file
+        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix="bytescheduler-state-", suffix=".safetensors")
+        os.close(descriptor)
+        save_file(dict(tensors), name)
+        return Path(name)
+
+    def forget(self) -> None:
+        """Delete what was written; who reads it goes on."""
+        if self._written is not None:
+            self._written[2].unlink(missing_ok=True)
+            self._written = None
+
+    async def put(self, request: web.Request) -> dict[str, Tensor] | web.Response:
+        """Take weights of the worker that was asked for them: the tensors, or what is wrong."""
+        limit = state_bytes(self._run.model)
+        length = request.content_length
+        if length is None or not 8 <= length <= limit:
+            return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
+        digest = request.headers.get(DIGEST_HEADER)
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix="bytescheduler-weights-") as file:
+            left = length
+            loop = asyncio.get_running_loop()
+            state = _hash()
+            while left:
+                chunk = await asyncio.wait_for(request.content.readany(), _STALLED_SECONDS)
+                if not chunk and request.content.at_eof():
+                    return problem(400, "The weights did not come in whole.")
+                left -= len(chunk)
+                state.update(chunk)
+                await loop.run_in_executor(None, file.write, chunk)
+            file.flush()
+            if digest is not None and digest != state.hexdigest():
+                return problem(422, "The weights came in damaged: their digest is another one.")
+            try:
+                return await loop.run_in_executor(None, read_weights, file.name)
+            except OptionError as error:
+                return problem(422, str(error))
+
+
+def _hash() -> Any:
+    with importing("The coordinator", extra="coordinator"):
+        import xxhash
+    return xxhash.xxh3_128()

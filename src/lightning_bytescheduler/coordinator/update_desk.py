@@ -1,0 +1,267 @@
+"""Updates up, and means down: ``UPDATE_PATH``.
+
+An update is streamed to the spool and checked (length, digest, every value) before the run hears of it. It is then
+added to its sum in threads; a merge waits for additions under way, so that the record of a round says what is in its
+sum. A connection that dies half-way leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
+from torch import Tensor
+
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean, digest_of
+from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.replies import problem
+from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
+from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
+from lightning_bytescheduler.coordinator.update_sum import UpdateSum
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    CHAIN_HEADER,
+    DIGEST_HEADER,
+    ROUND_SAMPLES_HEADER,
+    SAMPLES_HEADER,
+    STEPS_HEADER,
+    TERM_HEADER,
+    TOKENS_HEADER,
+    TOTAL_HEADER,
+    UpdateReceipt,
+    encode_frame,
+)
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+
+__all__ = ["UpdateDesk"]
+
+_ROOM_SECONDS = 5.0
+_STALLED_SECONDS = 60.0
+_CHUNK = 1 << 18
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MOST = 2**53
+
+
+class UpdateDesk:
+    """Takes updates and hands out means, for one run. On the event loop.
+
+    Args:
+        run: The core of the run.
+        spool: Where updates are kept until they are added.
+        clock: Seconds.
+    """
+
+    def __init__(self, run: Run, spool: Spool, *, clock: Callable[[], float]) -> None:
+        self._run = run
+        self._spool = spool
+        self._clock = clock
+        self.weights: GlobalWeights | None = None
+        self._sums: dict[int, UpdateSum] = {}
+        self._uploads: dict[tuple[str, int], asyncio.Task[object]] = {}  # by worker and round
+
+    # ── Updates ───────────────────────────────────────────────────────────
+
+    async def put(self, request: web.Request, member: Member) -> web.StreamResponse:
+        """Take an update."""
+        weights = self.weights
+        if weights is None:
+            return problem(409, "There are no weights yet, so there is no round.", retry_after=1)
+        try:
+            offer = _offer_of(request, member)
+            digest = request.headers.get(DIGEST_HEADER, "")
+            if not _DIGEST.fullmatch(digest):
+                raise OptionError(DIGEST_HEADER, digest[:40], "xxh3_128 of the body, 32 hexadecimal digits")
+            seen = self._run.seen(offer)
+            place = None if seen is not None else self._run.place_of(offer)
+            expected = weights.formats[offer.fragment].payload_bytes
+            if request.content_length != expected:
+                given = request.content_length
+                raise OptionError("Content-Length", given, f"{expected}, the size of fragment {offer.fragment}")
+            self._run.weight_of(offer)
+        except OptionError as error:
+            self._run.count("updates_refused")
+            return problem(409 if error.option in ("round", "fragment") else 400, str(error))
+        if seen is not None:
+            self._run.count("updates_again")
+            return self._receipt("again", seen)
+        if place is None:
+            self._run.dropped(offer, self._now())
+            return self._receipt("dropped", 0)
+        if place == offer.round:
+            self._run.sending(offer, self._now())
+        return await self._alone(request, offer, digest, expected)
+
+    def cut(self, member: Member) -> None:
+        """End the uploads of a worker that has gone."""
+        for (name, _), task in list(self._uploads.items()):
+            if name == member.name:
+                task.cancel()
+
+    async def _alone(self, request: web.Request, offer: Offer, digest: str, expected: int) -> web.StreamResponse:
+        """Take the newest upload of a worker's update: one before it that is not complete is of a dead connection."""
+        key = (offer.member.name, offer.round)
+        former = self._uploads.get(key)
+        if former is not None:
+            former.cancel()
+        task = asyncio.current_task()
+        if task is not None:
+            self._uploads[key] = task
+        try:
+            spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
+            try:
+                await self._receive(request, spooled)
+            except BaseException:
+                spooled.close()
+                raise
+            finally:
+                if self._uploads.get(key) is task:
+                    del self._uploads[key]
+            # A worker that goes away now has sent its update all the same.
+            return await asyncio.shield(self._take(offer, spooled, digest))
+        except SchedulerTimeoutError as error:
+            return problem(503, str(error), retry_after=1)
+        except OptionError as error:
+            self._run.count("updates_refused")
+            return problem(422, str(error))
+        except (ConnectionError, asyncio.IncompleteReadError, web.HTTPException) as error:
+            self._run.count("updates_broken")
+            return problem(400, f"The update did not come in whole: {type(error).__name__}.")
+
+    async def _receive(self, request: web.Request, spooled: Spooled) -> None:
+        content = request.content
+        while not spooled.is_complete:
+            chunk = await asyncio.wait_for(content.readany(), _STALLED_SECONDS)
+            if not chunk and content.at_eof():
+                raise ConnectionError("The body ended early.")
+            spooled.write(chunk)
+            self._run.count("bytes_in", len(chunk))
+
+    async def _take(self, offer: Offer, spooled: Spooled, digest: str) -> web.StreamResponse:
+        """Check an update that is complete, tell the run, and add it."""
+        try:
+            return await self._check_and_add(offer, spooled.payload, digest)
+        finally:
+            spooled.close()
+
+    async def _check_and_add(self, offer: Offer, payload: Tensor, digest: str) -> web.StreamResponse:
+        run = self._run
+        weights = self.weights
+        if weights is None:
+            raise RuntimeError("There are no weights to add updates for.")
+        loop = asyncio.get_running_loop()
+        found, extent = await asyncio.gather(
+            loop.run_in_executor(None, digest_of, payload), weights.sum_of(offer.fragment).extent(payload)
+        )
+        if found != digest:
+            raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
+        if not math.isfinite(extent):
+            raise OptionError("update", "infinities or NaN in it", "finite")
+        alignment = None
+        if run.seen(offer) is None and run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
+            alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
+        # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
+        if (seen := run.seen(offer)) is not None:
+            run.count("updates_again")
+            return self._receipt("again", seen)
+        place = run.place_of(offer)
+        if place is None:
+            run.dropped(offer, self._now())
+            return self._receipt("dropped", 0)
+        is_late = place != offer.round
+        weight = run.late_weight_of(offer, place, alignment) if is_late else run.weight_of(offer)
+        if weight:
+            sums = self._sum(place, offer.fragment)
+            sums.begin(extent=extent, weight=weight)
+        run.arrived(offer, self._now(), into=place, weight=weight)
+        if weight:
+            await sums.add(payload, weight=weight)
+        return self._receipt(("late" if is_late else "added") if weight else "dropped", weight)
+
+    def _sum(self, round: int, fragment: int) -> UpdateSum:
+        sums = self._sums.get(round)
+        if sums is None:
+            if self.weights is None:
+                raise RuntimeError("There are no weights to sum updates of.")
+            sums = self._sums[round] = self.weights.sum_of(fragment)
+        return sums
+
+    async def settled(self, merge: Merge) -> UpdateSum | None:
+        """The sum of a round that is to be merged, once everything that was announced is in it."""
+        sums = self._sums.pop(merge.round, None)
+        if sums is not None:
+            await sums.settled()
+            if sums.failed is not None:
+                raise sums.failed
+        return sums if merge.counts else None
+
+    def _receipt(self, verdict: str, weight: int) -> web.Response:
+        receipt = UpdateReceipt(verdict=verdict, weight=weight)
+        return web.Response(
+            text=encode_frame(receipt), content_type="application/json", headers={TERM_HEADER: str(self._run.term)}
+        )
+
+    def _now(self) -> float:
+        return self._clock()
+
+    # ── Means ───────────────────────────────────────────────────────────
+
+    async def get(self, request: web.Request, member: Member) -> web.StreamResponse:
+        """Hand out the mean of a round."""
+        round, fragment = _place_in(request.match_info)
+        mean = None if self.weights is None else self.weights.kept(round)
+        if mean is None or mean.fragment != fragment or round > self._run.lineage.version:
+            has_ended = round <= self._run.lineage.version
+            why = "is kept no longer" if has_ended else "has not ended"
+            return problem(404, f"There is no mean of fragment {fragment} in round {round}: it {why}.")
+        response = web.StreamResponse(headers=self._headers(mean))
+        response.content_type = "application/octet-stream"
+        response.content_length = mean.payload.numel()
+        await response.prepare(request)
+        if request.method != "HEAD":
+            await self._send(response, mean)
+        return response
+
+    def _headers(self, mean: KeptMean) -> dict[str, str]:
+        return {
+            TOTAL_HEADER: str(mean.total),
+            DIGEST_HEADER: mean.digest,
+            CHAIN_HEADER: self._run.lineage.chain_of(mean.round),
+            TERM_HEADER: str(self._run.term),
+        }
+
+    async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
+        view = view_of(mean.payload)
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
+            self._run.count("bytes_out", len(chunk))
+        await response.write_eof()
+
+
+def _place_in(path: Mapping[str, str]) -> tuple[int, int]:
+    return int(path["round"]), int(path["fragment"])
+
+
+def _offer_of(request: web.Request, member: Member) -> Offer:
+    round, fragment = _place_in(request.match_info)
+    samples = _whole(request.headers, SAMPLES_HEADER)
+    return Offer(
+        member=member,
+        round=round,
+        fragment=fragment,
+        samples=samples,
+        steps=_whole(request.headers, STEPS_HEADER),
+        tokens=_whole(request.headers, TOKENS_HEADER, default=0),
+        round_samples=_whole(request.headers, ROUND_SAMPLES_HEADER, default=samples),
+    )
+
+
+def _whole(headers: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = headers.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 16 or int(text) > _MOST:
+        raise OptionError(name, text, f"a whole number from 0 to {_MOST}")
+    return int(text)

@@ -1,0 +1,306 @@
+"""What a rank has in a coordinator's run, put together and taken apart in one place.
+
+The first rank of a worker has the client's thread and the one that encodes; the worker's other ranks have none. Both
+are named ``bytescheduler-*`` and stopped by :meth:`CoordinatedRuntime.stop` within a bound.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.coordinated_session import (
+    CoordinatedRounds,
+    CoordinatedSession,
+    FollowingCoordinated,
+)
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    PROTOCOL,
+    FromCoordinator,
+    FromWorker,
+    Hello,
+    LeaderAppointed,
+    ModelParameter,
+    RunOptions,
+    Welcome,
+)
+from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.messages import LeaveRounds
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.runtime import SessionRuntime
+from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.failures.board import FaultBoard
+
+__all__ = ["CoordinatedRuntime"]
+
+_STOP_S = 5.0
+_MOMENT_S = 1.0
+_LOOK_S = 1.0
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What the first rank tells the others of its worker once it is one of the run."""
+
+    worker: str
+    options: RunOptions
+    leads: bool
+
+
+class CoordinatedRuntime(SessionRuntime):
+    """See the module.
+
+    Locks: what is known before there is a session is noted under one of its own, which is taken before the transport's
+    and never after it.
+
+    Args:
+        address: Of the coordinator.
+        module: What is trained.
+        given: Of the options of ``RunOptions`` those that the user gave.
+        group: The worker's ranks.
+        board: Where failures within the worker are published; not closed with the runtime.
+        flush: Brings the weights up to date.
+        timeout: Longest wait for the first connection, and at the end of a round, in seconds.
+
+    Attributes:
+        options: The run's, after :meth:`connect`.
+        worker: This worker's name in the run, after :meth:`connect`.
+        leads: Whether it leads, as all ranks of the worker know it.
+        client: The connection, on the first rank.
+    """
+
+    session: CoordinatedRounds
+
+    def __init__(
+        self,
+        address: CoordinatorAddress,
+        module: nn.Module,
+        *,
+        given: Mapping[str, Any],
+        group: WorkerGroup,
+        board: FaultBoard,
+        flush: Callable[[], None],
+        timeout: float,
+    ) -> None:
+        self.options = RunOptions()
+        self.worker = address.worker
+        self.leads = False
+        self.client: CoordinatorClient | None = None
+        self._address = address
+        self._module = module
+        self._given = dict(given)
+        self._model = tuple(
+            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        )
+        self._group = group
+        self._board = board
+        self._flush = flush
+        self._timeout = timeout
+        self._arrived = threading.Condition()
+        # What follows changes under the condition, until there is a session that is told instead.
+        self._welcome: Welcome | None = None
+        self._error: BaseException | None = None
+        self._leading: CoordinatedSession | None = None
+        self._transport: CoordinatorTransport | None = None
+        self._stopped = False
+
+    def connect(self) -> None:
+        """Become one of the run; on the other ranks, hear of it.
+
+        Raises:
+            CoordinatorError: If the coordinator refuses this worker.
+            SchedulerTimeoutError: If there is none in time.
+        """
+        self._board.watch(self)
+        place = ""
+        if self._group.leads:
+            self.client = CoordinatorClient(
+                self._address,
+                hello=self._hello,
+                timeout=self._timeout,
+                on_welcome=self._welcomed,
+                on_message=self._heard,
+                on_lost=self._lost,
+                on_error=self._ended,
+            )
+            with self._arrived:
+                while self._welcome is None and self._error is None:
+                    self._arrived.wait(_LOOK_S)  # the client gives up in time
+                if self._error is not None or self._welcome is None:
+                    raise self._error or RuntimeError("The connection to the coordinator ended.")
+                welcome = self._welcome
+            place = msgspec.json.encode(_Place(welcome.worker, welcome.options, welcome.leads)).decode()
+        found = msgspec.json.decode(self._group.tell(place), type=_Place)
+        self.worker, self.options, self.leads = found.worker, found.options, found.leads
+
+    def prepare(self) -> None:
+        """Make the session, as the run's options say."""
+        options = self.options
+        fragments = FragmentOptions(
+            fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing
+        )
+        trained = TrainedWeights(self._module, fragments)
+        if self.client is None:
+            self.session = FollowingCoordinated(worker=self.worker, group=self._group, trained=trained)
+            return
+        state = OuterState(
+            trained,
+            weighting=options.weighting,
+            lr=options.outer_lr,
+            momentum=options.outer_momentum,
+            factory=None,
+        )
+        sizes = [sum(p.numel() for p in trained.of(fragment)) for fragment in range(len(trained.fragments))]
+        wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by WireFormat
+        self._transport = CoordinatorTransport(self.client, wire=wire, sizes=sizes)
+        session = CoordinatedSession(
+            worker=self.worker,
+            group=self._group,
+            state=state,
+            transport=self._transport,
+            overlap_steps=options.overlap_steps,
+            flush=self._flush,
+            timeout=self._timeout,
+        )
+        self.session = session
+        with self._arrived:
+            if self._error is not None:
+                raise self._error
+            self._leading = session
+            if self._welcome is not None:
+                session.welcomed(self._welcome)
+
+    @property
+    def state(self) -> OuterState | None:
+        """The global weights, on the first rank."""
+        return None if self._leading is None else self._leading.state
+
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Take the global weights and begin the first round.
+
+        Args:
+            state: Of a checkpoint; it counts only if these are the run's first weights.
+        """
+        if state is not None and self._leading is not None:
+            self._leading.state.load_state_dict(state["outer"])
+        self.session.begin()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What to keep beside the global weights, with which a run without a coordinator can go on, too."""
+        if self._leading is None:
+            return None
+        statistics = self._leading.statistics
+        rounds = {"round": self._leading.version, "samples": statistics.merged_samples, "step_times": {}}
+        return {"outer": self._leading.state.state_dict(), "rounds": rounds}
+
+    # ------------------------------------------------------------------ what the fault board asks and tells
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank of the worker has failed."""
+        self._group.abort(fault)
+        if getattr(self, "session", None) is not None:
+            self.session.fail(fault)
+
+    def own_failure(self) -> BaseException | None:
+        """What has ended the connection."""
+        return self._error
+
+    def phase(self) -> str:
+        """What this rank is doing, in words."""
+        if getattr(self, "session", None) is None:
+            return "connecting to the coordinator"
+        return super().phase()
+
+    def steps_handed_over(self) -> int:
+        """How many rounds' pseudo-gradients were merged."""
+        return 0 if getattr(self, "session", None) is None else super().steps_handed_over()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop for good."""
+        if getattr(self, "session", None) is not None:
+            self.session.fail(error)
+        self.stop(failed=True)
+
+    def stop(self, *, failed: bool) -> bool:
+        """Stop every thread; bounded, never raises, idempotent. Returns whether nothing is under way.
+
+        Args:
+            failed: Whether training ended with an error: then the coordinator is told, if that is quick.
+        """
+        if self._stopped:
+            return not failed
+        self._stopped = True
+        self._board.unwatch(self)
+        with suppress(Exception):
+            if self.client is not None:
+                if failed and self._error is None:
+                    self.client.post(LeaveRounds(worker=self.client.worker))
+                    self.client.flush(_MOMENT_S)
+                if self._transport is not None:
+                    self._transport.stop(_STOP_S)
+                else:
+                    self.client.stop(_STOP_S)
+        return not failed
+
+    # ------------------------------------------------------------------ the client's thread
+
+    def _hello(self, worker: str, session: str) -> Hello:
+        transport = self._transport
+        version, chain = 0, START
+        if transport is not None:
+            with transport.changed:
+                version, chain = transport.version, transport.chain
+        return Hello(
+            protocol=PROTOCOL,
+            package=__version__,
+            worker=worker,
+            session=session,
+            model=self._model,
+            options=self._given,
+            ranks=self._group.size,
+            version=version,
+            chain=chain,
+        )
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        with self._arrived:
+            self._welcome = welcome
+            leading = self._leading
+            self._arrived.notify_all()
+        if leading is not None:
+            leading.welcomed(welcome)
+
+    def _heard(self, message: FromCoordinator | FromWorker) -> None:
+        with self._arrived:
+            leading = self._leading
+            if leading is None and isinstance(message, LeaderAppointed) and self._welcome is not None:
+                self._welcome = msgspec.structs.replace(self._welcome, leads=message.worker == self._welcome.worker)
+        if leading is not None:
+            leading.receive(message)
+
+    def _lost(self) -> None:
+        with self._arrived:
+            self._welcome = None
+            leading = self._leading
+        if leading is not None:
+            leading.lost()
+
+    def _ended(self, error: BaseException) -> None:
+        with self._arrived:
+            self._error = error
+            leading = self._leading
+            self._arrived.notify_all()
+        if leading is not None and not self._stopped:
+            leading.fail(error)

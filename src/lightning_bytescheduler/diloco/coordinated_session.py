@@ -1,0 +1,693 @@
+"""A worker's part in the rounds of a coordinator, where workers come and go.
+
+The training thread looks at the end of each batch whether there is something to do (:meth:`CoordinatedSession.is_due`),
+which takes no message. If there is (:meth:`CoordinatedSession.synchronise`), it sends what it has trained, waits for the
+end of the round, takes the outer steps that it is behind, and begins the next round. Nobody stands still for another
+worker's epoch or validation, and a worker's own end ends it alone.
+
+While the coordinator is away there is nothing to do: the worker takes steps on the weights it has, and what was sent
+without an answer is sent again with what was trained since. Samples are counted as sent when the round that they were
+sent for is part of the weights here.
+
+The ranks of one worker go through the same calls in the same order. The first one is the session here, the others
+follow it (:class:`FollowingCoordinated`), and are told after each synchronisation what has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    FromCoordinator,
+    FromWorker,
+    LeaderAppointed,
+    PauseRounds,
+    ResumeRounds,
+    Welcome,
+)
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport, Mean
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
+from lightning_bytescheduler.diloco.global_state import pack_state, unpack_state
+from lightning_bytescheduler.diloco.messages import (
+    JoinRounds,
+    LeaveRounds,
+    RoundEnded,
+    RoundStatus,
+    StepMetrics,
+    StepReport,
+    TrainingOver,
+)
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.round_counter import RoundCounter
+from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+
+__all__ = ["CoordinatedRounds", "CoordinatedSession", "FollowingCoordinated"]
+
+log = logging.getLogger(__name__)
+
+_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
+_KEPT_ENDS = 16
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """What the first rank tells the worker's others after a synchronisation."""
+
+    changed: list[int]  # fragments whose weights it has others of now
+    version: int
+    over: bool
+    ended: RoundEnded | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    round: int
+    fragment: int
+    exchange: CoordinatedExchange
+    steps: int
+    round_samples: int
+    round_tokens: int
+    samples: int
+    tokens: int
+    steps_since: int = 0
+
+
+class CoordinatedRounds(ABC):
+    """One rank of a worker in a coordinator's run. All but :meth:`fail` is for the training thread.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+
+    Attributes:
+        worker: As given; the coordinator may give another one.
+        statistics: Of this rank.
+        round_end: The last one.
+        over: Whether the run is over.
+        version: Of the global weights, as all ranks of the worker know it.
+    """
+
+    def __init__(self, *, worker: str, group: WorkerGroup) -> None:
+        self.worker = worker
+        self.statistics = SessionStatistics()
+        self.round_end: RoundEnded | None = None
+        self.over = False
+        self.version = 0
+        self._group = group
+        self._failure: BaseException | None = None
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """The round this worker is in."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's worker validates, logs and saves for all, as far as this rank says it."""
+        return False
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known on this rank is left out."""
+        if self.round_end is None:
+            return {}
+        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is to be expected any more: raise ``error`` from whatever is waited for."""
+        if self._failure is None:
+            self._failure = error
+        self._group.abort(error)
+
+    def check(self) -> None:
+        """Raise what another thread or rank has failed with, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def begin(self) -> None:
+        """Take the global weights, and wait for the first round."""
+        self._take_in(self._begin())
+
+    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+        """Take note of a step, and report it without waiting; see ``WorkerSession.count``."""
+        self.check()
+        self.statistics.steps += 1
+        self.statistics.samples += samples
+
+    def is_due(self) -> bool:
+        """Whether there is something to do before another step: as the first rank knows it now."""
+        return self._group.any(self._is_due())
+
+    def synchronise(self) -> None:
+        """Do it: send, merge, catch up, and begin the next round."""
+        self._take_in(self._synchronise())
+
+    def pause(self) -> None:
+        """Send what was trained, have the global weights, and do something else until :meth:`resume`."""
+        self._take_in(self._pause())
+
+    def resume(self) -> None:
+        """Go on with the rounds: where the others are by now."""
+        self._take_in(self._resume())
+
+    def leave(self, *, quickly: bool) -> None:
+        """Take part no more, and have the global weights. What was trained counts.
+
+        Args:
+            quickly: Whether not to wait for the end of the round.
+        """
+        self._take_in(self._leave(quickly))
+
+    def _take_in(self, own: _Outcome | None) -> None:
+        text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
+        outcome = msgspec.json.decode(text, type=_Outcome)
+        if outcome.ended is not None and outcome.ended is not self.round_end:
+            self.round_end = outcome.ended
+        self.version = outcome.version
+        self.over = outcome.over
+        trained = self._trained
+        for fragment in outcome.changed:
+            self._group.share(trained.of(fragment))
+
+    @property
+    @abstractmethod
+    def _trained(self) -> TrainedWeights:
+        """What is trained."""
+
+    def _begin(self) -> _Outcome | None:
+        return None
+
+    def _is_due(self) -> bool:
+        return False
+
+    def _synchronise(self) -> _Outcome | None:
+        return None
+
+    def _pause(self) -> _Outcome | None:
+        return None
+
+    def _resume(self) -> _Outcome | None:
+        return None
+
+    def _leave(self, quickly: bool) -> _Outcome | None:
+        return None
+
+
+class FollowingCoordinated(CoordinatedRounds):
+    """Goes along with its first rank, and takes over the weights that it merges.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        trained: What is trained.
+    """
+
+    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
+        super().__init__(worker=worker, group=group)
+        self._own = trained
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return 0 if self.round_end is None else self.round_end.round + 1
+
+    @property
+    def _trained(self) -> TrainedWeights:
+        return self._own
+
+
+class CoordinatedSession(CoordinatedRounds):
+    """The first rank of a worker, often the only one.
+
+    Lock: that of the transport, for what the client's thread changes.
+
+    Args:
+        worker: The name that the coordinator gave.
+        group: The worker's ranks.
+        state: The global weights.
+        transport: To the coordinator.
+        overlap_steps: Steps between sending a pseudo-gradient and merging the mean.
+        flush: Called before weights are read or replaced: brings them up to date.
+        timeout: Longest wait at the end of a round, in seconds.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        group: WorkerGroup,
+        state: OuterState,
+        transport: CoordinatorTransport,
+        overlap_steps: int,
+        flush: Callable[[], None],
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(worker=worker, group=group)
+        self._state = state
+        self._transport = transport
+        self._overlap_steps = overlap_steps
+        self._flush = flush
+        self._timeout = timeout
+        self._clock = clock
+        # What follows changes under the transport's lock.
+        self._counter = RoundCounter(worker)
+        self._round_ends: dict[int, RoundEnded] = {}
+        self._last_round: int | None = None  # of the run, once it is over
+        self._left: int | None = None
+        self._leads = False
+        self._begun = False  # has the run's weights
+        self._joined = False  # over this connection
+        self._away = False  # pauses, or has left
+        self._report: StepReport | None = None
+        # The training thread's own.
+        fragments = len(state.trained.fragments)
+        self._samples, self._tokens = [0] * fragments, [0] * fragments  # since a fragment was last sent
+        self._sent: _Sent | None = None
+        self._changed: set[int] = set()
+        self._shown = ExitStack()
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self._transport.version + 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all."""
+        return self._leads
+
+    @property
+    def state(self) -> OuterState:
+        """The global weights."""
+        return self._state
+
+    @property
+    def _trained(self) -> TrainedWeights:
+        return self._state.trained
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known is left out."""
+        known = {"round": self.round, "to_go": self._left, "steps_left": self._counter.steps_left}
+        return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
+
+    # ------------------------------------------------------------------ the client's thread
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """There is a connection, and maybe another coordinator."""
+        transport = self._transport
+        with transport.changed:
+            transport.welcomed(welcome, begun=self._begun)
+            self.worker, self._leads, self._joined = welcome.worker, welcome.leads, False
+            self._counter.worker = welcome.worker
+            self._report = None if self._report is None else msgspec.structs.replace(self._report, worker=self.worker)
+            if self._begun and not transport.realign and transport.ended == transport.version:
+                self._join()
+            transport.changed.notify_all()
+
+    def lost(self) -> None:
+        """There is no connection any more."""
+        with self._transport.changed:
+            self._transport.lost()
+            self._joined = False
+            self._transport.changed.notify_all()
+
+    def receive(self, message: FromCoordinator | FromWorker) -> None:
+        """Take in what the coordinator says."""
+        transport = self._transport
+        with transport.changed:
+            if isinstance(message, RoundEnded):
+                self._round_ends[message.round] = message
+                self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
+                transport.round_ended(message.round)
+                if message.stop:
+                    self._last_round = message.round
+            elif isinstance(message, RoundStatus):
+                self._left = message.left
+            elif isinstance(message, LeaderAppointed):
+                self._leads = message.worker == self.worker
+            elif isinstance(message, TrainingOver):
+                self._last_round = message.round
+            elif not isinstance(message, (PauseRounds, ResumeRounds)):
+                self._counter.receive(message)
+            transport.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """See CoordinatedRounds."""
+        super().fail(error)
+        self._transport.abort(error)
+
+    # ------------------------------------------------------------------ a step
+
+    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+        """See CoordinatedRounds."""
+        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+        self._state.count(samples=samples, tokens=tokens)
+        for fragment in range(len(self._samples)):
+            self._samples[fragment] += samples
+            self._tokens[fragment] += tokens
+        with self._transport.changed:
+            report = self._report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
+            if self._joined:
+                measured = StepMetrics(
+                    worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
+                )
+                self._transport.client.post(report, measured)
+        if self._sent is not None:
+            self._sent.steps_since += 1
+
+    def _is_due(self) -> bool:
+        transport = self._transport
+        with transport.changed:
+            if self._failure is not None or self._over_here:
+                return True
+            if not transport.connected:
+                return False
+            if self._sent is not None:
+                return self._sent.steps_since >= self._overlap_steps
+            behind = transport.realign or transport.ended > transport.version
+            return behind or (self._joined and self._counter.due)
+
+    @property
+    def _over_here(self) -> bool:
+        """Whether the run is over, and nothing is left to merge."""
+        return self._last_round is not None and self._transport.version >= self._last_round
+
+    # ------------------------------------------------------------------ the end of a round
+
+    def _begin(self) -> _Outcome:
+        self._wait(lambda: self._transport.realign, "the coordinator")
+        while not (self._align() and self._follow_others() and self._start_round()):
+            self.check()
+            self._await_connection()
+        self._changed = set(range(len(self._samples)))
+        return self._outcome()
+
+    def _synchronise(self) -> _Outcome:
+        self.check()
+        self._flush()
+        if self._sent is None:
+            self._send()
+            if self._overlap_steps and self._sent is not None and self._transport.ended < self._sent.round:
+                return self._outcome()
+        self._conclude()
+        return self._outcome()
+
+    def _conclude(self) -> bool:
+        """Merge the round that is due and all others that have ended; returns whether the next one has begun."""
+        sent = self._sent
+        if sent is not None:
+            began = self._clock()
+            found = sent.exchange.wait(self._timeout)
+            self.statistics.exchange_s += self._clock() - began
+            if not isinstance(found, CatchUp) and sent.exchange.mean is not None:
+                self._merge(sent.round, sent.exchange.mean)
+            elif not self._transport.connected:
+                self._reopen()
+                return False
+        if self._follow_others() and self._start_round():
+            return True
+        if self._sent is not None:
+            self._reopen()
+        else:
+            self._open_next()
+        return False
+
+    def _send(self) -> None:
+        """Send what was trained for the round that this worker is in, which may be over already."""
+        transport, fragment = self._transport, self._trained.fragment_of(self.round)
+        late = transport.realign or transport.ended > transport.version
+        if late and not self._samples[fragment]:
+            return
+        with transport.changed:
+            if self._counter.round != self.round:
+                self._open_next()
+            tokens = self._counter.tokens
+            message = self._counter.send()
+            self._report = None
+            if self._joined and not late:
+                transport.post(message)
+        pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
+        exchange = transport.start(
+            Contribution(
+                worker=self.worker,
+                round=self.round,
+                fragment=fragment,
+                pseudo_gradient=pseudo_gradient,
+                weight=weight,
+                samples=self._samples[fragment],
+                tokens=self._tokens[fragment],
+                steps=message.steps,
+                round_samples=message.samples,
+            )
+        )
+        self._sent = _Sent(
+            round=self.round,
+            fragment=fragment,
+            exchange=exchange,
+            steps=message.steps,
+            round_samples=message.samples,
+            round_tokens=tokens,
+            samples=self._samples[fragment],
+            tokens=self._tokens[fragment],
+        )
+
+    def _merge(self, round: int, mean: Mean) -> None:
+        """Take the outer step of a round, and let the trained weights follow."""
+        fragment = self._trained.fragment_of(round)
+        sent = self._sent
+        if sent is not None and sent.round == round:
+            # Steps since it was sent, beside which it travelled, are still to be sent.
+            self._samples[fragment] -= sent.samples
+            self._tokens[fragment] -= sent.tokens
+            self._sent = None
+        elif not self._trained.mixing:
+            self._samples[fragment] = self._tokens[fragment] = 0  # overwritten
+        self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
+        self._changed.add(fragment)
+        self._transport.took(round, mean)
+        with self._transport.changed:
+            ended = self._round_ends.get(round)
+        self.statistics.rounds += 1
+        if ended is not None:
+            self.statistics.merged_samples += ended.samples
+            self.round_end = ended
+
+    def _follow_others(self) -> bool:
+        """Catch up: mean by mean, or with the state; returns whether this worker is where the others are."""
+        transport = self._transport
+        while True:
+            self.check()
+            if transport.realign:
+                self._sent = None
+                if not self._align():
+                    return False
+            elif transport.ended <= transport.version:
+                break
+            else:
+                round = transport.version + 1
+                mean = transport.mean(round, self._timeout)
+                if not isinstance(mean, CatchUp):
+                    self._merge(round, mean)
+                elif not transport.connected:
+                    return False
+                else:
+                    log.info("%s takes the global state: %s", self.worker, mean.reason)
+                    with transport.changed:
+                        transport.realign = True
+        with transport.changed:
+            if not self._joined and transport.connected and not self._away:
+                self._join()
+        return transport.connected
+
+    def _start_round(self) -> bool:
+        """Wait for the next round and begin it; returns whether it has begun, or the run is over."""
+        transport = self._transport
+        while not self._over_here:
+            if self._away:
+                return True
+            began = self._clock()
+
+            def told() -> bool:
+                next_round = self._counter.next_round
+                started = next_round is not None and next_round >= transport.version + 1
+                return started or transport.realign or transport.ended > transport.version or self._over_here
+
+            there = self._wait(told, "the next round")
+            self.statistics.start_s += self._clock() - began
+            if not there:
+                return False
+            if transport.realign or transport.ended > transport.version:
+                if not self._follow_others():
+                    return False
+                continue
+            if self._over_here:
+                break
+            with transport.changed:
+                next_round = self._counter.next_round
+                if next_round is not None and next_round == transport.version + 1:
+                    message = self._counter.start()
+                    if self._joined:
+                        transport.post(message)
+                    return True
+        return True
+
+    # ------------------------------------------------------------------ where the others are
+
+    def _align(self) -> bool:
+        """Give the first weights, or take those that there are; returns whether that was done."""
+        transport = self._transport
+        if not transport.realign:
+            return True
+        welcome = transport.welcome
+        if welcome is None:
+            return False
+        if welcome.provide:
+            if not transport.provide(pack_state(self._full_state()), self._timeout):
+                return False
+            transport.aligned(welcome.version, welcome.chain)
+        else:
+            began = self._clock()
+            found = transport.fetch_state(self._timeout)
+            self.statistics.exchange_s += self._clock() - began
+            if isinstance(found, CatchUp):
+                return False
+            self._flush()
+            self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+            self._take_global_weights()
+            transport.aligned(found.version, found.chain)
+        for fragment in range(len(self._samples)):
+            self._samples[fragment] = self._tokens[fragment] = 0
+        with transport.changed:
+            self._begun = True
+            self._counter = RoundCounter(self.worker)
+            self._report = None
+        return True
+
+    def _full_state(self) -> Mapping[str, Any]:
+        return {**self._state.state_dict(), "weights": dict(self._state.weights)}
+
+    def _take_global_weights(self) -> None:
+        for fragment in range(len(self._samples)):
+            self._state.merge(fragment, torch.empty(0), total=0, exactly=True)
+            self._changed.add(fragment)
+
+    def _join(self) -> None:
+        """Say over this connection that this worker takes part, and how far it is. With the lock held."""
+        if self._away:
+            return
+        self._joined = True
+        counter, round = self._counter, self._transport.version + 1
+        message = JoinRounds(worker=self.worker)
+        if counter.round == round and self._report is not None and self._sent is None:
+            message = msgspec.structs.replace(
+                message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
+            )
+        self._transport.client.post(message)
+        if message.round and self._report is not None:
+            self._transport.client.post(self._report)
+
+    def _reopen(self) -> None:
+        """The coordinator is away: go on with the round, and send all of it again."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        sent.exchange.cancel()
+        with self._transport.changed:
+            before = self._counter
+            counter = self._counter = RoundCounter(self.worker)
+            counter.round = sent.round
+            counter.steps = sent.steps + before.steps
+            counter.samples = sent.round_samples + before.samples
+            counter.tokens = sent.round_tokens + before.tokens
+
+    def _open_next(self) -> None:
+        """Take steps in the next round though nobody has said that it has begun: the coordinator is away."""
+        with self._transport.changed:
+            before = self._counter
+            if before.round == self.round:
+                return
+            counter = self._counter = RoundCounter(self.worker)
+            counter.round = self.round
+            counter.steps, counter.samples, counter.tokens = before.steps, before.samples, before.tokens
+
+    # ------------------------------------------------------------------ doing something else, and going
+
+    def _pause(self) -> _Outcome:
+        self._hand_in()
+        with self._transport.changed:
+            self._away = True
+            if self._joined:
+                self._transport.client.post(PauseRounds(worker=self.worker))
+        outcome = self._outcome()
+        self._shown.enter_context(self._state.shown())
+        return msgspec.structs.replace(outcome, changed=list(range(len(self._samples))))
+
+    def _resume(self) -> _Outcome:
+        self._shown.close()
+        with self._transport.changed:
+            self._away = False
+            if self._sent is None:
+                self._counter = RoundCounter(self.worker)
+            if self._joined:
+                self._transport.client.post(ResumeRounds(worker=self.worker))
+        self._conclude()
+        self._changed = set(range(len(self._samples)))
+        return self._outcome()
+
+    def _leave(self, quickly: bool) -> _Outcome:
+        self._shown.close()
+        if self._failure is None and not self._over_here:
+            if not quickly and self._sent is not None and self._transport.connected:
+                self._conclude()  # what travels beside the last steps
+            self._hand_in()
+            with self._transport.changed:
+                self._away = True
+            if not quickly and self._sent is not None and self._transport.connected:
+                self._conclude()
+            with self._transport.changed:
+                if self._joined:
+                    self._transport.client.post(LeaveRounds(worker=self.worker))
+            if self._transport.connected:
+                self._transport.client.flush(_RECEIPT_S / 3)
+        self._sent = None
+        self._take_global_weights()
+        return self._outcome()
+
+    def _hand_in(self) -> None:
+        """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
+        self._flush()
+        if self._transport.connected and self._sent is None and self._samples[self._trained.fragment_of(self.round)]:
+            self._send()
+        if self._sent is not None:
+            self._sent.exchange.await_receipt(_RECEIPT_S)
+
+    def _outcome(self) -> _Outcome:
+        changed, self._changed = sorted(self._changed), set()
+        return _Outcome(changed, self._transport.version, self._over_here, self.round_end)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> bool:
+        return self._transport.wait(ready, what, self._timeout)
+
+    def _await_connection(self) -> None:
+        began = self._clock()
+        with self._transport.changed:
+            while not self._transport.connected:
+                self._transport.check()
+                if self._clock() - began >= self._timeout:
+                    raise SchedulerTimeoutError(
+                        f"{self.worker} has lost the coordinator for {self._timeout:.0f} s, before its first round. "
+                        "Raise the strategy's timeout if it may be away for longer."
+                    )
+                self._transport.changed.wait(1.0)

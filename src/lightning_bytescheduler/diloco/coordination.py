@@ -1,0 +1,126 @@
+"""What a Trainer has of a coordinator's run: the strategy's calls that differ from those of ranks launched together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
+from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
+
+__all__ = ["Coordination"]
+
+_SEED = "PL_GLOBAL_SEED"  # where Lightning's seed_everything leaves it
+
+
+class Coordination:
+    """See the module. For the training thread.
+
+    Args:
+        address: Of the coordinator.
+        given: The options of ``RunOptions`` that the user gave, by name.
+    """
+
+    def __init__(self, address: CoordinatorAddress, given: Mapping[str, Any]) -> None:
+        self._address = address
+        self._given = given
+        self._group = WorkerGroup()
+        self._runtime: CoordinatedRuntime | None = None
+        self._boundaries: CoordinatedBoundaries | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all; the same on all of its ranks."""
+        if self._boundaries is not None:
+            return self._boundaries.leads
+        return self._runtime is not None and self._runtime.leads
+
+    @property
+    def statistics(self) -> SessionStatistics | None:
+        """Of the session."""
+        return None if self._runtime is None else self._runtime.session.statistics
+
+    def connect(
+        self,
+        module: nn.Module,
+        *,
+        group: WorkerGroup,
+        board: FaultBoard,
+        flush: Callable[[], None],
+        timeout: float,
+    ) -> CoordinatedRuntime:
+        """Become one of the run; see ``CoordinatedRuntime.connect``."""
+        self._group = group
+        self._runtime = runtime = CoordinatedRuntime(
+            self._address, module, given=self._given, group=group, board=board, flush=flush, timeout=timeout
+        )
+        try:
+            runtime.connect()
+            runtime.prepare()
+        except BaseException:
+            runtime.stop(failed=True)
+            raise
+        rank_zero_info(
+            f"diloco: this is {runtime.worker!r} in the run of {' or '.join(self._address.urls)}"
+            f"{', which leads: it validates, logs and saves for all' if runtime.leads else ''}."
+        )
+        return runtime
+
+    def begin(self, trainer: pl.Trainer, state: Mapping[str, Any] | None) -> CoordinatedBoundaries:
+        """Begin the first round, and take the place of the loop's decisions."""
+        runtime = self._runtime
+        if runtime is None:
+            raise RuntimeError("Cannot begin: this worker is not connected.")
+        runtime.start(state)
+        self._boundaries = CoordinatedBoundaries(trainer, runtime.session, group=self._group, leads=runtime.leads)
+        self._boundaries.attach()
+        return self._boundaries
+
+    def forget(self) -> None:
+        """The fit is over."""
+        self._runtime = self._boundaries = None
+
+    def for_leader_only(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
+        """See ``leader_callbacks``."""
+        return for_leader_only(trainer, lambda: self.leads)
+
+    def share_slices(self, trainer: pl.Trainer, *, ranks: int, timeout: float) -> CoordinatedSlices | None:
+        """Have the worker take slices from the coordinator; see ``coordinated_slices``."""
+        from lightning_bytescheduler.diloco.coordinated_slices import coordinated_slices  # takes time
+
+        return coordinated_slices(
+            trainer,
+            lambda: None if self._runtime is None else self._runtime.client,
+            ranks=ranks,
+            timeout=timeout,
+            check=lambda: None if self._runtime is None else self._runtime.session.check(),
+        )
+
+    def seed_sampler(self, loader: object) -> None:
+        """Have this worker go through a plain data loader in an order of its own, unless the user chose a seed."""
+        sampler = getattr(loader, "sampler", None)
+        if self._runtime is None or not isinstance(sampler, DistributedSampler):
+            return
+        if os.environ.get(_SEED):
+            rank_zero_info(
+                "diloco: each worker goes through all of its own data loader. Workers with the same data and the same "
+                "seed_everything(...) train on the same samples: give each another seed, or part of the data."
+            )
+        elif sampler.shuffle and not sampler.seed:
+            digest = hashlib.blake2b(self._runtime.worker.encode(), digest_size=4).digest()
+            sampler.seed = int.from_bytes(digest, "big")

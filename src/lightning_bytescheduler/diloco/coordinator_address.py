@@ -1,0 +1,140 @@
+"""Where a coordinator is and how a worker shows itself there: addresses, certificates, the token, the worker's name.
+
+The token is in no ``repr``, message or error, and in no option: it comes from a file or from the environment, as the
+arguments of a process can be read by every user of its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from lightning_bytescheduler.checks import require_text
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
+
+__all__ = ["ADDRESS_VARIABLE", "TOKEN_VARIABLE", "CoordinatorAddress", "resolve_coordinator"]
+
+ADDRESS_VARIABLE = "BYTESCHEDULER_COORDINATOR"
+TOKEN_VARIABLE = "BYTESCHEDULER_COORDINATOR_TOKEN"
+_NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,150}")
+_URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine; several are separated by commas"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorAddress:
+    """Where a coordinator is, and who asks.
+
+    Attributes:
+        urls: One, or those of the coordinators that stand by for one another; tried in turn.
+        worker: The name that this worker would like.
+        authority: File of the certificates that sign the coordinator's; None for those that the machine trusts.
+        certificate: File of this worker's own certificate, for mutual TLS.
+        key: File of its private key.
+        token: What the coordinator asks for.
+    """
+
+    urls: tuple[str, ...]
+    worker: str
+    authority: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """How connections are made; None where none of the addresses has TLS.
+
+        Raises:
+            OptionError: If a file cannot be used.
+        """
+        if not any(url.startswith("https:") for url in self.urls):
+            return None
+        return client_tls(authority=self.authority, certificate=self.certificate, key=self.key)
+
+
+def resolve_coordinator(
+    url: str | None,
+    *,
+    authority: str | None = None,
+    certificate: str | None = None,
+    key: str | None = None,
+    token_file: str | None = None,
+    worker_name: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> CoordinatorAddress | None:
+    """The address that options and environment make, or ``None`` without a coordinator.
+
+    Args:
+        url: The option ``coordinator``; ``BYTESCHEDULER_COORDINATOR`` if it is left out.
+        authority: The option ``coordinator_ca``.
+        certificate: The option ``coordinator_certificate``.
+        key: The option ``coordinator_key``.
+        token_file: The option of that name; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if it is left out.
+        worker_name: The option of that name; made of the host's name and a random part if it is left out.
+        environ: The environment.
+
+    Raises:
+        OptionError: If something is not allowed. Never shows the token.
+    """
+    given = {
+        "coordinator_ca": authority,
+        "coordinator_certificate": certificate,
+        "coordinator_key": key,
+        "token_file": token_file,
+        "worker_name": worker_name,
+    }
+    option = "coordinator" if url is not None else ADDRESS_VARIABLE
+    url = environ.get(ADDRESS_VARIABLE) or None if url is None else url
+    if url is None:
+        for name, value in given.items():
+            if value is not None:
+                raise OptionError(name, value, "left out where no coordinator is given")
+        return None
+    urls = tuple(_require_url(option, one.strip()) for one in require_text(option, url).split(","))
+    for name, value in given.items():
+        if value is not None:
+            require_text(name, value)
+    if not any(one.startswith("https:") for one in urls):
+        for name in ("coordinator_ca", "coordinator_certificate", "coordinator_key"):
+            if given[name] is not None:
+                raise OptionError(name, given[name], f"left out where {option} is not https://..., but {url!r}")
+    if worker_name is not None and not _NAME.fullmatch(worker_name):
+        raise OptionError("worker_name", worker_name, "up to 150 letters, digits and . _ : @ / -")
+    address = CoordinatorAddress(
+        urls=urls,
+        worker=_own_name() if worker_name is None else worker_name,
+        authority=authority,
+        certificate=certificate,
+        key=key,
+        token=read_token(token_file, variable=TOKEN_VARIABLE, option="token_file", environ=environ),
+    )
+    address.tls()  # a wrong file is said here, and not when the data are there
+    if address.token is not None:
+        for one in urls:
+            if one.startswith("http:") and not is_loopback(urlsplit(one).hostname or ""):
+                raise OptionError(option, one, "https://HOST:PORT where a token is sent, which others could read else")
+    return address
+
+
+def _require_url(option: str, url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise OptionError(option, url, _URL) from None
+    if parts.username or parts.password:
+        raise OptionError(option, f"{parts.scheme}://...", f"{_URL}, without a password; the token goes into token_file")
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
+        raise OptionError(option, url, _URL)
+    return url.rstrip("/")
+
+
+def _own_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:100] or "worker"
+    return f"{host}-{secrets.token_hex(3)}"

@@ -1,0 +1,522 @@
+"""A worker's connection to the coordinator: one thread, on which everything that waits for the network waits.
+
+The thread, ``bytescheduler-coordinator-client``, runs an asyncio loop with one WebSocket for messages and HTTP requests
+beside it. A connection that breaks is made again, with pauses that grow up to a few seconds and differ by chance, so
+that workers do not come back all at once. What trying again cannot mend (a refusal, a token or certificate that is not
+accepted) ends the client with the coordinator's own words.
+
+Of messages, one frame at a time is on its way, and the next one has all that was said meanwhile: of a worker's reports
+the last, which has the sums of all before it, and its measurements as one.
+
+Whoever calls from another thread gets a ``concurrent.futures.Future``, and is called back on this thread. No lock is
+held while calling back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    SESSION_HEADER,
+    WORKER_PATH,
+    Batch,
+    FromCoordinator,
+    FromWorker,
+    Hello,
+    Refusal,
+    Welcome,
+    decode_frame,
+    encode_frame,
+)
+from lightning_bytescheduler.diloco.messages import StepMetrics, StepReport
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["Answer", "CoordinatorClient", "coalesced"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_THREAD = "bytescheduler-coordinator-client"
+_SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
+_CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
+_READ_S = 60.0  # without a byte of an answer
+_SIGNS = 4  # of life, in the time of a lease
+_FRAME_BYTES = 2**24
+_REFUSED = (401, 403)
+_NO_COORDINATOR = (400, 404, 405, 426)
+_BUSY = (429, 502, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To an HTTP request.
+
+    Attributes:
+        status: Its number.
+        headers: By name, whatever its case.
+        body: All of it.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def words(self) -> str:
+        """What was said of an error."""
+        return self.body[:500].decode("utf-8", "replace").strip() or f"status {self.status}"
+
+
+class CoordinatorClient:
+    """The connection.
+
+    Args:
+        address: Of the coordinator.
+        hello: Makes what this worker says of itself, for each connection: called with the name and the session that
+            the last coordinator gave.
+        timeout: Seconds that the first connection is tried for.
+        on_welcome: Called with each :class:`Welcome`.
+        on_message: Called with each message.
+        on_lost: Called when the connection is lost.
+        on_error: Called with what ends the client; once.
+        clock: Seconds; injected by tests.
+
+    Attributes:
+        worker: This worker's name, as the coordinator has it; its own wish before.
+    """
+
+    def __init__(
+        self,
+        address: CoordinatorAddress,
+        *,
+        hello: Callable[[str, str], Hello],
+        timeout: float,
+        on_welcome: Callable[[Welcome], None],
+        on_message: Callable[[FromCoordinator | FromWorker], None],
+        on_lost: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
+            import aiohttp
+
+            self._aiohttp = aiohttp
+        self.worker = address.worker
+        self._address = address
+        self._tls = address.tls()
+        self._hello = hello
+        self._timeout = timeout
+        self._on_welcome, self._on_message, self._on_lost, self._on_error = on_welcome, on_message, on_lost, on_error
+        self._clock = clock
+        self._loop = asyncio.new_event_loop()
+        # What follows is the thread's.
+        self._session = ""
+        self._term = 0
+        self._lease = _READ_S
+        self._url = address.urls[0]
+        self._tries = 0
+        self._welcomed = False  # at least once
+        self._connected = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._error: BaseException | None = None
+        self._outbox: list[FromWorker | FromCoordinator] = []
+        self._changed = asyncio.Event()  # something to send, or something heard
+        self._sent = self._answered = self._heard = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._http: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
+        self._thread.start()
+        atexit.register(self.stop, 0.5)
+
+    # ------------------------------------------------------------------ for other threads
+
+    def post(self, *messages: FromWorker | FromCoordinator) -> None:
+        """Have messages sent, if there is a connection; at once, never blocks. Those of a lost one are lost with it."""
+        self._call(self._put, messages)
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine on the thread; its future is cancelled when the client stops."""
+        future: Future[_T] = Future()
+
+        def begin() -> None:
+            if self._stopping.is_set():
+                work.close()
+                future.cancel()
+                return
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda done: _hand_over(done, future))
+            future.add_done_callback(lambda done: done.cancelled() and self._call(task.cancel))
+
+        if not self._call(begin):
+            work.close()
+            future.cancel()
+        return future
+
+    async def request(
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None
+    ) -> Answer:
+        """Send one request over the connection that there is, again and again until there is an answer. On the thread.
+
+        Answers that the coordinator is busy, and broken connections, are no answer.
+
+        Args:
+            method: Of HTTP.
+            path: At the coordinator.
+            headers: Besides the session and the token.
+            body: Bytes, or ``None``.
+
+        Raises:
+            CoordinatorError: If the token is not accepted.
+        """
+        tries = 0
+        while True:
+            await self._connected.wait()
+            pause = _pause(tries)
+            tries += 1
+            try:
+                answer = await self._request_once(method, path, headers or {}, body)
+            except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                log.debug("coordinator: %s %s failed: %s", method, path, error)
+            else:
+                if answer.status == 401:
+                    raise CoordinatorError(f"The coordinator does not accept the token: {answer.words}")
+                if answer.status not in _BUSY:
+                    return answer
+                pause = max(pause, _retry_after(answer))
+            await asyncio.sleep(pause)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was posted is heard; returns whether it was, in time. Not on the thread."""
+        try:
+            return self.start(self._until_heard()).result(timeout)
+        except BaseException:
+            return False
+
+    def stop(self, timeout: float) -> bool:
+        """End the connection and the thread; idempotent.
+
+        Returns:
+            Whether the thread ended within ``timeout`` seconds.
+        """
+        atexit.unregister(self.stop)
+        self._call(self._stopping.set)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except BaseException as error:
+            self._error = error
+        finally:
+            try:
+                if self._error is not None:
+                    self._on_error(self._error)
+            finally:
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                self._loop.close()
+
+    async def _live(self) -> None:
+        timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
+        token = self._address.token
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        ended = asyncio.ensure_future(self._stopping.wait())
+        async with self._aiohttp.ClientSession(
+            timeout=timeout, headers=headers, connector=self._aiohttp.TCPConnector(ssl=self._tls or True)
+        ) as self._http:
+            life = asyncio.ensure_future(self._stay_connected())
+            try:
+                await asyncio.wait([ended, life], return_when=asyncio.FIRST_COMPLETED)
+                if life.done():
+                    self._error = life.exception()
+                    self._stopping.set()
+            finally:
+                tasks = [ended, life, *self._tasks]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stay_connected(self) -> None:
+        began = self._clock()
+        log.info("coordinator: connecting to %s as %s", " or ".join(self._address.urls), self.worker)
+        failed, last = 0, ""
+        while True:
+            self._url = self._address.urls[self._tries % len(self._address.urls)]
+            before = self._clock()
+            try:
+                await self._connection()
+            except (
+                self._aiohttp.ClientError,
+                OSError,
+                asyncio.TimeoutError,
+                OptionError,
+                ConnectionError,
+            ) as error:
+                self._require_hope(error)
+                last = f"{error}" or type(error).__name__
+                log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._url, last)
+            finally:
+                was_connected = self._connected.is_set()
+                self._connected.clear()
+                self._outbox.clear()
+                if was_connected:
+                    self._on_lost()
+            failed = 0 if was_connected and self._clock() - before > _LONGEST_S else failed + 1
+            self._tries += not was_connected
+            if not self._welcomed and self._clock() - began >= self._timeout:
+                raise SchedulerTimeoutError(
+                    f"No coordinator answered at {' or '.join(self._address.urls)} for {self._timeout:.0f} s ({last}). "
+                    "Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout."
+                )
+            await asyncio.sleep(_pause(failed - 1))
+
+    async def _connection(self) -> None:
+        if self._http is None:
+            raise RuntimeError("Cannot connect: the client has not begun.")
+        async with self._http.ws_connect(
+            self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None
+        ) as socket:
+            await socket.send_str(encode_frame(self._hello(self.worker, self._session)))
+            answer = await asyncio.wait_for(self._next_frame(socket), _CONNECT_S)
+            if isinstance(answer, Refusal):
+                raise CoordinatorError(f"The coordinator refuses this worker: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise OptionError("message of the coordinator", type(answer).__name__, "a Welcome, or a Refusal")
+            if answer.term < self._term:
+                raise ConnectionError(f"it is of term {answer.term}, and {self._term} has been heard of")
+            self._term, self._session, self.worker = answer.term, answer.session, answer.worker
+            self._lease = max(answer.lease, 0.1)
+            self._sent = self._answered = self._heard = 0
+            self._welcomed = True
+            self._outbox.clear()
+            self._connected.set()
+            self._on_welcome(answer)
+            sides = [asyncio.ensure_future(self._speak(socket)), asyncio.ensure_future(self._listen(socket))]
+            try:
+                done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+                for side in done:
+                    side.result()
+            finally:
+                for side in sides:
+                    side.cancel()
+                await asyncio.gather(*sides, return_exceptions=True)
+
+    async def _speak(self, socket: Any) -> None:
+        while True:
+            if not self._outbox:
+                self._changed.clear()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), self._lease / _SIGNS)
+                except (asyncio.TimeoutError, TimeoutError):
+                    pass  # a frame without messages says that this worker lives
+            messages, self._outbox = coalesced(self._outbox), []
+            self._sent += 1
+            await socket.send_str(
+                encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages)))
+            )
+            async with _limit(self._lease):
+                while self._answered < self._sent:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def _listen(self, socket: Any) -> None:
+        while True:
+            frame = await self._next_frame(socket)
+            if isinstance(frame, Refusal):
+                raise CoordinatorError(f"The coordinator refuses this worker: {frame.reason}")
+            if not isinstance(frame, Batch):
+                raise OptionError("message of the coordinator", type(frame).__name__, "a Batch")
+            self._heard = max(self._heard, frame.number)
+            self._answered = max(self._answered, frame.heard)
+            self._changed.set()
+            for message in frame.messages:
+                self._on_message(message)
+
+    async def _next_frame(self, socket: Any) -> Any:
+        message = await socket.receive()
+        if message.type == self._aiohttp.WSMsgType.TEXT:
+            return decode_frame(message.data, sender="the coordinator")
+        if message.type == self._aiohttp.WSMsgType.ERROR:
+            raise ConnectionError(f"the connection broke: {socket.exception()}")
+        reason = message.extra if isinstance(message.extra, str) else ""
+        raise ConnectionError(f"the coordinator closed the connection ({reason or 'without a reason'})")
+
+    async def _request_once(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Answer:
+        if self._http is None:
+            raise RuntimeError("Cannot send a request: the client has not begun.")
+        own = {SESSION_HEADER: self._session}
+        async with self._http.request(method, self._url + path, headers={**own, **headers}, data=body) as answer:
+            return Answer(answer.status, answer.headers.copy(), await answer.read())
+
+    async def _until_heard(self) -> bool:
+        while self._connected.is_set() and (self._outbox or self._answered < self._sent):
+            await asyncio.sleep(0.005)
+        return self._connected.is_set()
+
+    def _put(self, messages: Sequence[FromWorker | FromCoordinator]) -> None:
+        if self._connected.is_set():
+            self._outbox.extend(messages)
+            if len(self._outbox) > 64:
+                self._outbox = coalesced(self._outbox)
+            self._changed.set()
+
+    def _require_hope(self, error: BaseException) -> None:
+        """Raise what ends the client, if trying again cannot help."""
+        where = f"The coordinator at {self._url}"
+        status = getattr(error, "status", None)
+        if status in _REFUSED:
+            raise CoordinatorError(
+                f"{where} does not accept this worker's token, or the lack of one (status {status}). Put the token "
+                "into a file and give it as token_file, or into BYTESCHEDULER_COORDINATOR_TOKEN."
+            ) from None
+        if status in _NO_COORDINATOR and not self._welcomed:
+            raise CoordinatorError(
+                f"{where} is none that this version knows: it answers with status {status} at {WORKER_PATH}."
+            ) from None
+        for cause in _causes(error):
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise CoordinatorError(
+                    f"{where} has a certificate that is not trusted here: {cause.verify_message}. Give the file of the "
+                    "authority that has signed it as coordinator_ca."
+                ) from None
+            if isinstance(cause, ssl.SSLError) and ("ALERT" in (cause.reason or "") or not self._welcomed):
+                raise CoordinatorError(
+                    f"There is no TLS connection to {self._url}: {cause.reason or cause}. Check that the coordinator "
+                    "serves with TLS, and that it accepts coordinator_certificate, if it asks for one."
+                ) from None
+
+
+def coalesced(messages: Sequence[FromWorker | FromCoordinator]) -> list[FromWorker | FromCoordinator]:
+    """The same in fewer messages.
+
+    Of a worker's reports of one round only the last is kept, in the last one's place; its measurements of one round
+    become one, weighted by samples. Everything else stays, in order.
+    """
+    kept: list[FromWorker | FromCoordinator] = []
+    places: dict[tuple[object, ...], int] = {}
+    for message in messages:
+        if isinstance(message, (StepReport, StepMetrics)):
+            names = tuple(sorted(_metrics(message))) if isinstance(message, StepMetrics) else ()
+            measured = isinstance(message, StepMetrics) and message.loss is not None
+            key = (type(message), message.worker, message.round, measured, names)
+            place = places.get(key)
+            if place is not None:
+                before = kept[place]
+                if isinstance(message, StepMetrics) and isinstance(before, StepMetrics):
+                    kept[place] = _together(before, message)
+                else:
+                    kept[place] = message
+                continue
+            places[key] = len(kept)
+        else:
+            places = {}  # what is told once is not to be overtaken
+        kept.append(message)
+    return kept
+
+
+def _metrics(message: StepMetrics) -> Mapping[str, float]:
+    metrics: Mapping[str, float] = getattr(message, "metrics", {})
+    return metrics
+
+
+def _together(one: StepMetrics, other: StepMetrics) -> StepMetrics:
+    samples = one.batch_size + other.batch_size
+    shares = (one.batch_size / samples, other.batch_size / samples) if samples else (0.5, 0.5)
+
+    def mean(first: float, second: float) -> float:
+        return first * shares[0] + second * shares[1]
+
+    fields: dict[str, Any] = {
+        "worker": one.worker,
+        "round": one.round,
+        "batch_size": samples,
+        "seconds": one.seconds + other.seconds,
+        "loss": None if one.loss is None or other.loss is None else mean(one.loss, other.loss),
+    }
+    if _metrics(one):
+        fields["metrics"] = {name: mean(value, _metrics(other)[name]) for name, value in _metrics(one).items()}
+    return StepMetrics(**fields)
+
+
+def _pause(tries: int) -> float:
+    """Seconds before another try: longer each time, and never the same for two workers."""
+    longest = min(_SHORTEST_S * 2.0 ** min(max(tries, 0), 10), _LONGEST_S)
+    return longest * random.uniform(0.5, 1.0)
+
+
+def _retry_after(answer: Answer) -> float:
+    try:
+        return min(max(float(answer.headers.get("Retry-After", "0")), 0.0), _LONGEST_S)
+    except ValueError:
+        return 0.0
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = getattr(error, "os_error", None) or error.__cause__ or error.__context__
+    return found
+
+
+def _hand_over(task: asyncio.Task[_T], future: Future[_T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if task.cancelled():
+        future.set_exception(ConnectionError("The connection to the coordinator was closed."))
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
+
+
+class _limit:
+    """``asyncio.timeout`` of Python 3.11, for 3.10 too."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._handle: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+
+        def end() -> None:
+            self._is_over = True
+            if task is not None:
+                task.cancel()
+
+        self._handle = asyncio.get_running_loop().call_later(self._seconds, end)
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._is_over and isinstance(error, asyncio.CancelledError):
+            raise ConnectionError(f"the coordinator said nothing for {self._seconds:.0f} s") from None

@@ -1,0 +1,404 @@
+"""A ``Transport`` through the coordinator: uploads, means, states, and where this worker stands among the rounds.
+
+Its network is the client's thread's; encoding and decoding are done on a thread of their own,
+``bytescheduler-coordinator-codec``, so that they hold up neither messages nor the training.
+
+One lock, of :attr:`CoordinatorTransport.changed`, which the session that is told of everything uses too. It is held
+only for looking and noting; nothing is called with it held that takes another lock, but what posts to the client, which
+takes none that is ever held while waiting for this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    CHAIN_HEADER,
+    DIGEST_HEADER,
+    ROUND_SAMPLES_HEADER,
+    SAMPLES_HEADER,
+    STATE_PATH,
+    STEPS_HEADER,
+    TOKENS_HEADER,
+    TOTAL_HEADER,
+    VERSION_HEADER,
+    UpdateReceipt,
+    Welcome,
+    chain_after,
+    update_path,
+)
+from lightning_bytescheduler.diloco.messages import Message
+from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
+from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError
+
+__all__ = ["START", "CoordinatedExchange", "CoordinatorTransport", "FetchedState", "Mean"]
+
+log = logging.getLogger(__name__)
+
+START = "0" * 32
+"""The chain before the first round."""
+
+_T = TypeVar("_T")
+_SLICE_S = 1.0
+_ASK_AGAIN_S = 0.2
+_CODEC = "bytescheduler-coordinator-codec"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """Of a round that has ended.
+
+    Attributes:
+        values: Flat, fp32; empty if nothing was merged.
+        total: The sum of the weights.
+        chain: Of the weights that it is a part of.
+    """
+
+    values: Tensor
+    total: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedState:
+    """The global state.
+
+    Attributes:
+        payload: As ``global_state`` reads it.
+        version: Of the weights.
+        chain: Of the weights.
+    """
+
+    payload: bytes
+    version: int
+    chain: str
+
+
+class CoordinatorTransport:
+    """See the module. All but what :class:`Welcome` and messages bring is called by the training thread.
+
+    Args:
+        client: The connection.
+        wire: What travels.
+        sizes: Elements of each fragment.
+        clock: Seconds; injected by tests.
+
+    Attributes:
+        changed: Notified of everything that the network brings; holds the lock for all that follows.
+        connected: Whether there is a connection.
+        welcome: The last one.
+        realign: Whether it asks for the state before this worker can go on.
+        version: Of the global weights here.
+        chain: Of the same.
+        ended: The last round that is known to have ended.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        *,
+        wire: WireFormat,
+        sizes: list[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
+            from xxhash import xxh3_128_hexdigest
+
+            self._digest: Callable[[Any], str] = xxh3_128_hexdigest
+        self.client = client
+        self.changed = threading.Condition()
+        self.connected = False
+        self.welcome: Welcome | None = None
+        self.realign = False
+        self.version = 0
+        self.chain = START
+        self.ended = 0
+        self._wire = wire
+        self._sizes = sizes
+        self._clock = clock
+        self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
+        self._means: dict[int, Future[Mean | None]] = {}
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------------------------ the client's thread
+
+    def welcomed(self, welcome: Welcome, *, begun: bool) -> None:
+        """There is a connection. Called with the lock held.
+
+        Args:
+            welcome: What the coordinator says.
+            begun: Whether this worker has had the run's weights before.
+        """
+        self.connected = True
+        self.welcome = welcome
+        self.realign = welcome.fetch or welcome.provide or not begun
+        self.ended = welcome.version
+        self._means.clear()
+
+    def lost(self) -> None:
+        """There is none any more. Called with the lock held."""
+        self.connected = False
+
+    def round_ended(self, round: int) -> None:
+        """A round has ended: fetch its mean, if it is the next one here. Called with the lock held."""
+        self.ended = max(self.ended, round)
+        if round == self.version + 1 and not self.realign:
+            self._mean(round)
+
+    # ------------------------------------------------------------------ the training thread: Transport
+
+    def post(self, message: Message) -> None:
+        """See ``Transport``."""
+        self.client.post(message)
+
+    def start(self, contribution: Contribution) -> CoordinatedExchange:
+        """See ``Transport``: encodes and uploads, until there is an answer."""
+        return CoordinatedExchange(self, contribution.round, self._start(self._upload(contribution)))
+
+    def abort(self, cause: BaseException) -> None:
+        """See ``Transport``."""
+        with self.changed:
+            if self._failure is None:
+                self._failure = cause
+            self.changed.notify_all()
+
+    def stop(self, timeout: float) -> bool:
+        """See ``Transport``."""
+        ended = self.client.stop(timeout)
+        self._codec.shutdown(wait=ended, cancel_futures=True)
+        return ended
+
+    # ------------------------------------------------------------------ the training thread: where the others are
+
+    def check(self) -> None:
+        """Raise what the connection has ended with, if anything."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, ready: Callable[[], bool], what: str, timeout: float) -> bool:
+        """Wait until something is so; returns whether it is, or the connection is lost.
+
+        Args:
+            ready: Called with the lock held.
+            what: The same in words, for the error.
+            timeout: Longest wait, in seconds.
+
+        Raises:
+            SchedulerTimeoutError: If it is not in time.
+        """
+        began = self._clock()
+        with self.changed:
+            while not ready():
+                self.check()
+                if not self.connected:
+                    return False
+                waited = self._clock() - began
+                if waited >= timeout:
+                    raise SchedulerTimeoutError(
+                        f"{self.client.worker} waited {waited:.0f} s for {what}, and the coordinator is there. Raise "
+                        "the strategy's timeout if the other workers may take longer."
+                    )
+                self.changed.wait(min(_SLICE_S, timeout - waited))
+        return True
+
+    def mean(self, round: int, timeout: float) -> Mean | CatchUp:
+        """The mean of the round after this worker's version, once it has ended."""
+        with self.changed:
+            future = self._mean(round)
+        if not self.wait(lambda: future.done() or self.realign, f"the mean of round {round}", timeout):
+            return CatchUp("the coordinator is away")
+        if not future.done() or future.cancelled():
+            return CatchUp("the coordinator has other weights")
+        mean = future.result()
+        if mean is None:
+            return CatchUp(f"the mean of round {round} is kept no longer, or does not follow the weights here")
+        return mean
+
+    def took(self, round: int, mean: Mean) -> None:
+        """The outer step with this mean was taken."""
+        with self.changed:
+            self.version, self.chain = round, mean.chain
+            self._means = {number: one for number, one in self._means.items() if number > round}
+
+    def fetch_state(self, timeout: float) -> FetchedState | CatchUp:
+        """The global state as it is now."""
+        future = self._start(self._state())
+        if not self.wait(future.done, "the global weights", timeout):
+            future.cancel()
+            return CatchUp("the coordinator is away")
+        return future.result()
+
+    def provide(self, payload: bytes, timeout: float) -> bool:
+        """Send this worker's weights as the first ones; returns whether they were taken."""
+        future = self._start(self._provide(payload))
+        if not self.wait(future.done, "the answer to the first weights", timeout):
+            future.cancel()
+            return False
+        return future.result()
+
+    def aligned(self, version: int, chain: str) -> None:
+        """This worker has the weights of that version."""
+        with self.changed:
+            self.version, self.chain, self.realign = version, chain, False
+            self.ended = max(self.ended, version)
+            self._means.clear()
+
+    # ------------------------------------------------------------------ coroutines
+
+    def _start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        future = self.client.start(work)
+        future.add_done_callback(self._notify)
+        return future
+
+    def _notify(self, _: object) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _mean(self, round: int) -> Future[Mean | None]:
+        if round not in self._means:
+            self._means[round] = self._start(self._fetch_mean(round, self.chain))
+        return self._means[round]
+
+    async def _fetch_mean(self, round: int, chain: str) -> Mean | None:
+        fragment = (round - 1) % len(self._sizes)
+        answer = await self.client.request("GET", update_path(round, fragment))
+        if answer.status != 200:
+            log.info("coordinator: no mean of round %d: %s", round, answer.words)
+            return None
+        total = int(answer.headers.get(TOTAL_HEADER, "0"))
+        digest = answer.headers.get(DIGEST_HEADER, "") if total else ""
+        then = answer.headers.get(CHAIN_HEADER, "")
+        values = torch.empty(0)
+        if total:
+            values = await self._coded(self._decode, answer.body, fragment, digest)
+        if chain_after(chain, round=round, fragment=fragment, digest=digest, total=total) != then:
+            return None
+        return Mean(values=values, total=total, chain=then)
+
+    def _decode(self, body: bytes, fragment: int, digest: str) -> Tensor:
+        if self._digest(body) != digest:
+            raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
+        return self._wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self._sizes[fragment])
+
+    async def _upload(self, contribution: Contribution) -> UpdateReceipt | None:
+        body, digest = await self._coded(self._encode, contribution)
+        answer = await self.client.request(
+            "PUT",
+            update_path(contribution.round, contribution.fragment),
+            headers={
+                DIGEST_HEADER: digest,
+                SAMPLES_HEADER: str(contribution.samples),
+                TOKENS_HEADER: str(contribution.tokens),
+                STEPS_HEADER: str(contribution.steps),
+                ROUND_SAMPLES_HEADER: str(contribution.round_samples),
+            },
+            body=body,
+        )
+        if answer.status != 200:
+            log.warning(
+                "coordinator: the pseudo-gradient of round %d was not taken: %s", contribution.round, answer.words
+            )
+            return None
+        receipt = msgspec.json.decode(answer.body, type=UpdateReceipt)
+        if receipt.verdict != "added":
+            log.info("coordinator: the pseudo-gradient of round %d: %s", contribution.round, receipt.verdict)
+        return receipt
+
+    def _encode(self, contribution: Contribution) -> tuple[bytes, str]:
+        place = f"{contribution.worker} {contribution.round} {contribution.fragment}"
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+        body = self._wire.encode(contribution.pseudo_gradient, seed=seed).numpy().tobytes()
+        return body, self._digest(body)
+
+    async def _state(self) -> FetchedState:
+        while True:
+            answer = await self.client.request("GET", STATE_PATH)
+            if answer.status == 200:
+                version = int(answer.headers.get(VERSION_HEADER, "0"))
+                return FetchedState(payload=answer.body, version=version, chain=answer.headers.get(CHAIN_HEADER, START))
+            log.debug("coordinator: no state yet: %s", answer.words)
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _provide(self, payload: bytes) -> bool:
+        headers = {DIGEST_HEADER: await self._coded(self._digest, payload)}
+        answer = await self.client.request("PUT", STATE_PATH, headers=headers, body=payload)
+        if answer.status >= 300:
+            log.info("coordinator: the first weights were not taken: %s", answer.words)
+        return answer.status < 300
+
+    async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._codec, function, *arguments)
+
+
+class CoordinatedExchange:
+    """An update that is on its way, and the mean of its round; see ``Exchanging``.
+
+    Args:
+        transport: Carries it.
+        round: Of the update.
+        receipt: What becomes of it.
+    """
+
+    def __init__(self, transport: CoordinatorTransport, round: int, receipt: Future[UpdateReceipt | None]) -> None:
+        self.round = round
+        self._transport = transport
+        self._receipt = receipt
+        self.mean: Mean | None = None
+
+    @property
+    def receipt(self) -> UpdateReceipt | None:
+        """What became of the update; ``None`` if that is not known, or it was not taken."""
+        if not self._receipt.done() or self._receipt.cancelled() or self._receipt.exception() is not None:
+            return None
+        return self._receipt.result()
+
+    def wait(self, timeout: float) -> tuple[Tensor, int] | CatchUp:
+        """See ``Exchanging``."""
+        transport = self._transport
+
+        def ended() -> bool:
+            return transport.ended >= self.round or transport.realign or self._failed
+
+        if not transport.wait(ended, f"the end of round {self.round}", timeout):
+            return CatchUp("the coordinator is away")
+        if self._failed:
+            self._receipt.result()  # raises
+        if transport.realign or transport.version != self.round - 1:
+            return CatchUp("the coordinator has other weights")
+        mean = transport.mean(self.round, timeout)
+        if isinstance(mean, CatchUp):
+            return mean
+        self.mean = mean
+        return mean.values, mean.total
+
+    def await_receipt(self, timeout: float) -> UpdateReceipt | None:
+        """Wait for what becomes of the update, as long as there is a connection."""
+        try:
+            self._transport.wait(self._receipt.done, "the receipt of an update", timeout)
+        except SchedulerTimeoutError:
+            return None
+        return self.receipt
+
+    def cancel(self) -> None:
+        """Send it no more."""
+        self._receipt.cancel()
+
+    @property
+    def _failed(self) -> bool:
+        done = self._receipt.done() and not self._receipt.cancelled()
+        return done and self._receipt.exception() is not None

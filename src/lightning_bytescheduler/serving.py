@@ -1,0 +1,382 @@
+"""Who may talk to a server of this package: its address, TLS, tokens, and what becomes of those who may not.
+
+``slices serve`` and the coordinator share these rules. A server that others can reach has TLS and a token, or is not
+started: the data, the weights and the run would be anybody's. A token comes from a file or from the environment, as the
+arguments of a process can be read by every user of its machine. It is compared in a time that does not tell how much of
+it is right, and is in no ``repr``, log or error. Whoever is refused gets a status or a broken handshake, is counted by
+reason, and changes nothing.
+
+aiohttp is imported where a server needs it: commands name their options without it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_bytescheduler.exceptions import OptionError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler, Middleware
+
+__all__ = [
+    "Refusals",
+    "ServerAccess",
+    "client_tls",
+    "guard",
+    "is_loopback",
+    "parse_bind",
+    "read_token",
+    "require_token",
+]
+
+log = logging.getLogger(__name__)
+
+_BEARER = "Bearer "
+_OTHERS_READ = stat.S_IROTH
+_SAID_EVERY = 60.0  # seconds between two log lines about refusals for one reason
+_TLS_REASONS = {
+    "HTTP_REQUEST": "plain_text",
+    "HTTPS_PROXY_REQUEST": "plain_text",
+    "WRONG_VERSION_NUMBER": "plain_text",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no_certificate",
+    "CERTIFICATE_VERIFY_FAILED": "certificate",
+}
+"""OpenSSL's reasons for a handshake that fails, as they are counted; others are ``handshake``."""
+
+
+# ── Who is refused ───────────────────────────────────────────────────────────
+
+
+class Refusals:
+    """Counts who was refused, by reason. For any thread.
+
+    Reasons are words of this package, never of who sent something, so that there are few.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._said: dict[str, float] = {}
+        self._clock = clock
+
+    def count(self, reason: str, *, who: str = "") -> None:
+        """Count one, and log it if that was not done for the same reason within a minute.
+
+        Args:
+            reason: Why, in a word.
+            who: An address or the name of a worker, for the log.
+        """
+        now = self._clock()
+        with self._lock:
+            self._counts[reason] = count = self._counts.get(reason, 0) + 1
+            is_news = now - self._said.get(reason, -_SAID_EVERY) >= _SAID_EVERY
+            if is_news:
+                self._said[reason] = now
+        if is_news:
+            log.warning("Refused%s: %s (%d so far for this reason).", f" {who[:100]}" if who else "", reason, count)
+
+    def counts(self) -> dict[str, int]:
+        """How many, by reason."""
+        with self._lock:
+            return dict(self._counts)
+
+
+# ── Where it listens, and whom it lets in ───────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAccess:
+    """Where a server listens, and who gets in.
+
+    Attributes:
+        host: Address to listen at.
+        token: What clients must send as ``Authorization: Bearer <token>``; None for none.
+        certificate: File of the TLS certificate chain; None serves without TLS.
+        key: File of its private key.
+        client_authority: File of the certificates that sign those of clients: who has none of them is not let in
+            (mutual TLS). None asks clients for no certificate.
+
+    Raises:
+        OptionError: If a file of TLS cannot be used, or the address is not of this machine alone and TLS or the token
+            is missing. Names the option, never the token.
+    """
+
+    host: str = "127.0.0.1"
+    token: str | None = field(default=None, repr=False)
+    certificate: str | None = None
+    key: str | None = None
+    client_authority: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            missing = "key" if self.key is None else "certificate"
+            raise OptionError(missing, None, "given: TLS needs a certificate and its key")
+        if self.client_authority is not None and self.certificate is None:
+            allowed = "given together with a certificate and its key: without TLS there are no certificates of clients"
+            raise OptionError("client_authority", self.client_authority, allowed)
+        if self.token is not None:
+            require_token("token", self.token)
+        if not is_loopback(self.host) and (self.certificate is None or self.token is None):
+            allowed = (
+                "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
+                "given (--cert, --key and --token-file of the command): otherwise anyone could read the data, and "
+                "change it on its way"
+            )
+            raise OptionError("host", self.host, allowed)
+        self.tls()  # a wrong file is an error here rather than when the server starts
+
+    @property
+    def scheme(self) -> str:
+        """``https``, or ``http`` without TLS."""
+        return "http" if self.certificate is None else "https"
+
+    def url(self, port: int) -> str:
+        """Where clients on this machine find it, with ``/`` at the end."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{port}/"
+
+    def permits(self, authorization: str | None) -> bool:
+        """Whether a header ``Authorization`` lets a client in, found in a time that says nothing about the token."""
+        if self.token is None:
+            return True
+        given = (authorization or "").encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(given, f"{_BEARER}{self.token}".encode())
+
+    def tls(self, refusals: Refusals | None = None) -> ssl.SSLContext | None:
+        """What serves with the certificate; None without one. TLS 1.2 at least.
+
+        Args:
+            refusals: Where handshakes that fail are counted.
+
+        Raises:
+            OptionError: If a file cannot be read, or the certificate and the key do not belong together.
+        """
+        if self.certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        _load_chain(context, "certificate", self.certificate, "key", self.key)
+        if self.client_authority is not None:
+            _load_authority(context, "client_authority", self.client_authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+        if refusals is not None:
+            context.sslobject_class = _counting(refusals)
+        return context
+
+
+def _counting(refusals: Refusals) -> type[ssl.SSLObject]:
+    """A connection of TLS that counts itself when its handshake fails: asyncio tells nobody."""
+
+    class CountedConnection(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as error:
+                refusals.count(_TLS_REASONS.get(error.reason or "", "handshake"))
+                raise
+
+    return CountedConnection
+
+
+def client_tls(
+    *, authority: str | None = None, certificate: str | None = None, key: str | None = None
+) -> ssl.SSLContext:
+    """How a client makes sure of a server, and says who it is. TLS 1.2 at least; the server's name is checked.
+
+    Args:
+        authority: File of the certificates that sign the server's; None takes those that the machine trusts, or the
+            file that the environment variable ``SSL_CERT_FILE`` names.
+        certificate: File of the client's own certificate, for a server that asks for one (mutual TLS).
+        key: File of its private key; None where the certificate's file has it.
+
+    Raises:
+        OptionError: If a file cannot be used; names the option.
+    """
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if authority is not None:
+        _load_authority(context, "authority", authority)
+    if certificate is not None:
+        _load_chain(context, "certificate", certificate, "key", key or certificate)
+    elif key is not None:
+        raise OptionError("certificate", None, "given where key is: a key alone says nothing")
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, option: str, certificate: str, key_option: str, key: str | None) -> None:
+    _require_readable(option, certificate)
+    _require_readable(key_option, key)
+    warn_if_others_read(key or "", "private key")
+
+    def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
+        raise OptionError(key_option, key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
+
+    try:
+        context.load_cert_chain(certificate, key, password=refuse)
+    except ssl.SSLError as error:
+        allowed = f"a certificate chain in PEM format, whose private key is {key!r}: {error.reason or error}"
+        raise OptionError(option, certificate, allowed) from error
+
+
+def _load_authority(context: ssl.SSLContext, option: str, path: str) -> None:
+    _require_readable(option, path)
+    try:
+        context.load_verify_locations(cafile=path)
+    except ssl.SSLError as error:
+        raise OptionError(option, path, f"a file of certificates in PEM format: {error.reason or error}") from error
+
+
+def _require_readable(option: str, path: str | None) -> None:
+    try:
+        with open(path or "", "rb"):
+            pass
+    except OSError as error:
+        raise OptionError(option, path, f"a file in PEM format that can be read: {error.strerror}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_bind(option: str, text: str) -> tuple[str, int]:
+    """Host and port of a text such as ``127.0.0.1:8000`` or ``[::1]:8000``; port 0 is any free one.
+
+    Raises:
+        OptionError: If it is none; names ``option``.
+    """
+    host, _, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65536
+    if not host or not is_port:
+        raise OptionError(option, text, "an address such as 127.0.0.1:8000")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+# ── Tokens ───────────────────────────────────────────────────────────
+
+
+def require_token(option: str, value: str) -> str:
+    """Return ``value`` if it can be a token.
+
+    Raises:
+        OptionError: If it is empty, or cannot be sent in a header. Names ``option``, and does not show the value.
+    """
+    if not value.strip() or value != value.strip() or not value.isprintable():
+        allowed = "a text that is not empty, of one line, without spaces at its ends"
+        says = f"The token of {option} must be {allowed}; it is not shown here."
+        raise OptionError(option, "...", allowed, says=says)
+    return value
+
+
+def read_token(
+    path: str | None, *, variable: str, option: str = "--token-file", environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """The token from a file, or else from an environment variable; None without either.
+
+    Args:
+        path: The file, of which spaces and line ends around the token are no part. Logs a warning if every user of the
+            machine may read it.
+        variable: Name of the environment variable.
+        option: That named the file, for errors.
+        environ: The environment.
+
+    Raises:
+        OptionError: If the file cannot be read, or there is no token in what is given.
+    """
+    if path is None:
+        given = environ.get(variable)
+        return None if given is None else require_token(variable, given.strip())
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        # Not the UnicodeError itself, which shows what is in the file.
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise OptionError(option, path, f"a text file that can be read: {reason}") from None
+    if not token:
+        raise OptionError(option, path, "a file with a token, and is empty")
+    warn_if_others_read(path, "token")
+    return require_token(option, token)
+
+
+def warn_if_others_read(path: str, what: str) -> None:
+    """Log a warning if every user of this machine may read a file with a secret in it.
+
+    Args:
+        path: The file.
+        what: Is in it, for the message.
+    """
+    try:
+        is_open = os.stat(path).st_mode & _OTHERS_READ
+    except OSError:
+        return
+    if is_open:
+        log.warning(
+            "The %s in %s can be read by every user of this machine. 'chmod 600 %s' keeps it yours.", what, path, path
+        )
+
+
+def guard(
+    access: ServerAccess, refusals: Refusals, *, public: Collection[str] = (), any_host: bool = True
+) -> Middleware:
+    """An aiohttp middleware that lets in who has the token.
+
+    Args:
+        access: The server's.
+        refusals: Where others are counted.
+        public: Paths that need no token.
+        any_host: Whether a server without a token answers under every name. If not, it does so only under the names of
+            this machine alone: a page of a foreign site in a browser here could otherwise ask it for anything, once the
+            site's name points to 127.0.0.1.
+    """
+    from aiohttp import web
+
+    @web.middleware
+    async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in public and not access.permits(request.headers.get("Authorization")):
+            refusals.count("token", who=_peer(request))
+            said = "A token is needed: send it as 'Authorization: Bearer TOKEN'.\n"
+            raise web.HTTPUnauthorized(text=said, headers={"WWW-Authenticate": "Bearer"})
+        if access.token is None and not any_host and not _is_for_this_machine(request):
+            refusals.count("host", who=_peer(request))
+            said = "Without a token it answers only as localhost or 127.0.0.1, and to no other site's pages.\n"
+            raise web.HTTPForbidden(text=said)
+        return await handler(request)
+
+    return checked
+
+
+def _is_for_this_machine(request: web.Request) -> bool:
+    origin = request.headers.get("Origin")  # browsers say which site's page asks
+    return is_loopback(_name_of(request.host)) and (origin is None or origin.partition("://")[2] == request.host)
+
+
+def _name_of(host: str) -> str:
+    """The name in a header ``Host``, without the port."""
+    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+
+
+def _peer(request: Any) -> str:
+    """Where a request comes from."""
+    return str(request.remote or "")

@@ -1,0 +1,229 @@
+"""Who has no token, or no certificate that is good, is refused, counted, and told nothing. No token is ever shown."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import ssl
+from contextlib import asynccontextmanager
+
+import pytest
+
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.serving import (
+    Refusals,
+    ServerAccess,
+    client_tls,
+    guard,
+    is_loopback,
+    parse_bind,
+    read_token,
+    require_token,
+)
+
+aiohttp = pytest.importorskip("aiohttp")
+web = pytest.importorskip("aiohttp.web")
+pytest.importorskip("cryptography")
+SECRET = "sesame-9f31"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    from lightning_bytescheduler.coordinator.certificates import make_certificates
+
+    place = tmp_path_factory.mktemp("certificates")
+    long_ago = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=30)
+    make_certificates(place, clients=["anna"])
+    make_certificates(place, clients=["old"], days=1, now=long_ago)
+    make_certificates(place / "foreign", clients=["eve"])
+    return place
+
+
+def access(certificates, **options):
+    return ServerAccess(
+        certificate=str(certificates / "server.pem"), key=str(certificates / "server.key"), token=SECRET, **options
+    )
+
+
+@asynccontextmanager
+async def served(access: ServerAccess, **options):
+    """A server that answers ``ok``; its port, its refusals, and the paths that reached it."""
+    refusals, reached = Refusals(), []
+
+    async def answer(request):
+        reached.append(request.path)
+        return web.Response(text="ok")
+
+    application = web.Application(middlewares=[guard(access, refusals, **options)])
+    application.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, access.host, 0, ssl_context=access.tls(refusals)).start()
+    try:
+        yield runner.addresses[0][1], refusals, reached
+    finally:
+        await runner.cleanup()
+
+
+async def ask(port, *, tls=None, headers=None, path="/"):
+    scheme = "http" if tls is None else "https"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{scheme}://127.0.0.1:{port}{path}", ssl=tls or True, headers=headers or {}) as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+RIGHT = {"Authorization": f"Bearer {SECRET}"}
+
+
+def test_a_token_lets_in_and_nothing_like_it(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def attempt():
+        async with served(ServerAccess(token=SECRET), public=("/healthz",)) as (port, refusals, reached):
+            assert await ask(port, headers=RIGHT) == (200, "ok")
+            assert await ask(port, path="/healthz") == (200, "ok")
+            wrong = ("", SECRET, f"bearer {SECRET}", f"Bearer {SECRET} ", f"Bearer {SECRET[:-1]}", "Bearer \xfc")
+            # What follows white space at an end is cut off by HTTP itself.
+            for number, given in enumerate([one for one in wrong if one == one.strip()], start=1):
+                status, text = await ask(port, headers={"Authorization": given})
+                assert status == 401
+                assert SECRET not in text
+                assert refusals.counts() == {"token": number}
+            assert reached == ["/", "/healthz"]
+
+    asyncio.run(attempt())
+    assert "Refused 127.0.0.1: token" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_tls_and_certificates_of_clients(certificates):
+    authority = str(certificates / "ca.pem")
+
+    def client(place, name):
+        return client_tls(
+            authority=authority,
+            certificate=str(place / f"client-{name}.pem"),
+            key=str(place / f"client-{name}.key"),
+        )
+
+    async def attempt():
+        async with served(access(certificates, client_authority=authority)) as (port, refusals, reached):
+            assert await ask(port, tls=client(certificates, "anna"), headers=RIGHT) == (200, "ok")
+            for tls, reason in (
+                (client_tls(authority=authority), "no_certificate"),
+                (client(certificates, "old"), "certificate"),
+                (client(certificates / "foreign", "eve"), "certificate"),
+                (None, "plain_text"),
+            ):
+                before = refusals.counts().get(reason, 0)
+                with pytest.raises(aiohttp.ClientError):
+                    await ask(port, tls=tls, headers=RIGHT)
+                assert refusals.counts()[reason] > before  # more than one where the client tries again
+            # A certificate alone is not enough.
+            assert (await ask(port, tls=client(certificates, "anna")))[0] == 401
+            assert reached == ["/"]
+
+    asyncio.run(attempt())
+
+
+def test_a_client_refuses_a_server_that_it_does_not_know_or_an_old_tls(certificates):
+    async def attempt():
+        async with served(access(certificates)) as (port, _, reached):
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await ask(port, tls=client_tls(authority=str(certificates / "foreign" / "ca.pem")), headers=RIGHT)
+            old = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+            with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+                old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+            with pytest.raises(aiohttp.ClientError):
+                await ask(port, tls=old, headers=RIGHT)
+            assert not reached
+
+    asyncio.run(attempt())
+
+
+def test_without_a_token_pages_of_other_sites_are_refused():
+    async def attempt():
+        async with served(ServerAccess(), any_host=False) as (port, refusals, reached):
+            for headers in ({}, {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}):
+                assert (await ask(port, headers=headers))[0] == 200
+            for headers in ({"Host": f"evil.example:{port}"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+                assert (await ask(port, headers=headers))[0] == 403
+            assert refusals.counts() == {"host": 3}
+            assert len(reached) == 2
+
+    asyncio.run(attempt())
+
+
+def test_what_a_server_needs_beyond_this_machine(certificates):
+    paths = {"certificate": str(certificates / "server.pem"), "key": str(certificates / "server.key")}
+    for given in ({}, {"token": SECRET}, paths):
+        with pytest.raises(OptionError, match=r"host='0\.0\.0\.0'") as caught:
+            ServerAccess(host="0.0.0.0", **given)
+        assert SECRET not in str(caught.value)
+    made = ServerAccess(host="0.0.0.0", token=SECRET, **paths)
+    assert SECRET not in repr(made)
+    assert made.url(80) == "https://0.0.0.0:80/"
+    assert made.tls().minimum_version >= ssl.TLSVersion.TLSv1_2
+    for option, given in (
+        ("key", {"certificate": "c"}),
+        ("client_authority", {"client_authority": paths["certificate"]}),
+        ("certificate", {**paths, "certificate": paths["key"]}),
+        ("certificate", {"certificate": "/missing", "key": "/missing"}),
+        ("client_authority", {**paths, "client_authority": paths["key"]}),
+        ("token", {"token": " "}),
+    ):
+        with pytest.raises(OptionError) as caught:
+            ServerAccess(**given)
+        assert caught.value.option == option
+
+
+@pytest.mark.parametrize("token", ["", " ", " a", "a\nb", "a\x00"])
+def test_what_is_no_token_is_not_shown(token):
+    with pytest.raises(OptionError, match="not shown"):
+        require_token("token", token)
+
+
+def test_a_token_is_read_from_a_file_or_the_environment(tmp_path, caplog):
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    assert read_token(str(file), variable="T", environ={"T": "other"}) == SECRET
+    assert not caplog.text
+    file.chmod(0o644)
+    assert read_token(str(file), variable="T", environ={}) == SECRET
+    assert "every user" in caplog.text
+    assert SECRET not in caplog.text
+    assert read_token(None, variable="T", environ={"T": SECRET}) == SECRET
+    assert read_token(None, variable="T", environ={}) is None
+    file.write_bytes(SECRET.encode() + b"\xff")
+    for path, environ in ((str(file), {}), (str(tmp_path / "missing"), {}), (None, {"T": " "})):
+        with pytest.raises(OptionError) as caught:
+            read_token(path, variable="T", environ=environ)
+        assert SECRET not in str(caught.value)
+        assert caught.value.__cause__ is None
+
+
+def test_addresses():
+    assert parse_bind("--bind", "127.0.0.1:0") == ("127.0.0.1", 0)
+    assert parse_bind("--bind", "[::1]:8000") == ("::1", 8000)
+    for wrong in ("8000", ":8000", "a:", "a:b", "a:65536", "a:-1", "a:٣"):
+        with pytest.raises(OptionError, match="--bind="):
+            parse_bind("--bind", wrong)
+    assert [is_loopback(host) for host in ("localhost", "127.9.9.9", "::1", "[::1]")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "localhost.evil", "")] == [False] * 4
+
+
+def test_refusals_are_logged_once_a_minute(caplog):
+    now = [0.0]
+    refusals = Refusals(clock=lambda: now[0])
+    for _ in range(1000):
+        refusals.count("token", who="10.0.0.1")
+    assert len(caplog.records) == 1
+    now[0] = 61.0
+    refusals.count("token")
+    assert len(caplog.records) == 2
+    assert "1001 so far" in caplog.text
+    assert refusals.counts() == {"token": 1001}
