@@ -553,20 +553,465 @@ class CoordinatedSession(CoordinatedRounds):
         welcome = transport.welcome
         if welcome is None:
             return False
-        if welcome.provide:
-            if not transport.provide(pack_state(self._full_state()), self._timeout):
+        if welcome.provide and not transport.provide(pack_state(self._full_state()), self._timeout):
+            return False
+        # What was provided is fetched, too: all begin with what the coordinator has made of it.
+        began = self._clock()
+        found = transport.fetch_state(self._timeout)
+        self.statistics.exchange_s += self._clock() - began
+        if isinstance(found, CatchUp):
+            return False
+        self._flush()
+        self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+        self._take_global_weights()
+        transport.aligned(found.version, found.chain)
+        for fragment in range(len(self._samples)):
+            self._samples[fragment] = self._tokens[fragment] = 0
+        with transport.changed:
+            self._begun = True
+            self._counter = RoundCounter(self.worker)
+            self._report = None
+        return True
+
+    def _full_state(self) -> Mapping[str, Any]:
+        return {**self._state.state_dict(), "weights": dict(self._state.weights)}
+
+    def _take_global_weights(self) -> None:
+        for fragment in range(len(self._samples)):
+            self._state.merge(fragment, torch.empty(0), total=0, exactly=True)
+            self._changed.add(fragment)
+
+    def _join(self) -> None:
+        """Say over this connection that this worker takes part, and how far it is. With the lock held."""
+        if self._away:
+            return
+        self._joined = True
+        counter, round = self._counter, self._transport.version + 1
+        message = JoinRounds(worker=self.worker)
+        if counter.round == round and self._report is not None and self._sent is None:
+            message = msgspec.structs.replace(
+                message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
+            )
+        self._transport.client.post(message)
+        if message.round and self._report is not None:
+            self._transport.client.post(self._report)
+
+    def _reopen(self) -> None:
+        """The coordinator is away: go on with the round, and send all of it again."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        sent.exchange.cancel()
+        with self._transport.changed:
+            before = self._counter
+            counter = self._counter = RoundCounter(self.worker)
+            counter.round = sent.round
+            counter.steps = sent.steps + before.steps
+            counter.samples = sent.round_samples + before.samples
+            counter.tokens = sent.round_tokens + before.tokens
+
+    def _open_next(self) -> None:
+        """Take steps in the next round though nobody has said that it has begun: the coordinator is away."""
+        with self._transport.changed:
+            before = self._counter
+            if before.round == self.round:
+                return
+            counter = self._counter = RoundCounter(self.worker)
+            counter.round = self.round
+            counter.steps, counter.samples, counter.tokens = before.steps, before.samples, before.tokens
+
+    # ------------------------------------------------------------------ doing something else, and going
+
+    def _pause(self) -> _Outcome:
+        self._hand_in()
+        with self._transport.changed:
+            self._away = True
+            if self._joined:
+                self._transport.client.post(PauseRounds(worker=self.worker))
+        outcome = self._outcome()
+        self._shown.enter_context(self._state.shown())
+        return msgspec.structs.replace(outcome, changed=list(range(len(self._samples))))
+
+    def _resume(self) -> _Outcome:
+        self._shown.close()
+        transport = self._transport
+        with transport.changed:
+            self._away = False
+            if self._joined:
+                transport.client.post(ResumeRounds(worker=self.worker))
+            behind = transport.realign or transport.ended > transport.version
+            stays = self._sent is None and not behind and self._counter.round == self.round
+        if not stays:
+            self._conclude()
+        self._changed = set(range(len(self._samples)))
+        return self._outcome()
+
+    def _leave(self, quickly: bool) -> _Outcome | None:
+        return None
+
+
+class FollowingCoordinated(CoordinatedRounds):
+    """Goes along with its first rank, and takes over the weights that it merges.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        trained: What is trained.
+    """
+
+    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
+        super().__init__(worker=worker, group=group)
+        self._own = trained
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return 0 if self.round_end is None else self.round_end.round + 1
+
+    @property
+    def _trained(self) -> TrainedWeights:
+        return self._own
+
+
+class CoordinatedSession(CoordinatedRounds):
+    """The first rank of a worker, often the only one.
+
+    Lock: that of the transport, for what the client's thread changes.
+
+    Args:
+        worker: The name that the coordinator gave.
+        group: The worker's ranks.
+        state: The global weights.
+        transport: To the coordinator.
+        overlap_steps: Steps between sending a pseudo-gradient and merging the mean.
+        flush: Called before weights are read or replaced: brings them up to date.
+        timeout: Longest wait at the end of a round, in seconds.
+        clock: Seconds; injected by tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        group: WorkerGroup,
+        state: OuterState,
+        transport: CoordinatorTransport,
+        overlap_steps: int,
+        flush: Callable[[], None],
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(worker=worker, group=group)
+        self._state = state
+        self._transport = transport
+        self._overlap_steps = overlap_steps
+        self._flush = flush
+        self._timeout = timeout
+        self._clock = clock
+        # What follows changes under the transport's lock.
+        self._counter = RoundCounter(worker)
+        self._round_ends: dict[int, RoundEnded] = {}
+        self._last_round: int | None = None  # of the run, once it is over
+        self._left: int | None = None
+        self._leads = False
+        self._begun = False  # has the run's weights
+        self._joined = False  # over this connection
+        self._away = False  # pauses, or has left
+        self._report: StepReport | None = None
+        # The training thread's own.
+        fragments = len(state.trained.fragments)
+        self._samples, self._tokens = [0] * fragments, [0] * fragments  # since a fragment was last sent
+        self._sent: _Sent | None = None
+        self._changed: set[int] = set()
+        self._shown = ExitStack()
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self._transport.version + 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all."""
+        return self._leads
+
+    @property
+    def state(self) -> OuterState:
+        """The global weights."""
+        return self._state
+
+    @property
+    def _trained(self) -> TrainedWeights:
+        return self._state.trained
+
+    def progress(self) -> dict[str, float]:
+        """How the rounds go, by name; what is not known is left out."""
+        known = {"round": self.round, "to_go": self._left, "steps_left": self._counter.steps_left}
+        return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
+
+    # ------------------------------------------------------------------ the client's thread
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """There is a connection, and maybe another coordinator."""
+        transport = self._transport
+        with transport.changed:
+            transport.welcomed(welcome, begun=self._begun)
+            self.worker, self._leads, self._joined = welcome.worker, welcome.leads, False
+            self._counter.worker = welcome.worker
+            self._report = None if self._report is None else msgspec.structs.replace(self._report, worker=self.worker)
+            if self._begun and not transport.realign and transport.ended == transport.version:
+                self._join()
+            transport.changed.notify_all()
+
+    def lost(self) -> None:
+        """There is no connection any more."""
+        with self._transport.changed:
+            self._transport.lost()
+            self._joined = False
+            self._transport.changed.notify_all()
+
+    def receive(self, message: FromCoordinator | FromWorker) -> None:
+        """Take in what the coordinator says."""
+        transport = self._transport
+        with transport.changed:
+            if isinstance(message, RoundEnded):
+                self._round_ends[message.round] = message
+                self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
+                transport.round_ended(message.round)
+                if message.stop:
+                    self._last_round = message.round
+            elif isinstance(message, RoundStatus):
+                self._left = message.left
+            elif isinstance(message, LeaderAppointed):
+                self._leads = message.worker == self.worker
+            elif isinstance(message, TrainingOver):
+                self._last_round = message.round
+            elif not isinstance(message, (PauseRounds, ResumeRounds)):
+                self._counter.receive(message)
+            transport.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """See CoordinatedRounds."""
+        super().fail(error)
+        self._transport.abort(error)
+
+    # ------------------------------------------------------------------ a step
+
+    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+        """See CoordinatedRounds."""
+        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+        self._state.count(samples=samples, tokens=tokens)
+        for fragment in range(len(self._samples)):
+            self._samples[fragment] += samples
+            self._tokens[fragment] += tokens
+        with self._transport.changed:
+            report = self._report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
+            if self._joined:
+                measured = StepMetrics(
+                    worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
+                )
+                self._transport.client.post(report, measured)
+        if self._sent is not None:
+            self._sent.steps_since += 1
+
+    def _is_due(self) -> bool:
+        transport = self._transport
+        with transport.changed:
+            if self._failure is not None or self._over_here:
+                return True
+            if not transport.connected:
                 return False
-            transport.aligned(welcome.version, welcome.chain)
-        else:
+            if self._sent is not None:
+                return self._sent.steps_since >= self._overlap_steps
+            behind = transport.realign or transport.ended > transport.version
+            return behind or (self._joined and self._counter.due)
+
+    @property
+    def _over_here(self) -> bool:
+        """Whether the run is over, and nothing is left to merge."""
+        return self._last_round is not None and self._transport.version >= self._last_round
+
+    # ------------------------------------------------------------------ the end of a round
+
+    def _begin(self) -> _Outcome:
+        self._wait(lambda: self._transport.realign, "the coordinator")
+        while not (self._align() and self._follow_others() and self._start_round()):
+            self.check()
+            self._await_connection()
+        self._changed = set(range(len(self._samples)))
+        return self._outcome()
+
+    def _synchronise(self) -> _Outcome:
+        self.check()
+        self._flush()
+        if self._sent is None:
+            self._send()
+            if self._overlap_steps and self._sent is not None and self._transport.ended < self._sent.round:
+                return self._outcome()
+        self._conclude()
+        return self._outcome()
+
+    def _conclude(self) -> bool:
+        """Merge the round that is due and all others that have ended; returns whether the next one has begun."""
+        sent = self._sent
+        if sent is not None:
             began = self._clock()
-            found = transport.fetch_state(self._timeout)
+            found = sent.exchange.wait(self._timeout)
             self.statistics.exchange_s += self._clock() - began
-            if isinstance(found, CatchUp):
+            if not isinstance(found, CatchUp) and sent.exchange.mean is not None:
+                self._merge(sent.round, sent.exchange.mean)
+            elif not self._transport.connected:
+                self._reopen()
                 return False
-            self._flush()
-            self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
-            self._take_global_weights()
-            transport.aligned(found.version, found.chain)
+        if self._follow_others() and self._start_round():
+            return True
+        if self._sent is not None:
+            self._reopen()
+        else:
+            self._open_next()
+        return False
+
+    def _send(self) -> None:
+        """Send what was trained for the round that this worker is in, which may be over already."""
+        transport, fragment = self._transport, self._trained.fragment_of(self.round)
+        late = transport.realign or transport.ended > transport.version
+        if late and not self._samples[fragment]:
+            return
+        with transport.changed:
+            if self._counter.round != self.round:
+                self._open_next()
+            tokens = self._counter.tokens
+            message = self._counter.send()
+            self._report = None
+            if self._joined and not late:
+                transport.post(message)
+        pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
+        exchange = transport.start(
+            Contribution(
+                worker=self.worker,
+                round=self.round,
+                fragment=fragment,
+                pseudo_gradient=pseudo_gradient,
+                weight=weight,
+                samples=self._samples[fragment],
+                tokens=self._tokens[fragment],
+                steps=message.steps,
+                round_samples=message.samples,
+            )
+        )
+        self._sent = _Sent(
+            round=self.round,
+            fragment=fragment,
+            exchange=exchange,
+            steps=message.steps,
+            round_samples=message.samples,
+            round_tokens=tokens,
+            samples=self._samples[fragment],
+            tokens=self._tokens[fragment],
+        )
+
+    def _merge(self, round: int, mean: Mean) -> None:
+        """Take the outer step of a round, and let the trained weights follow."""
+        fragment = self._trained.fragment_of(round)
+        sent = self._sent
+        if sent is not None and sent.round == round:
+            # Steps since it was sent, beside which it travelled, are still to be sent.
+            self._samples[fragment] -= sent.samples
+            self._tokens[fragment] -= sent.tokens
+            self._sent = None
+        elif not self._trained.mixing:
+            self._samples[fragment] = self._tokens[fragment] = 0  # overwritten
+        self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
+        self._changed.add(fragment)
+        self._transport.took(round, mean)
+        with self._transport.changed:
+            ended = self._round_ends.get(round)
+        self.statistics.rounds += 1
+        if ended is not None:
+            self.statistics.merged_samples += ended.samples
+            self.round_end = ended
+
+    def _follow_others(self) -> bool:
+        """Catch up: mean by mean, or with the state; returns whether this worker is where the others are."""
+        transport = self._transport
+        while True:
+            self.check()
+            if transport.realign:
+                self._sent = None
+                if not self._align():
+                    return False
+            elif transport.ended <= transport.version:
+                break
+            else:
+                round = transport.version + 1
+                mean = transport.mean(round, self._timeout)
+                if not isinstance(mean, CatchUp):
+                    self._merge(round, mean)
+                elif not transport.connected:
+                    return False
+                else:
+                    log.info("%s takes the global state: %s", self.worker, mean.reason)
+                    with transport.changed:
+                        transport.realign = True
+        with transport.changed:
+            if not self._joined and transport.connected and not self._away:
+                self._join()
+        return transport.connected
+
+    def _start_round(self) -> bool:
+        """Wait for the next round and begin it; returns whether it has begun, or the run is over."""
+        transport = self._transport
+        while not self._over_here:
+            if self._away:
+                return True
+            began = self._clock()
+
+            def told() -> bool:
+                next_round = self._counter.next_round
+                started = next_round is not None and next_round >= transport.version + 1
+                return started or transport.realign or transport.ended > transport.version or self._over_here
+
+            there = self._wait(told, "the next round")
+            self.statistics.start_s += self._clock() - began
+            if not there:
+                return False
+            if transport.realign or transport.ended > transport.version:
+                if not self._follow_others():
+                    return False
+                continue
+            if self._over_here:
+                break
+            with transport.changed:
+                next_round = self._counter.next_round
+                if next_round is not None and next_round == transport.version + 1:
+                    message = self._counter.start()
+                    if self._joined:
+                        transport.post(message)
+                    return True
+        return True
+
+    # ------------------------------------------------------------------ where the others are
+
+    def _align(self) -> bool:
+        """Give the first weights, or take those that there are; returns whether that was done."""
+        transport = self._transport
+        if not transport.realign:
+            return True
+        welcome = transport.welcome
+        if welcome is None:
+            return False
+        if welcome.provide and not transport.provide(pack_state(self._full_state()), self._timeout):
+            return False
+        # What was provided is fetched, too: all begin with what the coordinator has made of it.
+        began = self._clock()
+        found = transport.fetch_state(self._timeout)
+        self.statistics.exchange_s += self._clock() - began
+        if isinstance(found, CatchUp):
+            return False
+        self._flush()
+        self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+        self._take_global_weights()
+        transport.aligned(found.version, found.chain)
         for fragment in range(len(self._samples)):
             self._samples[fragment] = self._tokens[fragment] = 0
         with transport.changed:
@@ -648,7 +1093,7 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _leave(self, quickly: bool) -> _Outcome:
         self._shown.close()
-        if self._failure is None and not self._over_here:
+        if self._failure is None:
             if not quickly and self._sent is not None and self._transport.connected:
                 self._conclude()  # what travels beside the last steps
             self._hand_in()
@@ -668,7 +1113,8 @@ class CoordinatedSession(CoordinatedRounds):
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
         self._flush()
-        if self._transport.connected and self._sent is None and self._samples[self._trained.fragment_of(self.round)]:
+        fragment = self._trained.fragment_of(self.round)
+        if self._transport.connected and not self._over_here and self._sent is None and self._samples[fragment]:
             self._send()
         if self._sent is not None:
             self._sent.exchange.await_receipt(_RECEIPT_S)
