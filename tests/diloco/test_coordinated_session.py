@@ -149,7 +149,7 @@ def test_a_wrong_token_is_said_and_never_shown(serve: Any, tmp_path: Any) -> Non
 def test_nobody_there_is_said_in_time(serve: Any) -> None:
     server = serve()
     server.close()
-    with pytest.raises(SchedulerTimeoutError, match="No coordinator answered at http://127.0.0.1"):
+    with pytest.raises(SchedulerTimeoutError, match=r"No coordinator answered at http://127\.0\.0\.1"):
         ThreadWorker(server.url, "worker", timeout=0.3).checked()
 
 
