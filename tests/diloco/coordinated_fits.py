@@ -74,7 +74,9 @@ def fit_coordinated(
         )
 
 
-def fit_together(rank: int, *, options: Mapping[str, Any], model: Mapping[str, Any] | None = None, **arguments: Any) -> Result:
+def fit_together(
+    rank: int, *, options: Mapping[str, Any], model: Mapping[str, Any] | None = None, **arguments: Any
+) -> Result:
     """On a rank of a pool: the same without a coordinator."""
     return fit_diloco(
         rank,

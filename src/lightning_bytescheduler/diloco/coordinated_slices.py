@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -154,7 +154,7 @@ class _CoordinatorTracker:
         return self._ask(msgspec.structs.replace(message, worker=self._client.worker), (Joined,))
 
     def request(self, message: RequestSlice) -> Answer:
-        return self._ask(message, (Assignment, AskLater, EpochOver, JoinAgain))
+        return cast(Answer, self._ask(message, (Assignment, AskLater, EpochOver, JoinAgain)))
 
     def begin(self, message: BeginSlice) -> Receipt:
         return self._ask(message, (Receipt,))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
@@ -145,10 +146,8 @@ class PlanThread:
             self._is_over = True
             if self._thread is None or self._error is not None:
                 return
-        try:
+        with suppress(SchedulerTimeoutError):  # else the lease runs out
             self._ask(self._plan.leave, timeout=_LEAVE_S)
-        except SchedulerTimeoutError:
-            pass  # the lease runs out
 
     def stop(self, timeout: float = _LEAVE_S) -> bool:
         """End the thread after what was noted. For any thread; idempotent.
