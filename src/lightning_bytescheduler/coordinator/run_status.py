@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+
 __all__ = ["RoundSummary", "RunStatus", "SliceStatus", "WorkerStatus"]
 
 
@@ -122,6 +124,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
             ``states_failed``, ``bytes_in``, ``bytes_out``.
         spool_bytes: Held by updates that are not merged yet.
         saved_round: The last round that is part of a saved state, or ``None``.
+        refused: Who was not let in, by reason; see ``serving.Refusals``.
+        timeline: What workers did in the last few rounds, oldest first; of many workers, some.
     """
 
     version: str
@@ -142,3 +146,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     spool_bytes: int = 0
     saved_round: int | None = None
+    refused: dict[str, int] = {}
+    timeline: tuple[RoundRecord, ...] = ()
