@@ -367,6 +367,18 @@ def _certificates(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.status import add_arguments
+
+    add_arguments(parser)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.status import run
+
+    return run(options)
+
+
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -493,6 +505,13 @@ _COMMANDS = {
         "make data/*.jsonl data/slices",
         _add_slices,
         _slices,
+    ),
+    "status": _Command(
+        "show how a coordinator's run stands",
+        "Show a coordinator's workers, rounds, data and traffic, in a table that follows them until Ctrl+C.",
+        "https://coordinator.example.org:7077 --ca certs/ca.pem --token-file token",
+        _add_status,
+        _status,
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",
