@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from torch import Tensor
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
+from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
+from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["GlobalWeights", "KeptMean", "digest_of", "weights_in"]
+__all__ = ["GlobalWeights", "KeptMean", "Snapshot", "digest_of", "weights_in"]
 
 _WEIGHTS, _MOMENTUM = "weights.", "momentum."
 
@@ -32,7 +35,24 @@ def digest_of(payload: Tensor) -> str:
     """xxh3_128 of a payload, in hexadecimal digits."""
     with importing("The coordinator", extra="coordinator"):
         import xxhash
-    return xxhash.xxh3_128_hexdigest(memoryview(payload.numpy()))
+    return xxhash.xxh3_128_hexdigest(view_of(payload))
+
+
+class Snapshot(NamedTuple):
+    """Copies of what a worker needs to go on from, by name.
+
+    Attributes:
+        weights: In fp32.
+        momentum: The same for the outer optimizer's; empty before the first step.
+    """
+
+    weights: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """As they travel: ``weights.NAME`` and ``momentum.NAME``."""
+        weights = {f"{_WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
+        return {**weights, **{f"{_MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +114,8 @@ class GlobalWeights:
         """A sum of nothing, for updates of a fragment."""
         return UpdateSum(self.formats[fragment], self._executor)
 
-    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> tuple[KeptMean, list[Tensor]]:
-        """The mean of a round, encoded and kept, and what it is when decoded, in pieces.
+    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> tuple[KeptMean, Tensor]:
+        """The mean of a round, encoded and kept, and what it is when decoded, flat; empty if nothing is merged.
 
         Args:
             round: Of the round.
@@ -103,34 +123,33 @@ class GlobalWeights:
             sums: Settled; ``None`` if nothing is to be merged.
         """
         pieced = self.formats[fragment]
-        decoded: list[Tensor] = []
+        decoded = torch.empty(0)
         payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
         if sums is not None and sums.weight:
             payload, total = torch.empty(pieced.payload_bytes, dtype=torch.uint8), sums.weight
+            decoded = torch.empty(pieced.elements)
             loop = asyncio.get_running_loop()
 
-            def make(index: int) -> Tensor:
-                # Each piece has a seed of its own: a seed makes the same roundings in every tensor.
-                seed = round * len(pieced.pieces) + index
-                pieced.encode(sums.mean(index), payload, index, seed=seed)
-                return pieced.decode(payload, index)
+            def make(index: int) -> None:
+                sums.encode_mean(payload, index, seed=pieced.seed(round, index))
+                start, stop = pieced.pieces[index]
+                pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
 
             works = (loop.run_in_executor(self._executor, make, index) for index in range(len(pieced.pieces)))
-            decoded = list(await asyncio.gather(*works))
+            await asyncio.gather(*works)
             digest = await loop.run_in_executor(self._executor, digest_of, payload)
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
         self._keep(mean)
         return mean, decoded
 
-    async def step(self, fragment: int, decoded: Sequence[Tensor]) -> None:
-        """Take the outer step."""
-        if decoded:
+    async def step(self, fragment: int, decoded: Tensor) -> None:
+        """Take the outer step along what :meth:`mean` has returned."""
+        if decoded.numel():
             await asyncio.get_running_loop().run_in_executor(self._executor, self._step, fragment, decoded)
 
-    def _step(self, fragment: int, decoded: Sequence[Tensor]) -> None:
-        flat = torch.cat(list(decoded)) if len(decoded) > 1 else decoded[0]
+    def _step(self, fragment: int, decoded: Tensor) -> None:
         names = self._fragments[fragment]
-        parts = flat.split([self._shapes[name].numel() for name in names])
+        parts = decoded.split([self._shapes[name].numel() for name in names])
         self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
 
     def _keep(self, mean: KeptMean) -> None:
@@ -139,6 +158,15 @@ class GlobalWeights:
         while len(self._kept) > 1 and (size > self._keep_bytes or len(self._kept) > self._keep_rounds):
             _, dropped = self._kept.popitem(last=False)
             size -= dropped.payload.numel()
+
+    def alignment(self, fragment: int, payload: Tensor) -> Alignment | None:
+        """How an update lies to the last mean of its fragment; ``None`` if that is not kept. For any thread."""
+        kept = [mean for mean in reversed(self._kept.values()) if mean.fragment == fragment and mean.total]
+        if not kept:
+            return None
+        pieced = self.formats[fragment]
+        update, reference = (pieced.wire.decode(one, pieced.elements) for one in (payload, kept[0].payload))
+        return alignment({"": update}, {"": reference})
 
     def kept(self, round: int) -> KeptMean | None:
         """The mean of a round, if it is still kept."""
@@ -149,34 +177,31 @@ class GlobalWeights:
         """The earliest round whose mean is kept."""
         return next(iter(self._kept))
 
-    async def snapshot(self) -> dict[str, Tensor]:
-        """Copies of weights and momentum, by name: ``weights.NAME`` and ``momentum.NAME``."""
+    async def snapshot(self) -> Snapshot:
+        """Copies of weights and momentum."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._snapshot)
 
-    def _snapshot(self) -> dict[str, Tensor]:
+    def _snapshot(self) -> Snapshot:
         state = self._optimizer.state_dict()
-        tensors = {f"{_WEIGHTS}{name}": tensor for name, tensor in state["weights"].items()}
-        for index, name in enumerate(self._shapes):
-            momentum = state["optimizer"]["state"].get(index, {}).get("momentum_buffer")
-            if momentum is not None:
-                tensors[f"{_MOMENTUM}{name}"] = momentum
-        return tensors
+        states = state["optimizer"]["state"]
+        momentum = {name: states.get(index, {}).get("momentum_buffer") for index, name in enumerate(self._shapes)}
+        return Snapshot(state["weights"], {name: tensor for name, tensor in momentum.items() if tensor is not None})
 
-    def load_momentum(self, tensors: Mapping[str, Tensor]) -> None:
-        """Carry on with the momentum of a snapshot, whose weights these have been made of.
+    def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
+        """Carry on with the momentum of a snapshot.
+
+        Args:
+            momentum: By name.
 
         Raises:
             OptionError: If it is of another model; names the first tensor that does not fit.
         """
         state = self._optimizer.state_dict()
         indices = {name: index for index, name in enumerate(self._shapes)}
-        for name, tensor in tensors.items():
-            if not name.startswith(_MOMENTUM):
-                continue
-            parameter = name[len(_MOMENTUM) :]
-            if self._shapes.get(parameter) != tensor.shape:
+        for name, tensor in momentum.items():
+            if self._shapes.get(name) != tensor.shape:
                 raise OptionError("state", name, "of the same model as the run's")
-            state["optimizer"]["state"][indices[parameter]] = {"momentum_buffer": tensor}
+            state["optimizer"]["state"][indices[name]] = {"momentum_buffer": tensor}
         self._optimizer.load_state_dict(state)
 
 

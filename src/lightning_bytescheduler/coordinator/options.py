@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
@@ -17,15 +17,12 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.late_updates import require_late
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["LATE_RULES", "CoordinatorOptions", "LateRule", "run_options", "target_in_words", "target_of"]
-
-LateRule = Literal["drop", "discount", "aligned"]
-LATE_RULES: tuple[LateRule, ...] = get_args(LateRule)
-"""What becomes of an update whose round is over."""
+__all__ = ["CoordinatorOptions", "run_options", "target_in_words", "target_of"]
 
 _STEPS = 100  # of a round, as DiLoCoStrategy has it
 
@@ -37,7 +34,6 @@ class CoordinatorOptions:
     Attributes:
         run: What all workers have in common.
         rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``.
-        late: One of ``LATE_RULES``.
         lease: Seconds without a sign of life after which a worker is given up.
         keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
         keep_bytes: That these may take together; the last one is always kept.
@@ -52,7 +48,6 @@ class CoordinatorOptions:
 
     run: RunOptions = field(default_factory=RunOptions)
     rounds: RoundOptions = field(default_factory=RoundOptions)
-    late: LateRule = "drop"
     lease: float = 60.0
     keep_rounds: int = 8
     keep_bytes: int = 2**30
@@ -62,7 +57,7 @@ class CoordinatorOptions:
     save_every: int = 1
 
     def __post_init__(self) -> None:
-        require_one_of("late", self.late, LATE_RULES)
+        require_late("late", self.rounds.late, weighting=self.run.weighting)
         require_positive("lease", self.lease, of="seconds")
         require_whole("keep_rounds", self.keep_rounds, 1)
         for option in ("keep_bytes", "spool_bytes", "spool_memory"):

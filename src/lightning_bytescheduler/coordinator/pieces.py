@@ -30,7 +30,7 @@ class PiecedFormat:
     def __init__(self, wire: WireFormat, elements: int) -> None:
         self.wire = wire
         self.elements = elements
-        self.payload_bytes = wire.payload_bytes(elements)
+        self.payload_bytes: int = wire.payload_bytes(elements)
         self.pieces = [(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
         self._bits = _ELEMENT_BITS[wire.dtype]
         self._scales = self.payload_bytes - self._element_bytes(elements)
@@ -52,28 +52,24 @@ class PiecedFormat:
         """Bytes of the payload that have to be there before a piece can be read."""
         return self._sections(index)[-1].stop
 
-    def decode(self, payload: Tensor, index: int) -> Tensor:
-        """One piece of a payload, in fp32.
-
-        Raises:
-            ValueError: If its scales are not finite.
-        """
-        sections = self._sections(index)
+    def length_of(self, index: int) -> int:
+        """Elements of a piece."""
         start, stop = self.pieces[index]
-        if len(sections) == 1 and self.wire.dtype == "fp32":
-            return payload[sections[0]].view(torch.float32)  # without a copy
-        part = payload[sections[0]] if len(sections) == 1 else torch.cat([payload[section] for section in sections])
-        return self.wire.decode(part, stop - start)
+        return stop - start
 
-    def encode(self, values: Tensor, payload: Tensor, index: int, *, seed: int) -> None:
-        """Write one piece into a payload.
+    def part(self, payload: Tensor, index: int) -> Tensor:
+        """One piece of a payload; without a copy where the format has no scales."""
+        sections = [payload[section] for section in self._sections(index)]
+        return sections[0] if len(sections) == 1 else torch.cat(sections)
 
-        Raises:
-            ValueError: If a number is not finite, or becomes infinite in the format.
-        """
-        part = self.wire.encode(values, seed=seed)
+    def place(self, part: Tensor, payload: Tensor, index: int) -> None:
+        """Write one piece into a payload."""
         offset = 0
         for section in self._sections(index):
             length = section.stop - section.start
             payload[section] = part[offset : offset + length]
             offset += length
+
+    def seed(self, round: int, index: int) -> int:
+        """For a piece of a round's mean: each its own, as a seed makes the same roundings in every tensor."""
+        return round * len(self.pieces) + index

@@ -23,7 +23,6 @@ from lightning_bytescheduler.coordinator.contributions import Contribution, Cont
 from lightning_bytescheduler.coordinator.lineage import Lineage
 from lightning_bytescheduler.coordinator.membership import Member, Membership
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
-from lightning_bytescheduler.coordinator.round_metrics import RoundMetrics
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -37,6 +36,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Welcome,
 )
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.late_updates import Alignment, late_weight, round_of_late, staleness
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     EndRound,
@@ -57,6 +57,7 @@ from lightning_bytescheduler.diloco.messages import (
     WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps
+from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
@@ -131,7 +132,6 @@ class Run:
 
     Args:
         options: Of the coordinator.
-        term: Of this coordinator.
         post: Sends a message to a worker, without waiting.
         merge: Called when a round is to be merged; :meth:`merged` is to be called once it was, before the next.
         on_round: Called with each round that has ended, and the means over it.
@@ -144,7 +144,6 @@ class Run:
         self,
         options: CoordinatorOptions,
         *,
-        term: int,
         post: Callable[[str, FromCoordinator], None],
         merge: Callable[[Merge], None],
         on_round: Callable[[RoundRecord, Mapping[str, float]], None] = lambda record, metrics: None,
@@ -152,7 +151,7 @@ class Run:
         on_no_provider: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = options
-        self.term = term
+        self.term = 1  # of this coordinator; set when it begins to act
         self.model: tuple[ModelParameter, ...] = ()
         self.lineage = Lineage()
         self.members = Membership(options.lease)
@@ -326,7 +325,7 @@ class Run:
             self._handle(JoinRounds(worker=name, session=member.incarnation), now)
 
     def _take_metrics(self, message: StepMetrics) -> None:
-        metrics: dict[str, float | None] = {"loss": message.loss, **getattr(message, "metrics", {})}
+        metrics: dict[str, float | None] = {"loss": message.loss, **message.metrics}
         self._metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
 
     def _take_wish(self, wish: EndRound) -> None:
@@ -376,10 +375,10 @@ class Run:
         is_open = offer.round == self.scheduler.round and not self.scheduler.finished
         if is_open and (self._merging is None or self._merging.round != offer.round):
             return offer.round
-        return self._place_of_late(offer)
-
-    def _place_of_late(self, offer: Offer) -> int | None:
-        return None
+        if self.options.rounds.late == "drop" or self.scheduler.finished:
+            return None
+        fragments = self.options.run.fragments
+        return round_of_late(offer.round, current=self.scheduler.round, fragments=fragments)
 
     def seen(self, offer: Offer) -> int | None:
         """The weight with which the same update was counted before, or ``None``."""
@@ -392,6 +391,21 @@ class Run:
             OptionError: If tokens are to count and none were.
         """
         return pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
+
+    def late_weight_of(self, offer: Offer, into: int, alignment: Alignment | None) -> int:
+        """The weight of an update that is late.
+
+        Args:
+            offer: The update.
+            into: The round that it is to be part of.
+            alignment: To the last mean of its fragment; only ``late="aligned"`` asks for it.
+        """
+        return late_weight(
+            self.options.rounds.late,
+            self.weight_of(offer),
+            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
+            alignment=alignment,
+        )
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""
@@ -422,9 +436,21 @@ class Run:
             incarnation=member.incarnation,
             into=into,
         )
+        if into != offer.round:
+            self.tally(member.name).late += 1
+            self.count("updates_late")
         self.count("updates_added" if weight else "updates_dropped")
         if member.name in self.scheduler.workers:
             self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)
+
+    def dropped(self, offer: Offer, now: float) -> None:
+        """An update has come too late to count."""
+        self.members.hear(offer.member, now)
+        self.tally(offer.member.name).late += 1
+        self.count("updates_late")
+        self.count("updates_dropped")
+        if offer.member.name in self.scheduler.workers:
+            self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.

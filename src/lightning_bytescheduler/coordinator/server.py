@@ -1,4 +1,4 @@
-"""A coordinator with its thread: what the command runs, and tests."""
+"""A coordinator that listens, with its thread: what the command runs, and tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -17,12 +19,21 @@ from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.coordinator.service import CoordinatorService
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
 __all__ = ["CoordinatorServer"]
 
-_START_SECONDS = 10.0
-_STOP_SECONDS = 30.0
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 90.0  # saving the last state may take a while
+_SHUTDOWN_SECONDS = 2.0
+_HANDLER_SECONDS = 75.0  # of aiohttp, between two requests of a connection
+_LONGEST_LINE = 8190
 _T = TypeVar("_T")
 
 
@@ -31,39 +42,52 @@ class CoordinatorServer:
 
     Args:
         options: Of the run.
-        host: Address to listen at.
+        access: Where it listens, and who gets in.
         port: 0 takes a free one.
-        term: Of this coordinator.
+        keeper: Of the run's state; ``None`` keeps it in memory alone. With one that stands by, the server listens at
+            once and answers 503 until it acts.
+        standby: Whether not to wait until it acts.
         slices: Hands out the training data, or ``None``.
 
     Raises:
         OSError: If the address cannot be listened at.
+        OptionError: If another coordinator acts on the state, or it is of another run.
     """
 
     def __init__(
         self,
         options: CoordinatorOptions,
         *,
-        host: str = "127.0.0.1",
+        access: ServerAccess | None = None,
         port: int = 0,
-        term: int = 1,
+        keeper: StateKeeper | None = None,
+        standby: bool = False,
         slices: SliceDesk | None = None,
     ) -> None:
-        self._host = host
+        self._access = ServerAccess() if access is None else access
         self._port = port
+        self._keeper = keeper
+        self._refusals = Refusals()
         self._loop = asyncio.new_event_loop()
+        self._stop = threading.Event()
         self._started = threading.Event()
+        self._acts = threading.Event()
         self._error: BaseException | None = None
         self._runner: web.AppRunner | None = None
-        self._make = lambda: CoordinatorService(options, term=term, slices=slices)
+        self._make = functools.partial(CoordinatorService, options, keeper=keeper, slices=slices)
         self._service: CoordinatorService | None = None
+        self._taking: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="bytescheduler-coordinator", daemon=True)
         self._thread.start()
-        if not self._started.wait(_START_SECONDS):
-            raise SchedulerTimeoutError(f"The coordinator at {host} did not begin within {_START_SECONDS:.0f} s.")
+        began = self._started.wait(_START_SECONDS)
+        if began and not standby:
+            began = self._acts.wait(_START_SECONDS)
         if self._error is not None:
-            self._thread.join(_START_SECONDS)
+            self.close()
             raise self._not_listening(self._error) from self._error
+        if not began:
+            self.close()
+            raise SchedulerTimeoutError(f"The coordinator did not begin within {_START_SECONDS:.0f} s.")
 
     @property
     def service(self) -> CoordinatorService:
@@ -74,9 +98,13 @@ class CoordinatorServer:
 
     @property
     def url(self) -> str:
-        """Where workers find it on this machine."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        """Where clients on this machine find it."""
+        return self._access.url(self._port).rstrip("/")
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has begun to act."""
+        return self._acts.is_set()
 
     def status(self) -> RunStatus:
         """How the run stands."""
@@ -101,14 +129,17 @@ class CoordinatorServer:
         return self._error
 
     def close(self) -> None:
-        """Stop it; workers hear that they may come back. May be repeated."""
-        if not self._thread.is_alive():
-            return
-        stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
-            stopping.result(_STOP_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_SECONDS)
+        """Stop it: workers hear that they may come back, and the state is saved. May be repeated."""
+        self._stop.set()
+        if self._thread.is_alive():
+            stopping = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+                stopping.result(_STOP_SECONDS)
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_SHUTDOWN_SECONDS)
+        if self._keeper is not None:
+            self._keeper.close(_STOP_SECONDS)
 
     def __enter__(self) -> CoordinatorServer:
         return self
@@ -119,50 +150,92 @@ class CoordinatorServer:
         self.close()
 
     def _not_listening(self, error: BaseException) -> BaseException:
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError) or isinstance(error, SchedulerTimeoutError):
             return error
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
             reason = "it is in use by another program; choose another port, or 0 for any free one"
-        return OSError(error.errno, f"{self._host}:{self._port} cannot be listened at: {reason}")
+        return OSError(error.errno, f"{self._access.host}:{self._port} cannot be listened at: {reason}")
+
+    # ── The thread ───────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._start())
-        except BaseException as error:  # raised where the server was made
-            self._error = error
-        self._started.set()
-        try:
-            if self._error is None:
-                self._loop.run_forever()
+            self._started.set()
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        except BaseException as error:  # raised where the server was made
+            self._error = error
         finally:
+            self._started.set()
+            self._acts.set()
             self._loop.close()
 
     async def _start(self) -> None:
-        self._service = self._make()
-        self._runner = web.AppRunner(self._service.application(), access_log=None, shutdown_timeout=1.0)
+        self._service = service = self._make()
+        service.refusals = self._refusals.counts
+        checked = guard(self._access, self._refusals, public=(HEALTH_PATH,), any_host=False)
+        application = service.application(checked)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            keepalive_timeout=_HANDLER_SECONDS,
+            max_line_size=_LONGEST_LINE,
+        )
         await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, self._host, self._port)
+            tls = self._access.tls(self._refusals)
+            site = web.TCPSite(self._runner, self._access.host, self._port, ssl_context=tls)
             await site.start()
         except BaseException:
             await self._runner.cleanup()
             raise
         self._port = self._runner.addresses[0][1]
-        self._service.start()
-        if self._service.failed is not None:
-            self._service.failed.add_done_callback(self._fail)
+        service.start()
+        if service.failed is not None:
+            service.failed.add_done_callback(self._fail)
+        self._taking = self._loop.create_task(self._take(service), name="bytescheduler-take")
+
+    async def _take(self, service: CoordinatorService) -> None:
+        """Act, as soon as this coordinator may."""
+        try:
+            if self._keeper is None:
+                service.act(1)
+            else:
+                taken = await self._loop.run_in_executor(None, self._take_lease, self._keeper)
+                if taken is None:
+                    return
+                service.act(*taken)
+            self._acts.set()
+        except Exception as error:
+            service.fail(error)
+
+    def _take_lease(self, keeper: StateKeeper) -> tuple[int, RunState | None] | None:
+        return keeper.take(self._stop, said=lambda who: log.info("Standing by: %s acts.", who), lost=self._lose)
+
+    def _lose(self) -> None:
+        error = UnsupportedError("Another coordinator acts on the state, or may: the lease on it has run out.")
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.service.fail, error)
 
     def _fail(self, failed: asyncio.Future[BaseException]) -> None:
         if not failed.cancelled():
             self._error = failed.result()
+            self._stop.set()
             self._loop.stop()
 
-    async def _stop(self) -> None:
+    async def _end(self) -> None:
+        self._stop.set()
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        if self._taking is not None:
+            await asyncio.wait([self._taking], timeout=_STOP_SECONDS)
         if self._service is not None:
             await self._service.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await runner.cleanup()

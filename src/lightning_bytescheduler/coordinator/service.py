@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 from aiohttp import WSMsgType, web
+from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Connection, refuse
@@ -29,6 +31,8 @@ from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStat
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.state_desk import StateDesk
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import RunState
 from lightning_bytescheduler.coordinator.status_report import status_of, summary_of
 from lightning_bytescheduler.coordinator.update_desk import UpdateDesk
 from lightning_bytescheduler.diloco.coordinator_protocol import (
@@ -67,7 +71,7 @@ class CoordinatorService:
 
     Args:
         options: Of the run.
-        term: Of this coordinator.
+        keeper: Of the run's state; ``None`` keeps it in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
         clock: Seconds.
     """
@@ -76,17 +80,21 @@ class CoordinatorService:
         self,
         options: CoordinatorOptions,
         *,
-        term: int = 1,
+        keeper: StateKeeper | None = None,
         slices: SliceDesk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.slices = slices
+        self.refusals: Callable[[], Mapping[str, int]] = dict  # of the server, by reason
+        self._keeper = keeper
+        self._acting = False
+        self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
+        self._saved = -1  # the version that was last handed over
         self._clock = clock
         self._started = clock()
         self.run = Run(
             options,
-            term=term,
             post=self._post,
             merge=self._merge,
             on_round=self._note,
@@ -104,12 +112,15 @@ class CoordinatorService:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self.rounds: deque[RoundSummary] = deque(maxlen=_ROUNDS_SHOWN)
-        self.saved_round: int | None = None
         self.failed: asyncio.Future[BaseException] | None = None
 
-    def application(self) -> web.Application:
-        """The routes."""
-        application = web.Application(middlewares=[self._worded], client_max_size=_SLICE_BYTES)
+    def application(self, *middlewares: Middleware) -> web.Application:
+        """The routes.
+
+        Args:
+            middlewares: That each request goes through before.
+        """
+        application = web.Application(middlewares=[self._worded, *middlewares], client_max_size=_SLICE_BYTES)
         place = UPDATE_PATH.format(round=f"{{round:{_NUMBER}}}", fragment=f"{{fragment:{_NUMBER}}}")
         router = application.router
         router.add_get(WORKER_PATH, self._socket)
@@ -123,16 +134,53 @@ class CoordinatorService:
         return application
 
     def start(self) -> None:
-        """Begin to run; on the event loop."""
+        """Make ready; on the event loop."""
+        self.failed = asyncio.get_running_loop().create_future()
+
+    def act(self, term: int, state: RunState | None = None) -> None:
+        """Begin to run, or to carry on.
+
+        Args:
+            term: Of this coordinator.
+            state: That was saved.
+
+        Raises:
+            OptionError: If it is of a run with other options or other slices.
+        """
+        self.run.term = term
+        if state is not None:
+            self._load(state)
+        self._started = self._clock()
+        self._acting = True
         loop = asyncio.get_running_loop()
-        self.failed = loop.create_future()
         for work, name in ((self._tick(), "tick"), (self._merge_all(), "merge")):
             task = loop.create_task(work, name=f"bytescheduler-{name}")
             task.add_done_callback(self._ended)
             self._tasks.append(task)
 
+    def _load(self, state: RunState) -> None:
+        self.run.load_state_dict(state.state["run"], self._clock())
+        weights = self._make_weights(state.state["weights"])
+        weights.load_momentum(state.state["momentum"])
+        if self.slices is not None:
+            if state.state["slices"] is None:
+                raise OptionError("train", "some", "left out, as when the saved run was started")
+            self.slices.load_state_dict(state.state["slices"])
+        self._saved = self.run.lineage.version
+        log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
+
+    @property
+    def acts(self) -> bool:
+        """Whether this is the one coordinator that may act, at this moment."""
+        return self._acting and not self._stopping and (self._keeper is None or self._keeper.held)
+
+    @property
+    def saved_round(self) -> int | None:
+        """The last round that is part of a saved state."""
+        return None if self._keeper is None else self._keeper.counts.version
+
     async def stop(self) -> None:
-        """End everything; workers hear that they may come back."""
+        """End everything; workers hear that they may come back, and the state is saved."""
         self._stopping = True
         closing = [one.close("The coordinator stops. Nothing is lost.", code=1012) for one in self._all_connections()]
         if closing:
@@ -141,6 +189,7 @@ class CoordinatorService:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_STOP_SECONDS)
+        await self._save()
         self.states.forget()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -150,6 +199,11 @@ class CoordinatorService:
         error = task.exception()
         if error is not None and self.failed is not None and not self.failed.done():
             log.error("The coordinator has failed.", exc_info=error)
+            self.failed.set_result(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up the run, as when another coordinator has taken over."""
+        if self.failed is not None and not self.failed.done():
             self.failed.set_result(error)
 
     def _all_connections(self) -> list[Connection]:
@@ -242,13 +296,37 @@ class CoordinatorService:
                 self.run.merged(
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
+                self._note_boundary()
                 await weights.step(merge.fragment, decoded)
+            if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
+                await self._save()
+
+    def _note_boundary(self) -> None:
+        """Take down what belongs to the version of the weights that a merge has just led to."""
+        self._boundary = (self.run.state_dict(), None if self.slices is None else self.slices.state_dict())
+
+    async def _save(self) -> None:
+        """Hand the state at the last boundary to whoever saves it."""
+        weights, keeper = self.weights, self._keeper
+        if weights is None or keeper is None or self._boundary is None:
+            return
+        async with self._still:
+            run, slices = self._boundary
+            version = int(run["version"])
+            if version == self._saved or not keeper.held:
+                return
+            values = await weights.snapshot()
+            self._saved = version
+        state = {"run": run, "slices": slices, "weights": values.weights, "momentum": values.momentum}
+        keeper.save(RunState(term=self.run.term, version=version, chain=str(run["chain"]), state=state))
 
     # ── Routes ───────────────────────────────────────────────────────────
 
     @web.middleware
     async def _worded(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
-        """Errors are answered in JSON."""
+        """Errors are answered in JSON, and whoever does not act says so."""
+        if not self.acts and request.path != HEALTH_PATH:
+            return problem(503, "This coordinator stands by, or stops: another one acts, or will.", retry_after=1)
         try:
             return await handler(request)  # type: ignore[misc, no-any-return]
         except web.HTTPException as error:
@@ -340,16 +418,22 @@ class CoordinatorService:
             return problem(422, str(error))
         if not self.run.provides(member):
             return problem(409, "Another worker has sent the first weights meanwhile.")
-        self.begin_with(weights)
+        await self.begin_with(weights)
         return web.json_response({"parameters": self.parameters})
 
-    def begin_with(self, weights: Mapping[str, Tensor]) -> GlobalWeights:
+    async def begin_with(self, weights: Mapping[str, Tensor]) -> None:
         """There are weights: rounds can begin.
 
         Args:
             weights: By name, of the run's model.
         """
-        self.weights = self.updates.weights = GlobalWeights(
+        self._make_weights(weights)
+        self.run.provided(self._clock())
+        self._note_boundary()
+        await self._save()
+
+    def _make_weights(self, weights: Mapping[str, Tensor]) -> GlobalWeights:
+        made = GlobalWeights(
             self.run.model,
             self.options.run,
             weights,
@@ -357,8 +441,8 @@ class CoordinatorService:
             keep_rounds=self.options.keep_rounds,
             keep_bytes=self.options.keep_bytes,
         )
-        self.run.provided(self._clock())
-        return self.weights
+        self.weights = self.updates.weights = made
+        return made
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
         member = self._member(request)
@@ -375,7 +459,7 @@ class CoordinatorService:
         return web.Response(body=msgspec.json.encode(self.status()), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"acts": not self._stopping}, status=503 if self._stopping else 200)
+        return web.json_response({"acts": self.acts}, status=200 if self.acts else 503)
 
 
 _PASSED_ON = ("WWW-Authenticate", "Allow", "Retry-After")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run_status import SliceStatus
@@ -35,7 +33,6 @@ from lightning_bytescheduler.slices.tracker import SliceTracker
 
 __all__ = ["SliceDesk"]
 
-_TENSOR = "slices."
 _CALLS = (
     JoinTracker,
     RequestSlice,
@@ -149,22 +146,16 @@ class SliceDesk:
             stolen=report.stolen,
         )
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What to keep: tensors by name, and primitives."""
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep: plain values and tensors, with texts for all keys."""
         state = self.tracker.state_dict()
-        tensors = {f"{_TENSOR}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        values["quarantined"] = {
-            str(index): reason for index, reason in values["quarantined"].items()
-        }  # as JSON has it
-        return tensors, values
+        return {**state, "quarantined": {str(index): reason for index, reason in state["quarantined"].items()}}
 
-    def load_state_dict(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Carry on from what was kept.
 
         Raises:
             TrackerStateError: If it is of other slices.
         """
-        own = {name[len(_TENSOR) :]: value for name, value in tensors.items() if name.startswith(_TENSOR)}
-        quarantined = {int(index): reason for index, reason in values["quarantined"].items()}
-        self.tracker.load_state_dict({**values, **own, "quarantined": quarantined})
+        quarantined = {int(index): reason for index, reason in state["quarantined"].items()}
+        self.tracker.load_state_dict({**state, "quarantined": quarantined})

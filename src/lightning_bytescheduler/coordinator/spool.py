@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import mmap
 import tempfile
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = ["Spool", "Spooled"]
+__all__ = ["Spool", "Spooled", "view_of"]
 
 _SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
+
+
+def view_of(payload: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy."""
+    array: Any = payload.numpy()  # numpy's types do not say that it is a buffer
+    return memoryview(array)
 
 
 class Spooled:
@@ -40,7 +48,7 @@ class Spooled:
                 file.truncate(length)
                 mapped = mmap.mmap(file.fileno(), length)
             self.payload = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._view = memoryview(self.payload.numpy())
+        self._view = view_of(self.payload)
         self.filled = 0
 
     def write(self, chunk: bytes) -> None:

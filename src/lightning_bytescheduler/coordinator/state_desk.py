@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from torch import Tensor
@@ -87,7 +88,7 @@ class StateDesk:
             async with still:
                 version, chain = self._run.lineage.version, self._run.lineage.chain
                 if self._written is None or self._written[:2] != (version, chain):
-                    tensors = await weights.snapshot()
+                    tensors = (await weights.snapshot()).named()
                     loop = asyncio.get_running_loop()
                     path = await loop.run_in_executor(None, self._write, tensors)
                     self.forget()
@@ -125,9 +126,7 @@ class StateDesk:
         limit = state_bytes(self._run.model)
         length = request.content_length
         if length is None or not 8 <= length <= limit:
-            return problem(
-                413, f"Content-Length={length} is not allowed: the weights of this model take {limit} at most."
-            )
+            return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
         digest = request.headers.get(DIGEST_HEADER)
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix="bytescheduler-weights-") as file:
             left = length
@@ -149,7 +148,7 @@ class StateDesk:
                 return problem(422, str(error))
 
 
-def _hash():  # type: ignore[no-untyped-def]  # xxhash has no types for it
+def _hash() -> Any:
     with importing("The coordinator", extra="coordinator"):
         import xxhash
     return xxhash.xxh3_128()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from lightning_bytescheduler.__about__ import __version__
@@ -19,7 +20,8 @@ class StatusSource(Protocol):
     """What is known beside the run's core."""
 
     slices: SliceDesk | None
-    rounds: Sequence[RoundSummary]
+    rounds: deque[RoundSummary]
+    refusals: Callable[[], Mapping[str, int]]
 
     @property
     def uptime(self) -> float:
@@ -85,7 +87,7 @@ def status_of(run: Run, source: StatusSource, *, now: float) -> RunStatus:
         workers=tuple(_worker(run, source, name, now) for name in sorted(member.name for member in run.members)),
         rounds=tuple(source.rounds),
         slices=None if source.slices is None else source.slices.status(),
-        counters=dict(run.counters),
+        counters={**run.counters, **{f"refused_{reason}": count for reason, count in source.refusals().items()}},
         spool_bytes=source.spool_taken,
         saved_round=source.saved_round,
     )

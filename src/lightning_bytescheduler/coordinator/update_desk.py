@@ -8,6 +8,7 @@ sum. A connection that dies half-way leaves nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -18,7 +19,7 @@ from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, Ke
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
-from lightning_bytescheduler.coordinator.spool import Spool, Spooled
+from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
@@ -77,7 +78,7 @@ class UpdateDesk:
             if request.content_length != expected:
                 given = request.content_length
                 raise OptionError("Content-Length", given, f"{expected}, the size of fragment {offer.fragment}")
-            weight = self._run.weight_of(offer)
+            self._run.weight_of(offer)
         except OptionError as error:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
@@ -85,11 +86,11 @@ class UpdateDesk:
             self._run.count("updates_again")
             return self._receipt("again", seen)
         if place is None:
-            self._run.count("updates_late")
+            self._run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
         if place == offer.round:
             self._run.sending(offer, self._now())
-        return await self._alone(request, offer, digest, expected, weight)
+        return await self._alone(request, offer, digest, expected)
 
     def cut(self, member: Member) -> None:
         """End the uploads of a worker that has gone."""
@@ -97,9 +98,7 @@ class UpdateDesk:
             if name == member.name:
                 task.cancel()
 
-    async def _alone(
-        self, request: web.Request, offer: Offer, digest: str, expected: int, weight: int
-    ) -> web.StreamResponse:
+    async def _alone(self, request: web.Request, offer: Offer, digest: str, expected: int) -> web.StreamResponse:
         """Take the newest upload of a worker's update: one before it that is not complete is of a dead connection."""
         key = (offer.member.name, offer.round)
         former = self._uploads.get(key)
@@ -119,7 +118,7 @@ class UpdateDesk:
                 if self._uploads.get(key) is task:
                     del self._uploads[key]
             # A worker that goes away now has sent its update all the same.
-            return await asyncio.shield(self._take(offer, spooled, digest, weight))
+            return await asyncio.shield(self._take(offer, spooled, digest))
         except SchedulerTimeoutError as error:
             return problem(503, str(error), retry_after=1)
         except OptionError as error:
@@ -138,35 +137,46 @@ class UpdateDesk:
             spooled.write(chunk)
             self._run.count("bytes_in", len(chunk))
 
-    async def _take(self, offer: Offer, spooled: Spooled, digest: str, weight: int) -> web.StreamResponse:
+    async def _take(self, offer: Offer, spooled: Spooled, digest: str) -> web.StreamResponse:
         """Check an update that is complete, tell the run, and add it."""
         try:
-            return await self._check_and_add(offer, spooled.payload, digest, weight)
+            return await self._check_and_add(offer, spooled.payload, digest)
         finally:
             spooled.close()
 
-    async def _check_and_add(self, offer: Offer, payload: Tensor, digest: str, weight: int) -> web.StreamResponse:
+    async def _check_and_add(self, offer: Offer, payload: Tensor, digest: str) -> web.StreamResponse:
         run = self._run
-        sums = self._sum(offer.round, offer.fragment)
+        weights = self.weights
+        if weights is None:
+            raise RuntimeError("There are no weights to add updates for.")
         loop = asyncio.get_running_loop()
-        found, extent = await asyncio.gather(loop.run_in_executor(None, digest_of, payload), sums.extent(payload))
+        found, extent = await asyncio.gather(
+            loop.run_in_executor(None, digest_of, payload), weights.sum_of(offer.fragment).extent(payload)
+        )
         if found != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
-        # Time has passed, and the round may be over.
+        if not math.isfinite(extent):
+            raise OptionError("update", "infinities or NaN in it", "finite")
+        alignment = None
+        if self._run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
+            alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
+        # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
         if (seen := run.seen(offer)) is not None:
             run.count("updates_again")
             return self._receipt("again", seen)
         place = run.place_of(offer)
         if place is None:
-            run.count("updates_late")
+            run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
+        is_late = place != offer.round
+        weight = run.late_weight_of(offer, place, alignment) if is_late else run.weight_of(offer)
         if weight:
             sums = self._sum(place, offer.fragment)
             sums.begin(extent=extent, weight=weight)
         run.arrived(offer, self._now(), into=place, weight=weight)
         if weight:
             await sums.add(payload, weight=weight)
-        return self._receipt("added" if weight else "dropped", weight)
+        return self._receipt(("late" if is_late else "added") if weight else "dropped", weight)
 
     def _sum(self, round: int, fragment: int) -> UpdateSum:
         sums = self._sums.get(round)
@@ -221,7 +231,7 @@ class UpdateDesk:
         }
 
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
-        view = memoryview(mean.payload.numpy())
+        view = view_of(mean.payload)
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)

@@ -42,12 +42,8 @@ class UpdateSum:
         self.failed: BaseException | None = None
 
     async def extent(self, payload: Tensor) -> float:
-        """The largest magnitude in a payload; NaN or infinity if a number is not finite.
-
-        Raises:
-            ValueError: If its scales are damaged.
-        """
-        return max(await self._of_pieces(self._extent_of, payload), default=0.0, key=_nan_is_largest)
+        """A bound of the magnitudes in a payload; infinity if a number is not finite."""
+        return max(await self._of_pieces(self._extent_of, payload), default=0.0)
 
     def begin(self, *, extent: float, weight: int) -> None:
         """Reserve room for an update that is verified, and make :meth:`settled` wait for it.
@@ -84,14 +80,13 @@ class UpdateSum:
         """Wait until nothing is being added."""
         await self._settled.wait()
 
-    def mean(self, index: int) -> Tensor:
-        """The mean of one piece, in fp32; for any thread, once it is settled and something was added."""
+    def encode_mean(self, payload: Tensor, index: int, *, seed: int) -> None:
+        """Write the mean of one piece into a payload; for any thread, once it is settled and something was added."""
         sums = self._sums[index]
         if sums is None:
             raise ValueError("There is no mean: nothing was added.")
-        mean = sums.mean()[_PIECE]
-        self._sums[index] = None  # its memory goes to the next piece's mean
-        return mean
+        self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed), payload, index)
+        self._sums[index] = None  # its memory is free for what comes next
 
     async def _of_pieces(self, work: object, *arguments: object) -> list[float]:
         loop = asyncio.get_running_loop()
@@ -99,19 +94,14 @@ class UpdateSum:
         return list(await asyncio.gather(*(loop.run_in_executor(self._executor, work, *arguments, i) for i in indices)))  # type: ignore[arg-type]
 
     def _extent_of(self, payload: Tensor, index: int) -> float:
-        values = self.pieced.decode(payload, index)
-        low, high = torch.aminmax(values)
-        return max(-float(low), float(high), key=_nan_is_largest)
+        largest = self.pieced.wire.largest(self.pieced.part(payload, index), self.pieced.length_of(index))
+        return math.inf if math.isnan(largest) else largest
 
     def _add_piece(self, payload: Tensor, weight: int, index: int) -> float:
-        values = self.pieced.decode(payload, index)
+        part = self.pieced.part(payload, index)
         with self._locks[index]:
             sums = self._sums[index]
             if sums is None:
-                sums = self._sums[index] = WeightedMean({_PIECE: values})
-            sums.add({_PIECE: values}, weight=weight)
+                sums = self._sums[index] = WeightedMean({_PIECE: torch.empty(self.pieced.length_of(index))})
+            sums.add_encoded(part, self.pieced.wire, weight=weight)
         return 0.0
-
-
-def _nan_is_largest(value: float) -> float:
-    return math.inf if math.isnan(value) else value

@@ -85,8 +85,9 @@ WORKER_PATH = "/v1/worker"
 UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
 """``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
 ``TOKENS_HEADER``, ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. It may be
-repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and
-``DIGEST_HEADER``; 404 if it is kept no longer."""
+repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the mean of a round that has ended, in
+the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404
+if it is kept no longer."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
 ``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the first weights, from the worker that was asked for them."""
