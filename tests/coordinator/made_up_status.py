@@ -75,7 +75,8 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             "rejoined": 9,
             "left": 2,
             "expired": 4,
-            "refused_hellos": 1,
+            "refused_token": 3,
+            "refused_plain_text": 1,
             "updates_added": 312,
             "updates_late": 5,
             "rounds": rounds,
@@ -85,7 +86,6 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
         },
         spool_bytes=10**8,
         saved_round=rounds,
-        refused={"token": 3, "plain_text": 1},
         timeline=tuple(_record(names, rounds - 3 + number, 60.0 * number, chance) for number in range(4)),
     )
 

@@ -176,7 +176,7 @@ def test_prometheus_reads_the_metrics():
     assert samples["bytescheduler_workers", "training"] == 3
     assert samples["bytescheduler_workers", "lost"] == 1
     assert samples["bytescheduler_events_total", "updates_added"] == 312
-    assert samples["bytescheduler_refused_total", "token"] == 3
+    assert samples["bytescheduler_events_total", "refused_token"] == 3
     assert samples["bytescheduler_loss",] == pytest.approx(made_up_status().rounds[-1].loss)
     assert families["bytescheduler_events"].type == "counter"
 
@@ -185,7 +185,7 @@ def test_names_from_outside_make_no_time_series():
     """A thousand workers with names of their own, and events that nobody has, are as many series as one."""
     few, many = made_up_status(1), made_up_status(1000)
     strange = {f"evil {number}": 1 for number in range(1000)} | {f"x{number}": 1 for number in range(1000)}
-    many = msgspec.structs.replace(many, counters=few.counters, refused=few.refused)
+    many = msgspec.structs.replace(many, counters=few.counters)
     text = metrics.metrics_text(many)
     assert text.count(b"\n") == metrics.metrics_text(few).count(b"\n")
     assert b"node-" not in text

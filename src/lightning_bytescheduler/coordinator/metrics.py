@@ -108,7 +108,6 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}
         yield by(GaugeMetricFamily, "epoch_samples", "Of the data in this epoch.", "state", samples)
     yield by(CounterMetricFamily, "events", "Since this coordinator acts.", "event", status.counters)
-    yield by(CounterMetricFamily, "refused", "Who was not let in.", "reason", status.refused)
 
 
 def _words(values: Mapping[str, float]) -> dict[str, float]:

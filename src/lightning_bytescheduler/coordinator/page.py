@@ -56,14 +56,18 @@ def add_pages(router: web.UrlDispatcher, status: Callable[[], RunStatus]) -> Non
         router: Of its application.
         status: How the run stands; called for each request for metrics.
     """
-    text = files("lightning_bytescheduler.coordinator").joinpath("page.html").read_text(encoding="utf-8")
-    headers = page_headers(text)
+    html = files("lightning_bytescheduler.coordinator").joinpath("page.html").read_text(encoding="utf-8")
+    headers = page_headers(html)
 
     async def page(_: web.Request) -> web.Response:
-        return web.Response(text=text, content_type="text/html", headers=headers)
+        return web.Response(text=html, content_type="text/html", headers=headers)
 
     async def metrics(_: web.Request) -> web.Response:
-        answer = web.Response(body=metrics_text(status()), headers={"Cache-Control": "no-store"})
+        try:
+            text = metrics_text(status())
+        except ImportError as error:
+            return web.Response(status=501, text=f"{error}\n")
+        answer = web.Response(body=text, headers={"Cache-Control": "no-store"})
         answer.headers["Content-Type"] = CONTENT_TYPE
         return answer
 

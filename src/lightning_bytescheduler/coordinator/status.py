@@ -218,7 +218,7 @@ def _lines(status: RunStatus) -> list[str]:
         )
     moved = f"{_bytes(status.counters.get('bytes_in', 0))} in, {_bytes(status.counters.get('bytes_out', 0))} out"
     saved = "no round saved" if status.saved_round is None else f"round {status.saved_round:,} saved"
-    refused = sum(status.refused.values())
+    refused = sum(count for name, count in status.counters.items() if name.startswith("refused_"))
     lines.append(f"{moved}; {saved}; term {status.term}" + (f"; {refused} refused." if refused else "."))
     return lines
 
