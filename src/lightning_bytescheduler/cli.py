@@ -355,6 +355,18 @@ def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
 
 
+def _add_coordinator(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.command import add_arguments
+
+    add_arguments(parser)
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.command import run
+
+    return run(options)
+
+
 def _add_certificates(parser: argparse.ArgumentParser) -> None:
     from lightning_bytescheduler.coordinator.certificates import add_arguments
 
@@ -505,6 +517,14 @@ _COMMANDS = {
         "make data/*.jsonl data/slices",
         _add_slices,
         _slices,
+    ),
+    "coordinator": _Command(
+        "coordinate a DiLoCo training whose workers join and leave",
+        "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
+        "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
+        "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
+        _add_coordinator,
+        _coordinator,
     ),
     "status": _Command(
         "show how a coordinator's run stands",

@@ -84,13 +84,14 @@ def simulate(
     loss: float = 0.0,
     doubling: float = 0.0,
     until: float = math.inf,
+    kind: type[BatchScheduler] = BatchScheduler,
 ) -> SimulatedRun:
     """Play a run until it is over, nothing is left to happen or the time is up.
 
     A share ``loss`` of messages is lost, a share ``doubling`` comes twice, the second time much later. A worker that
     waits for long asks again.
     """
-    return _Run(machines, target, options, random.Random(seed), loss, doubling).play(until)
+    return _Run(machines, target, options, random.Random(seed), loss, doubling, kind).play(until)
 
 
 class _Run:
@@ -102,9 +103,10 @@ class _Run:
         chance: random.Random,
         loss: float,
         doubling: float,
+        kind: type[BatchScheduler],
     ) -> None:
         self.seen = SimulatedRun()
-        self.scheduler = BatchScheduler(target, options, observer=self.seen.rounds.append)
+        self.scheduler = kind(target, options, observer=self.seen.rounds.append)
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
         self.heap: list[tuple[float, bool, int, Callable[[], None]]] = []

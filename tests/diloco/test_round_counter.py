@@ -4,6 +4,7 @@ import pytest
 
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
+    JoinRounds,
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
@@ -144,3 +145,36 @@ def test_what_is_no_step() -> None:
         counter.step(batch_size=0, seconds=1.0)
     with pytest.raises(OptionError, match="seconds"):
         counter.step(batch_size=1, seconds=-1.0)
+
+
+def test_one_who_joins_again_says_what_it_has_done() -> None:
+    counter = RoundCounter("a")
+    assert counter.join(7) == JoinRounds(worker="a", session=7)
+    counter.receive(StartRound(round=3))
+    counter.start()
+    for _ in range(2):
+        counter.step(batch_size=4, seconds=1.0, tokens=10)
+    assert counter.join(7) == JoinRounds(worker="a", session=7, round=3, steps=2, samples=8, tokens=20)
+    assert counter.sent is None
+    said = counter.send()
+    counter.step(batch_size=4, seconds=1.0)  # beside sending, for the next round
+    assert counter.sent == said
+    assert counter.join(7) == JoinRounds(worker="a", session=7, round=3, steps=2, samples=8, tokens=20)
+    counter.receive(StartRound(round=4))
+    counter.start()
+    assert counter.sent is None
+    assert counter.join(7) == JoinRounds(worker="a", session=7, round=4, steps=1, samples=4)
+
+
+def test_a_scheduler_that_is_behind_can_start_any_round_with_other_weights() -> None:
+    counter = RoundCounter("a")
+    counter.receive(StartRound(round=9, step_cap=1))
+    counter.start()
+    counter.step(batch_size=4, seconds=1.0)
+    counter.receive(StartRound(round=8))
+    assert counter.next_round is None
+    counter.start_anew()
+    assert (counter.round, counter.steps, counter.due) == (0, 0, False)
+    assert counter.join() == JoinRounds(worker="a")
+    counter.receive(StartRound(round=8))
+    assert counter.start().round == 8

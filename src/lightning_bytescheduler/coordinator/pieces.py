@@ -48,10 +48,6 @@ class PiecedFormat:
         last = self._scales if stop == self.elements else first + self._scales_of_piece
         return [slice(first, last), elements]
 
-    def end_of(self, index: int) -> int:
-        """Bytes of the payload that have to be there before a piece can be read."""
-        return self._sections(index)[-1].stop
-
     def length_of(self, index: int) -> int:
         """Elements of a piece."""
         start, stop = self.pieces[index]
@@ -59,7 +55,7 @@ class PiecedFormat:
 
     def part(self, payload: Tensor, index: int) -> Tensor:
         """One piece of a payload; without a copy where the format has no scales."""
-        sections = [payload[section] for section in self._sections(index)]
+        sections: list[Tensor] = [payload[section] for section in self._sections(index)]
         return sections[0] if len(sections) == 1 else torch.cat(sections)
 
     def place(self, part: Tensor, payload: Tensor, index: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from lightning_bytescheduler.coordinator.contributions import Contribution, Cont
 from lightning_bytescheduler.coordinator.lineage import Lineage
 from lightning_bytescheduler.coordinator.membership import Member, Membership
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
     FromWorker,
@@ -58,7 +58,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps
 from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
-from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -67,6 +67,7 @@ __all__ = ["Merge", "Offer", "Run", "Tally"]
 log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 0.5
+_FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, ResumeRounds)
 _FROM_WORKERS = (
     JoinRounds,
     LeaveRounds,
@@ -169,10 +170,13 @@ class Run:
         self._on_leave = on_leave
         self._on_no_provider = on_no_provider
         self.contributions = Contributions()
-        self.paused: set[str] = set()
         self._provider: Member | None = None  # whoever is to send the first weights
-        self._ready: set[str] = set()  # who has joined the rounds, also before there are any
-        self._leaving: list[str] = []  # whose update is in the sum of the round that is on
+        self._holds = False  # after a restart, until those are back who were there, or their time is over
+        self._awaited: set[str] = set()
+        self._hold_until = 0.0
+        self._at_hand: dict[str, int] = {}  # the round that a worker may be in the middle of as it comes back
+        self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
+        self._saved_rounds: BatchSchedulerState | None = None
         self._merging: Merge | None = None
         self._held: deque[Envelope] = deque()
         self._record: dict[int, RoundRecord] = {}
@@ -205,6 +209,8 @@ class Run:
             self._provider = member
         provide = self.provides(member)
         self._appoint()
+        fetch = not provide and not (self.has_weights and self._has_place(hello))
+        self._at_hand[member.name] = 0 if fetch or provide else hello.version + 1
         return member, Welcome(
             worker=member.name,
             session=member.session,
@@ -212,7 +218,7 @@ class Run:
             term=self.term,
             version=self.lineage.version,
             chain=self.lineage.chain,
-            fetch=not provide and not (self.has_weights and self._has_place(hello)),
+            fetch=fetch,
             provide=provide,
             lease=self.options.lease,
             leads=member.name == self._leader,
@@ -230,8 +236,19 @@ class Run:
         """The first weights are there: who waits for them can begin."""
         self.has_weights = True
         self._provider = None
+        self._let_in(now)
+
+    def _let_in(self, now: float) -> None:
+        """Whoever is ready joins the rounds, all at the same moment."""
+        self._awaited.clear()
+        self._holds = False
+        if self._saved_rounds is not None:
+            everyone = replace(self.options.rounds, restart_workers=max(len(self._ready), 1))
+            self.scheduler = BatchScheduler(target_of(self.options.run), everyone, observer=self._remember)
+            self.scheduler.load_state_dict(self._saved_rounds)
+            self._saved_rounds = None
         for name in sorted(self._ready):
-            self._join_rounds(name, now)
+            self._handle(self._ready[name], now)
 
     def leave(self, member: Member, now: float) -> None:
         """A worker has left, or was given up. What it has sent counts."""
@@ -239,9 +256,10 @@ class Run:
         self._forget(member, now)
 
     def _forget(self, member: Member, now: float) -> None:
-        self._ready.discard(member.name)
-        self.paused.discard(member.name)
+        self._ready.pop(member.name, None)
+        self._awaited.discard(member.name)
         self.tallies.pop(member.name, None)
+        self._at_hand.pop(member.name, None)
         self._told.pop(member.name, None)
         if self._provider is member:
             self._provider = None
@@ -249,14 +267,8 @@ class Run:
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
         self._on_leave(member)
-        self._leave_rounds(member.name, now)
+        self._handle(LeaveRounds(worker=member.name), now)
         self._appoint()
-
-    def _leave_rounds(self, name: str, now: float) -> None:
-        if any(one.worker == name for one in self.contributions.of(self.scheduler.round)):
-            self._leaving.append(name)  # the scheduler would count its update no more, which the sum does
-        else:
-            self._handle(LeaveRounds(worker=name), now)
 
     def _appoint(self) -> None:
         leader = self.members.leader
@@ -293,36 +305,36 @@ class Run:
     def _hear(self, member: Member, message: FromWorker | FromCoordinator, now: float) -> None:
         name = member.name
         if isinstance(message, JoinRounds):
-            self._ready.add(name)
-            self.paused.discard(name)
-            if self.has_weights:
-                self._join_rounds(name, now)
-            else:
+            self._ready[name] = joins = self._checked(message, member)
+            self._awaited.discard(name)
+            if self._awaited or not self.has_weights:
                 self._post(name, WaitForRound(round=self.scheduler.round + 1))
+            elif self._holds:
+                self._let_in(now)
+            else:
+                self._handle(joins, now)
         elif isinstance(message, LeaveRounds):
             self.count("left")
             self.leave(member, now)
-        elif isinstance(message, PauseRounds):
-            self.paused.add(name)
-            self._leave_rounds(name, now)
-        elif isinstance(message, ResumeRounds):
-            self.paused.discard(name)
-            if name in self._ready and self.has_weights:
-                self._join_rounds(name, now)
         elif isinstance(message, StepMetrics):
             self._take_metrics(message)
         elif isinstance(message, EndRound):
             self._take_wish(message)
-        elif name in self.scheduler.workers and isinstance(message, (StepReport, SendingPseudoGradient, RoundStarted)):
+        elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
             self._handle(message, now)
-            self._answer(name, message.round, now)
+            if isinstance(message, (StepReport, RoundStarted)):
+                self._answer(name, message.round, now)
 
-    def _join_rounds(self, name: str, now: float) -> None:
-        member = self.members.by_name(name)
-        if member is not None:
-            if name in self._leaving:  # is back before its round was over
-                self._leaving.remove(name)
-            self._handle(JoinRounds(worker=name, session=member.incarnation), now)
+    def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
+        """What a worker says as it joins, for the scheduler: with its process, and with a round only if it is at it.
+
+        A worker that is in the middle of a round has the weights that this one begins with if it did not have to fetch
+        any as it came back.
+        """
+        round = joins.round if joins.round == self._at_hand.get(member.name, 0) else 0
+        if not round:
+            return JoinRounds(worker=member.name, session=member.incarnation)
+        return msgspec.structs.replace(joins, session=member.incarnation)
 
     def _take_metrics(self, message: StepMetrics) -> None:
         metrics: dict[str, float | None] = {"loss": message.loss, **message.metrics}
@@ -347,6 +359,8 @@ class Run:
     def tick(self, now: float) -> None:
         """Take note that time has passed."""
         self._expire(now)
+        if self._holds and (not self._awaited or now >= self._hold_until):
+            self._let_in(now)
         if self.has_weights:
             self._deliver(self.scheduler.tick(now=now))
 
@@ -374,6 +388,8 @@ class Run:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
         is_open = offer.round == self.scheduler.round and not self.scheduler.finished
         if is_open and (self._merging is None or self._merging.round != offer.round):
+            if not self.scheduler.expects(offer.member.name, offer.round):
+                raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
             return offer.round
         if self.options.rounds.late == "drop" or self.scheduler.finished:
             return None
@@ -437,8 +453,7 @@ class Run:
             into=into,
         )
         if into != offer.round:
-            self.tally(member.name).late += 1
-            self.count("updates_late")
+            self._note_late(offer, into, weight)
         self.count("updates_added" if weight else "updates_dropped")
         if member.name in self.scheduler.workers:
             self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)
@@ -446,11 +461,23 @@ class Run:
     def dropped(self, offer: Offer, now: float) -> None:
         """An update has come too late to count."""
         self.members.hear(offer.member, now)
-        self.tally(offer.member.name).late += 1
-        self.count("updates_late")
+        into = round_of_late(offer.round, current=self.scheduler.round, fragments=self.options.run.fragments)
+        self._note_late(offer, into, 0)
         self.count("updates_dropped")
         if offer.member.name in self.scheduler.workers:
             self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
+
+    def _note_late(self, offer: Offer, into: int, weight: int) -> None:
+        self.tally(offer.member.name).late += 1
+        self.count("updates_late")
+        update = LateUpdate(
+            worker=offer.member.name,
+            round=offer.round,
+            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
+            samples=offer.round_samples,
+            weight=weight,
+        )
+        self.scheduler.note_late(update, into=into)
 
     def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
@@ -487,11 +514,8 @@ class Run:
         for member in self.members:
             self._post(member.name, ended)
         self._merging = None
-        leaving, self._leaving = self._leaving, []
         held, self._held = self._held, deque()
         self._deliver(held)
-        for name in leaving:
-            self._handle(LeaveRounds(worker=name), now)
         self._on_round(record, metrics)
 
     def _deliver(self, envelopes: Sequence[Envelope] | deque[Envelope]) -> None:
@@ -520,7 +544,7 @@ class Run:
             return "finished"
         if not self.has_weights or self.scheduler.next_tick is None:
             return "waiting"
-        return "training"
+        return "collecting" if self.scheduler.collecting else "training"
 
     @property
     def merging(self) -> Merge | None:
@@ -565,3 +589,7 @@ class Run:
         self.samples = int(state["samples"])
         self.has_weights = True
         self.members.load_state_dict(state["members"], now)
+        self._saved_rounds = state["scheduler"]
+        self._awaited = {member.name for member in self.members}
+        self._holds = bool(self._awaited)
+        self._hold_until = now + self.options.rounds.silent_after

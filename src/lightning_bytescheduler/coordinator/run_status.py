@@ -107,7 +107,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         uptime: Seconds since this coordinator acts.
         term: Of this coordinator.
         round: The round that is on; 0 before the first.
-        phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"merging"`` or ``"finished"``.
+        phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
+            ``"finished"``.
         outer_steps: Rounds after which the run is over, or ``None``.
         target: What ends a round, in words.
         left: What is to go in this round, in the target's unit.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -22,6 +21,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorService
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
@@ -48,6 +48,7 @@ class CoordinatorServer:
             once and answers 503 until it acts.
         standby: Whether not to wait until it acts.
         slices: Hands out the training data, or ``None``.
+        rounds_file: Record of the rounds, or ``None``.
 
     Raises:
         OSError: If the address cannot be listened at.
@@ -63,6 +64,7 @@ class CoordinatorServer:
         keeper: StateKeeper | None = None,
         standby: bool = False,
         slices: SliceDesk | None = None,
+        rounds_file: RoundFile | None = None,
     ) -> None:
         self._access = ServerAccess() if access is None else access
         self._port = port
@@ -74,7 +76,9 @@ class CoordinatorServer:
         self._acts = threading.Event()
         self._error: BaseException | None = None
         self._runner: web.AppRunner | None = None
-        self._make = functools.partial(CoordinatorService, options, keeper=keeper, slices=slices)
+        self._make = functools.partial(
+            CoordinatorService, options, keeper=keeper, slices=slices, rounds_file=rounds_file
+        )
         self._service: CoordinatorService | None = None
         self._taking: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="bytescheduler-coordinator", daemon=True)
@@ -131,13 +135,9 @@ class CoordinatorServer:
     def close(self) -> None:
         """Stop it: workers hear that they may come back, and the state is saved. May be repeated."""
         self._stop.set()
-        if self._thread.is_alive():
-            stopping = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-                stopping.result(_STOP_SECONDS)
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_SHUTDOWN_SECONDS)
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
         if self._keeper is not None:
             self._keeper.close(_STOP_SECONDS)
 

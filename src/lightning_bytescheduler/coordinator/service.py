@@ -50,7 +50,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Refusal,
     decode_frame,
 )
-from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 from lightning_bytescheduler.slices.messages import encode
 
@@ -75,6 +75,7 @@ class CoordinatorService:
         options: Of the run.
         keeper: Of the run's state; ``None`` keeps it in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
+        rounds_file: Record of the rounds; closed when the service stops.
         clock: Seconds.
     """
 
@@ -84,12 +85,14 @@ class CoordinatorService:
         *,
         keeper: StateKeeper | None = None,
         slices: SliceDesk | None = None,
+        rounds_file: RoundFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.slices = slices
         self.refusals: Callable[[], Mapping[str, int]] = dict  # of the server, by reason
         self._keeper = keeper
+        self._rounds_file = RoundFile(None, append=False) if rounds_file is None else rounds_file
         self._acting = False
         self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
         self._saved = -1  # the version that was last handed over
@@ -195,6 +198,7 @@ class CoordinatorService:
             await asyncio.wait(self._tasks, timeout=_STOP_SECONDS)
         await self._save()
         self.states.forget()
+        self._rounds_file.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -247,6 +251,7 @@ class CoordinatorService:
         summary = summary_of(record, metrics, time.time())
         self.rounds.append(summary)
         self.timeline.append(drawable(record))
+        self._rounds_file.write(record)
         loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
         log.info(
             "Round %d: %d samples of %d of %d workers in %.1f s%s.",

@@ -113,7 +113,7 @@ def _worker(run: Run, source: StatusSource, name: str, now: float) -> WorkerStat
     state = "joining" if progress is None else progress.state.value
     return WorkerStatus(
         name=name,
-        state="paused" if name in run.paused else state,
+        state="paused" if progress is not None and progress.paused else state,
         connected=source.is_connected(name),
         leads=name == run.leader,
         ranks=1 if member is None else member.ranks,

@@ -73,7 +73,8 @@ class UpdateDesk:
             digest = request.headers.get(DIGEST_HEADER, "")
             if not _DIGEST.fullmatch(digest):
                 raise OptionError(DIGEST_HEADER, digest[:40], "xxh3_128 of the body, 32 hexadecimal digits")
-            place = self._run.place_of(offer)
+            seen = self._run.seen(offer)
+            place = None if seen is not None else self._run.place_of(offer)
             expected = weights.formats[offer.fragment].payload_bytes
             if request.content_length != expected:
                 given = request.content_length
@@ -82,7 +83,7 @@ class UpdateDesk:
         except OptionError as error:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
-        if (seen := self._run.seen(offer)) is not None:
+        if seen is not None:
             self._run.count("updates_again")
             return self._receipt("again", seen)
         if place is None:
@@ -158,7 +159,7 @@ class UpdateDesk:
         if not math.isfinite(extent):
             raise OptionError("update", "infinities or NaN in it", "finite")
         alignment = None
-        if self._run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
+        if run.seen(offer) is None and run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
             alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
         # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
         if (seen := run.seen(offer)) is not None:

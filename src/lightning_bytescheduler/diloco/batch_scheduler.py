@@ -4,15 +4,24 @@ A state machine without clock, threads or transport. A message and the time go i
 to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from ending: a
 silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
+Nor does a report cost more where there are more workers: what is asked after each is kept up to date, see
+``round_roster.py``.
+
 A round: everyone is told to start, fetches the weights and trains. Each report is answered, and moves the projection.
 When the projected end is a few steps of the slowest worker away, each worker is told after how many steps to send.
 When the pseudo-gradients are there, or the time is over, they are merged and the next round starts.
+
+Workers come and go. One that joins in mid-round waits for the next, unless it says that it is in the middle of this
+one, as after a restart. One that leaves is not waited for, and what it has sent counts. One that is lost, as it missed
+the end of its round, joins in with the next as soon as it is heard of. One that pauses is not counted on, and not
+started.
 
 Not thread-safe: call it from one thread, or under one lock.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -20,6 +29,7 @@ from typing import Annotated, TypeAlias, TypedDict
 
 import msgspec
 
+from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     Acknowledge,
@@ -40,13 +50,18 @@ from lightning_bytescheduler.diloco.messages import (
     WaitForRound,
     WorkerMessage,
 )
-from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions, RoundTarget
-from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget, worthwhile_wait
+from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
+from lightning_bytescheduler.diloco.round_roster import RoundRoster
 from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["BatchScheduler", "BatchSchedulerState"]
 
+log = logging.getLogger(__name__)
+
+_FIRST_TRANSFER_S = 60.0  # that a first pseudo-gradient may take, before there is anything to go by
+_MOST_LATE = 1024  # late updates that a round's record holds
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -90,15 +105,16 @@ class BatchScheduler:
         self._phase = _Phase.IDLE
         self._round = 0
         self._samples = 0
-        self._workers: dict[str, WorkerProgress] = {}
-        self._step_times: dict[str, StepTimeState] = {}  # of workers that are not there
-        self._gone: set[str] = set()
+        self._roster = RoundRoster(target, self._options, self._step_cap)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
         self._deadline = 0.0
-        self._longest_send = 0.0
+        self._longest_grace = 0.0
+        self._counted_on: set[int] = set()  # numbers of those that the quorum is a share of
+        self._late: list[LateUpdate] = []
+        self._late_samples: dict[int, int] = {}  # of late updates that count, by the round that they become part of
         self._outgoing: list[Envelope] = []
 
     @property
@@ -119,24 +135,40 @@ class BatchScheduler:
     @property
     def workers(self) -> Mapping[str, WorkerProgress]:
         """Everyone who takes part, or waits to. To be read only."""
-        return self._workers
+        return self._roster.workers
 
     @property
     def left(self) -> int:
         """What is to go in this round, in the target's unit; 0 or less when it is reached."""
-        return self._left(self._members())
+        return self._roster.left
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the end of the round is decided."""
+        return self._phase is _Phase.COLLECTING
 
     @property
     def next_tick(self) -> float | None:
         """When ``tick`` may change something, if no message comes before; ``None`` if it cannot."""
         if self._phase not in (_Phase.TRAINING, _Phase.COLLECTING):
             return None
-        times = [worker.silent_at(self._options) for worker in self._training(self._now)]
-        if self._phase is _Phase.COLLECTING:
-            times.append(self._deadline + self._options.grace)
-        return min(times, default=None)
+        self._roster.look_for_silence(self._now)
+        silence = self._roster.next_silence
+        if self._phase is _Phase.TRAINING:
+            return silence
+        end = self._end_of_waiting(self._now)
+        return end if silence is None else min(silence, end)
 
-    def handle(self, message: WorkerMessage, *, now: float) -> tuple[Envelope, ...]:
+    def expects(self, worker: str, round: int) -> bool:
+        """Whether a pseudo-gradient of a worker for a round would be part of it if it were there now."""
+        if round != self._round or self._phase not in (_Phase.TRAINING, _Phase.COLLECTING):
+            return False
+        known = self._roster.workers.get(worker)
+        if known is not None and known.is_member:
+            return known.state is not WorkerState.ARRIVED
+        return self._roster.departed(worker) is not None
+
+    def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> tuple[Envelope, ...]:
         """Take in a message.
 
         Args:
@@ -147,26 +179,44 @@ class BatchScheduler:
             What to send, the answer to the sender among it.
         """
         self._now = now
-        worker = self._workers.get(message.worker)
+        worker = self._roster.workers.get(message.worker)
         if self.finished:
             self._tell(message.worker, TrainingOver(round=self._round))
         elif isinstance(message, LeaveRounds):
             if worker is not None:
-                self._forget(worker)
-                self._gone.add(worker.name)
+                self._roster.remove(worker, now, has_left=True)
                 self._advance(now)
+        elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
+            self._arrive_after_leaving(message, worker, now)
         elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
             if worker is not None:
-                self._forget(worker)  # it has been started anew, and what it did is lost
-            self._join(message.worker, message.session, now)
+                # It has been started anew, and what it did is lost, but for what it has sent.
+                self._roster.remove(worker, now, has_left=False)
+            self._join(message, now)
         elif worker is None:
             # After a restart of the scheduler, workers that it does not know report to it: they join, too. Whoever has
             # left does not come back with a report that was overtaken.
-            if message.worker not in self._gone:
-                self._join(message.worker, 0, now)
+            if not self._roster.has_left(message.worker):
+                self._join(JoinRounds(worker=message.worker), now, paused=isinstance(message, PauseRounds))
         else:
             self._hear(worker, message, now)
         return self._take_outgoing()
+
+    def note_late(self, update: LateUpdate, *, into: int) -> None:
+        """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
+
+        Args:
+            update: What came, and what it counts, see ``late_updates.late_weight``.
+            into: The round whose merge it is part of, if that has a quorum.
+        """
+        counts = f"counts {update.weight} in round {into}" if update.weight else "is dropped"
+        log.info(
+            "The update of %s of round %d is %d late and %s.", update.worker, update.round, update.staleness, counts
+        )
+        if len(self._late) < _MOST_LATE:
+            self._late.append(update)
+        if update.weight:
+            self._late_samples[into] = self._late_samples.get(into, 0) + update.samples
 
     def tick(self, *, now: float) -> tuple[Envelope, ...]:
         """Take note that time has passed.
@@ -182,13 +232,15 @@ class BatchScheduler:
         return self._take_outgoing()
 
     def state_dict(self) -> BatchSchedulerState:
-        """What to keep over a restart. Workers have to join again; the round that was on begins anew."""
+        """What to keep over a restart. Workers have to join again.
+
+        The round that was on begins anew, with the steps that they then say they have taken in it.
+        """
         open_round = self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
-        known = {name: worker.step_time.state_dict() for name, worker in self._workers.items()}
         return {
             "round": self._round - open_round,
             "samples": self._samples,
-            "step_times": {**self._step_times, **known},
+            "step_times": self._roster.step_times(),
         }
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
@@ -202,23 +254,52 @@ class BatchScheduler:
         except msgspec.ValidationError as error:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
         self._round, self._samples = state["round"], state["samples"]
-        self._step_times = dict(state["step_times"])
+        self._roster.load_step_times(state["step_times"])
         if self._round:
             self._first = self._options.restart_workers
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
 
-    def _hear(self, worker: WorkerProgress, message: WorkerMessage, now: float) -> None:
+    # ── One worker ───────────────────────────────────────────────────────────
+
+    def _hear(self, worker: WorkerProgress, message: WorkerMessage | PauseRounds | ResumeRounds, now: float) -> None:
         worker.heard = now
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING
-            if isinstance(message, PseudoGradientArrived):
-                self._measure_transfer(worker, now)  # too late, so that the next one is given more time
-        if self._phase is _Phase.IDLE:
+        if isinstance(message, PauseRounds):
+            worker.paused = True
+            self._roster.refresh(worker, now)
+            self._advance(now)
+            return
+        if isinstance(message, (JoinRounds, ResumeRounds)):
+            worker.paused = False
+            self._take_in(worker, message if isinstance(message, JoinRounds) else None, now)
+        elif self._phase is _Phase.IDLE:
             self._begin_round(now)
-        if not isinstance(message, (JoinRounds, LeaveRounds)) and message.round == self._round:
+        if not isinstance(message, (JoinRounds, LeaveRounds, ResumeRounds)) and message.round == self._round:
             self._follow(worker, message, now)
+        self._roster.refresh(worker, now)
         self._answer(worker)
         self._advance(now)
+
+    def _take_in(self, worker: WorkerProgress, join: JoinRounds | None, now: float) -> None:
+        """Let a worker into the round that is on, if it can be: in the middle of it, or with nothing done."""
+        if self._phase is _Phase.IDLE:
+            worker.resumed = join
+            self._begin_round(now)
+        elif worker.state is not WorkerState.WAITING:
+            pass  # it has a place in the round
+        elif join is not None and join.round == self._round:
+            worker.tell_to_start(now)
+            worker.resume(join, now)
+            if self._phase is _Phase.COLLECTING:
+                self._counted_on.add(worker.number)
+        elif join is None and self._may_start_late(worker):
+            worker.tell_to_start(now)
+        self._roster.refresh(worker, now)
+
+    def _may_start_late(self, worker: WorkerProgress) -> bool:
+        # Nobody has to wait for it: others do what it does not. Were its speed unknown, the decision would wait for it.
+        return self._phase is _Phase.TRAINING and self._target.step_cap is None and worker.step_time.is_known
 
     def _follow(
         self,
@@ -230,6 +311,7 @@ class BatchScheduler:
         if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
             worker.start(now)
         if isinstance(message, StepReport) and worker.is_training and message.steps > worker.steps:
+            worker.paused = False
             worker.take_report(message, now)
         if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:
             worker.steps, worker.samples, worker.tokens = message.steps, message.samples, message.tokens
@@ -237,11 +319,19 @@ class BatchScheduler:
             worker.end(now)
         if isinstance(message, PseudoGradientArrived) and worker.state is WorkerState.SENDING:
             worker.arrive(now)
-            self._measure_transfer(worker, now)
+            _measure_transfer(worker, now)
 
-    def _measure_transfer(self, worker: WorkerProgress, now: float) -> None:
-        if worker.sending is not None:
-            self._longest_send = max(self._longest_send, now - worker.sending)
+    def _arrive_after_leaving(self, message: PseudoGradientArrived, worker: WorkerProgress | None, now: float) -> None:
+        """What has come is of one who has left, or has missed the end of its round."""
+        departed = self._roster.departed(message.worker) if message.round == self._round else None
+        if departed is not None:
+            departed.arrive(now)
+            self._roster.refresh(departed, now)
+            self._advance(now)
+        elif worker is not None:
+            if worker.state is WorkerState.LOST:
+                _measure_transfer(worker, now)  # too late, so that the next one is given more time
+            self._hear(worker, message, now)
 
     def _answer(self, worker: WorkerProgress) -> None:
         if worker.state in (WorkerState.WAITING, WorkerState.LOST):
@@ -253,23 +343,21 @@ class BatchScheduler:
         else:
             self._tell(worker.name, Acknowledge(round=self._round, reported=worker.steps))
 
-    def _join(self, name: str, session: int, now: float) -> None:
-        self._gone.discard(name)
-        worker = self._workers[name] = WorkerProgress(name=name, session=session, heard=now)
-        if name in self._step_times:
-            worker.step_time.load_state_dict(self._step_times.pop(name))
-        if self._phase is _Phase.IDLE:
-            self._begin_round(now)
-        if worker.state is WorkerState.WAITING:
+    def _join(self, join: JoinRounds, now: float, *, paused: bool = False) -> None:
+        open_round = self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
+        is_back = open_round and join.round == self._round
+        worker = self._roster.take_back(join.worker, join.session, now) if is_back else None
+        worker = worker or self._roster.add(join.worker, join.session, now)
+        worker.paused = paused
+        self._take_in(worker, join, now)
+        if open_round or worker.state is WorkerState.WAITING:
             self._answer(worker)
         self._advance(now)
 
-    def _forget(self, worker: WorkerProgress) -> None:
-        self._step_times[worker.name] = worker.step_time.state_dict()
-        del self._workers[worker.name]
+    # ── The round ───────────────────────────────────────────────────────────
 
     def _begin_round(self, now: float) -> None:
-        members = [worker for worker in self._workers.values() if worker.state is not WorkerState.LOST]
+        members = [worker for worker in self._roster if worker.state is not WorkerState.LOST and not worker.paused]
         if len(members) < self._first:
             self._phase = _Phase.IDLE
             return
@@ -277,66 +365,86 @@ class BatchScheduler:
         self._round += 1
         self._phase = _Phase.TRAINING
         self._started, self._decided = now, None
+        self._roster.begin_round()
         for worker in members:
             worker.tell_to_start(now)
+            if worker.resumed is not None and worker.resumed.round == self._round:
+                worker.resume(worker.resumed, now)
+            worker.resumed = None
+            self._roster.refresh(worker, now)
             self._answer(worker)
 
     def _advance(self, now: float) -> None:
         """Decide the end of the round if it is time to, and end it if it is over."""
+        self._roster.look_for_silence(now)
         if self._phase is _Phase.TRAINING:
             self._decide(now)
-        if self._phase is _Phase.COLLECTING:
-            awaited = [worker for worker in self._members() if worker.state is WorkerState.SENDING]
-            awaited += self._training(now)
-            if not awaited or now >= self._deadline + self._options.grace:
-                self._end_round(now)
+        if self._phase is _Phase.COLLECTING and (not self._roster.awaited or now >= self._end_of_waiting(now)):
+            self._end_round(now)
 
     def _decide(self, now: float) -> None:
-        training = self._training(now)
-        if not training:
-            self._collect({}, 0.0, now)
+        roster = self._roster
+        if not roster.training:
+            # Where all others are paused too, nobody waits for an end, and their steps are not to be lost.
+            members = roster.members()
+            if not members or any(worker.has_ended or not worker.paused for worker in members):
+                self._collect({}, 0.0, now)
             return
-        paces = {worker.name: worker.pace(self._step_cap) for worker in training}
-        known = {name: pace for name, pace in paces.items() if pace is not None}
-        slowest = max((pace.step_seconds for pace in known.values()), default=0.0)
-        # Whoever is silent is not counted on, nor is what it did: its pseudo-gradient will probably not come.
-        left = self._left([*training, *(worker for worker in self._members() if worker.has_ended)])
+        left = roster.left_to_count_on
         if left <= 0:
             # Nobody is to begin another step. Whoever has not started yet does not have to.
+            training = roster.counted_training()
+            slowest = max((worker.step_time.seconds or 0.0 for worker in training), default=0.0)
             self._collect({}, slowest * max(worker.in_flight + 1 for worker in training), now)
-        elif all(worker.step_time.is_known for worker in training):
-            lead = self._lead(known, slowest)
-            plan = self._target.plan(left, list(known.values()), now=now, within=lead)
+        elif roster.all_timed and not roster.is_far(left, now=now):
+            training = roster.counted_training()
+            paces = [pace for worker in training if (pace := worker.pace(self._step_cap)) is not None]
+            plan = self._target.plan(left, paces, now=now, within=roster.lead)
             if plan is not None:
                 counters = {
-                    name: pace.steps + max(steps, pace.sure)
-                    for (name, pace), steps in zip(known.items(), plan.steps, strict=True)
+                    worker.number: pace.steps + max(steps, pace.sure)
+                    for worker, pace, steps in zip(training, paces, plan.steps, strict=True)
                 }
                 self._collect(counters, plan.seconds, now)
 
-    def _left(self, counted: list[WorkerProgress]) -> int:
-        return self._target.left(
-            samples=sum(worker.samples for worker in counted), steps=[worker.steps for worker in counted]
-        )
-
-    def _lead(self, paces: Mapping[str, Pace], slowest: float) -> float:
-        """How many seconds before its end a round is decided: each worker must hear of it before its last step."""
-        told_in_time = max((pace.committed + 1) * pace.step_seconds for pace in paces.values())
-        return max(self._options.lead_steps * slowest, told_in_time)
-
-    def _collect(self, counters: Mapping[str, int], seconds: float, now: float) -> None:
+    def _collect(self, counters: Mapping[int, int], seconds: float, now: float) -> None:
         """The end of the round is decided: everyone is told, also those who are silent."""
         self._phase = _Phase.COLLECTING
         self._decided = now
-        self._deadline = now + 2 * seconds + 2 * self._longest_send
-        members = self._members()
+        transfer = self._roster.longest_transfer
+        self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
+        if self._options.grace == "auto":
+            # By then the arrived could have done the round again. A first transfer may be long, however short that is.
+            self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
+        else:
+            self._longest_grace = self._options.grace
+        members = self._roster.members()
+        self._counted_on = {worker.number for worker in members}
         for worker in members:
             if worker.is_training:
-                worker.send_after = counters.get(worker.name)
+                worker.send_after = counters.get(worker.number)
+                self._roster.refresh(worker, now)
                 self._tell_to_send(worker)
         names = tuple(worker.name for worker in members)
-        timeout = self._deadline + self._options.grace - now
+        timeout = self._deadline + self._longest_grace - now
         self._tell(PARAMETER_SERVER, CollectPseudoGradients(round=self._round, workers=names, timeout=timeout))
+
+    def _end_of_waiting(self, now: float) -> float:
+        """Until when pseudo-gradients are waited for, as things are now."""
+        if self._options.grace != "auto":
+            return self._deadline + self._longest_grace
+        if now < self._deadline or self._decided is None:
+            return self._deadline  # which is waited for in any case; what it then is worth is known then
+        missing, arrived = self._roster.missing_samples, self._arrived(self._roster.members())
+        if len(arrived) < self._least():
+            missing += sum(worker.samples for worker in arrived)  # without a quorum, these count nothing either
+        return worthwhile_wait(
+            decided=self._decided,
+            deadline=self._deadline,
+            longest=self._longest_grace,
+            missing=missing * (1.0 if self._options.late == "drop" else 0.5),  # a late one may still count half
+            idle=self._roster.idle_speed,
+        )
 
     def _tell_to_send(self, worker: WorkerProgress) -> None:
         if worker.send_after is None:
@@ -344,27 +452,40 @@ class BatchScheduler:
         else:
             self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
 
+    def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
+        return [worker for worker in members if worker.state is WorkerState.ARRIVED and worker.samples]
+
+    def _least(self) -> int:
+        """Pseudo-gradients that the quorum needs."""
+        return max(math.ceil(self._options.quorum * len(self._counted_on)), self._options.quorum_workers)
+
     def _end_round(self, now: float) -> None:
-        members = self._members()
-        arrived = [worker for worker in members if worker.state is WorkerState.ARRIVED and worker.samples]
-        if len(arrived) < max(math.ceil(self._options.quorum * len(members)), 1):
+        members = self._roster.members()
+        arrived = self._arrived(members)
+        if len(arrived) < self._least():
             arrived = []
         merged = tuple(worker.name for worker in arrived)
-        self._samples += sum(worker.samples for worker in arrived)
+        numbers = {worker.number for worker in arrived}
+        late_samples = self._late_samples.pop(self._round, 0)
+        self._samples += sum(worker.samples for worker in arrived) + (late_samples if arrived else 0)
         self._tell(PARAMETER_SERVER, MergePseudoGradients(round=self._round, workers=merged))
         record = RoundRecord(
             round=self._round,
             start=self._started,
             end=now,
             decided=self._decided,
-            workers=tuple(worker.record(now, merged=worker.name in merged) for worker in members),
+            workers=tuple(worker.record(now, merged=worker.number in numbers) for worker in members),
+            late=tuple(self._late),
         )
+        self._late = []
         for worker in members:
-            if worker.state is not WorkerState.ARRIVED:
-                worker.state = WorkerState.LOST
+            is_there = worker.state is WorkerState.ARRIVED or worker.paused
+            worker.state = WorkerState.WAITING if is_there else WorkerState.LOST
+        self._roster.begin_round()
+        self._roster.forget_lost(now)
         if self._is_over():
             self._phase = _Phase.FINISHED
-            for name in self._workers:
+            for name in self._roster.workers:
                 self._tell(name, TrainingOver(round=self._round))
         else:
             self._begin_round(now)
@@ -374,18 +495,14 @@ class BatchScheduler:
     def _is_over(self) -> bool:
         return self._options.outer_steps is not None and self._round >= self._options.outer_steps
 
-    def _members(self) -> list[WorkerProgress]:
-        """Who takes part in this round."""
-        outside = (WorkerState.WAITING, WorkerState.LOST)
-        return [worker for worker in self._workers.values() if worker.state not in outside]
-
-    def _training(self, now: float) -> list[WorkerProgress]:
-        """Who has steps of this round before it, and is not silent."""
-        return [w for w in self._members() if w.is_training and now < w.silent_at(self._options)]
-
     def _tell(self, name: str, message: SchedulerMessage) -> None:
         self._outgoing.append(Envelope(name, message))
 
     def _take_outgoing(self) -> tuple[Envelope, ...]:
         outgoing, self._outgoing = tuple(self._outgoing), []
         return outgoing
+
+
+def _measure_transfer(worker: WorkerProgress, now: float) -> None:
+    if worker.sending is not None:
+        worker.transfer.observe(now - worker.sending)

@@ -68,13 +68,14 @@ class Alignment:
         return self.product / math.sqrt(self.norms) if self.norms else 0.0
 
 
-def require_late(option: str, value: object, *, weighting: str = "samples") -> LateRule:
+def require_late(option: str, value: LateRule, *, weighting: str = "samples") -> LateRule:
     """Return ``value`` if it is one of ``LATE_RULES`` that goes with the weighting.
 
     Raises:
         OptionError: If it is not; names ``option``.
     """
-    rule: LateRule = require_one_of(option, value, LATE_RULES)  # type: ignore[type-var]
+    require_one_of(option, value, LATE_RULES)
+    rule: LateRule = value
     if weighting == "uniform" and rule != "drop":
         raise OptionError(option, value, "'drop' where weighting='uniform': part of a weight of 1 is 0")
     return rule

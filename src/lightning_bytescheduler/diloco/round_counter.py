@@ -8,6 +8,7 @@ from __future__ import annotations
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
+    JoinRounds,
     Message,
     RoundStarted,
     SendAfter,
@@ -51,6 +52,41 @@ class RoundCounter:
         self._last_step: int | None = None
         self._acknowledged = 0
         self._sent = False
+        self._last_sent: SendingPseudoGradient | None = None
+
+    @property
+    def sent(self) -> SendingPseudoGradient | None:
+        """What was said when the pseudo-gradient of this round was sent; ``None`` before that.
+
+        It is to be said again, and the pseudo-gradient sent again, after :meth:`join` to a scheduler that may not know.
+        """
+        return self._last_sent if self._sent else None
+
+    def join(self, session: int = 0) -> JoinRounds:
+        """What to say to a scheduler that does not know this worker, or does not know it any more.
+
+        What was done in this round counts, if the scheduler has that round. A worker whose weights are not those that
+        the round began with says :meth:`start_anew` before.
+
+        Args:
+            session: Which start of the worker's process this is.
+        """
+        done = self.sent or self
+        return JoinRounds(
+            worker=self.worker,
+            session=session,
+            round=self.round,
+            steps=done.steps,
+            samples=done.samples,
+            tokens=done.tokens,
+        )
+
+    def start_anew(self) -> None:
+        """Forget the round and all that was done in it: other weights were fetched, and any round may be next."""
+        self.round = 0
+        self._begin_count()
+        self.next_round = self._next_cap = self._last_step = self._last_sent = None
+        self.waiting = self._sent = False
 
     @property
     def due(self) -> bool:
@@ -135,7 +171,7 @@ class RoundCounter:
         )
         self._begin_count()
         self._last_step = None
-        self._sent = True
+        self._sent, self._last_sent = True, message
         return message
 
     def _begin_count(self) -> None:

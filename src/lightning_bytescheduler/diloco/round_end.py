@@ -14,6 +14,7 @@ from typing import Protocol
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.diloco.projection import Pace, Projection, project
 from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_totals import LastWorkerOutlook, Outlook, SampleOutlook
 
 __all__ = [
     "FastestSteps",
@@ -26,6 +27,7 @@ __all__ = [
     "SampleTarget",
     "fastest_steps",
     "project",
+    "worthwhile_wait",
 ]
 
 
@@ -54,7 +56,7 @@ class RoundTarget(Protocol):
 
         Args:
             samples: That all workers together have processed in this round.
-            steps: That each worker has taken in this round.
+            steps: That each worker has taken in this round; the fewest and the most are enough.
         """
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
@@ -70,10 +72,17 @@ class RoundTarget(Protocol):
             ``None`` if the target is not reached ``within`` that time.
         """
 
+    def outlook(self) -> Outlook:
+        """What says, for one round, that ``plan`` would be ``None``, without a look at every worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
     """A round is over when all workers together have processed ``samples`` samples.
+
+    The proposal for performance-aware scheduling gives a round as a number of steps (there: ``outer_steps``) with a
+    theoretical ``batch_size``, from which follows how many batches each worker processes: :meth:`of_steps` is that. No
+    worker need have that batch size. The samples are shared out by what each one gets through in the same time.
 
     Raises:
         OptionError: If ``samples`` is not a positive whole number.
@@ -83,6 +92,19 @@ class SampleTarget:
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1)
+
+    @classmethod
+    def of_steps(cls, steps: int, *, batch_size: int) -> SampleTarget:
+        """As many samples as so many steps have at a theoretical batch size.
+
+        Args:
+            steps: Until the outer step.
+            batch_size: Samples of a step, of all workers together.
+
+        Raises:
+            OptionError: If one of them is not a positive whole number.
+        """
+        return cls(require_whole("steps", steps, 1) * require_whole("batch_size", batch_size, 1))
 
     @property
     def step_cap(self) -> int | None:
@@ -104,6 +126,10 @@ class SampleTarget:
         if projection.stopped == "time" or projection.seconds > within:
             return None
         return RoundPlan(seconds=projection.seconds, steps=projection.steps)
+
+    def outlook(self) -> Outlook:
+        """A bound on what all will have processed at one moment ahead."""
+        return SampleOutlook()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +158,15 @@ class FastestSteps:
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker is given its share, less what it has taken."""
-        shares = fastest_steps(self.steps, [pace.step_seconds for pace in paces])
-        steps = [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)]
-        return _plan(steps, paces, now, within)
+        fastest = min((pace.step_seconds for pace in paces), default=1.0)
+        return _plan([self._steps_of(pace, fastest) for pace in paces], paces, now, within)
+
+    def outlook(self) -> Outlook:
+        """Somebody who will still be at it."""
+        return LastWorkerOutlook(self._steps_of)
+
+    def _steps_of(self, pace: Pace, fastest: float) -> int:
+        return max(_share(self.steps, pace.step_seconds, fastest) - pace.steps, pace.sure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +193,14 @@ class FixedSteps:
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker takes what is missing."""
-        return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now, within)
+        return _plan([self._steps_of(pace) for pace in paces], paces, now, within)
+
+    def outlook(self) -> Outlook:
+        """Somebody who will still be at it."""
+        return LastWorkerOutlook(self._steps_of)
+
+    def _steps_of(self, pace: Pace, fastest: float = 0.0) -> int:
+        return max(self.steps - pace.steps, 0)
 
 
 def fastest_steps(steps: int, step_seconds: Sequence[float]) -> tuple[int, ...]:
@@ -172,8 +211,40 @@ def fastest_steps(steps: int, step_seconds: Sequence[float]) -> tuple[int, ...]:
         step_seconds: Each worker's time of a step.
     """
     fastest = min(step_seconds, default=1.0)
+    return tuple(_share(steps, seconds, fastest) for seconds in step_seconds)
+
+
+def _share(steps: int, seconds: float, fastest: float) -> int:
     # A share that is whole but for rounding is whole.
-    return tuple(max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1) for seconds in step_seconds)
+    return max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1)
+
+
+def worthwhile_wait(*, decided: float, deadline: float, longest: float, missing: float, idle: float) -> float:
+    """Until when it pays to wait for pseudo-gradients that are missing: the rule of ``grace="auto"``.
+
+    Waiting a second costs the ``idle`` samples that the workers which are through would process meanwhile. What it
+    brings is what is missing, times the chance that it comes in that second. Nothing is known of that chance but that
+    it falls with time: whatever has not come after some time has an even chance to come within as much time again (the
+    density 1/t of a time of unknown scale), so that the chance of the next second is 1/t, t seconds after the decision.
+    Waiting pays while ``missing / t > idle``, that is until ``t = missing / idle``: until those who are through have
+    lost as much as they wait for. Whatever the chances really are, that costs twice at most what the best choice in
+    hindsight would have (to wait for all, or not at all), as for renting skis or buying them.
+
+    With n equal workers, of which one is missing, that is a round's length over n - 1: two wait for each other for
+    long, and a thousand hardly.
+
+    Args:
+        decided: When the end of the round was decided, in seconds.
+        deadline: Which is waited for in any case.
+        longest: Seconds beyond the deadline that are not exceeded, also if nobody is through and idle.
+        missing: Samples that would become part of the weights, and count nothing if they come late.
+        idle: Samples a second that those who are through would process.
+
+    Returns:
+        A time from ``deadline`` to ``deadline + longest``.
+    """
+    worthwhile = decided + missing / idle if idle > 0 else math.inf
+    return min(max(worthwhile, deadline), deadline + longest)
 
 
 def _plan(steps: Sequence[int], paces: Sequence[Pace], now: float, within: float) -> RoundPlan | None:

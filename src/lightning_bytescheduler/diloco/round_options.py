@@ -28,7 +28,7 @@ class RoundOptions:
         quorum_workers: The same as a number; both have to be reached.
         grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
             the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
-            as that is worth what the others lose by it, see ``batch_scheduler.worthwhile_wait``.
+            as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
         silent_after: Seconds of silence, on top of three steps, after which a worker is no longer counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
         late: What becomes of a pseudo-gradient that comes after its round is over, see ``late_updates.late_weight``.

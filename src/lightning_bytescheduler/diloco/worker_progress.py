@@ -15,8 +15,9 @@ from typing import Annotated, TypeAlias, TypedDict, get_args
 
 import msgspec
 
-from lightning_bytescheduler.diloco.messages import StepReport
-from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
+from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
+from lightning_bytescheduler.diloco.projection import Pace
+from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
 __all__ = ["RobustMean", "StepTime", "StepTimeState", "WorkerProgress", "WorkerState"]
@@ -154,16 +155,21 @@ class WorkerState(Enum):
     """Missed the end of a round. If it is heard of again, it joins in with the next round."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class WorkerProgress:
     """One worker in one round. Times are in seconds of the scheduler's clock.
 
     Attributes:
         name: Of the worker.
+        number: Stands for it where names would do, but for two starts of one process.
         session: Which start of its process this is.
         state: Where it is.
         heard: When it was last heard of.
+        paused: It lives, and does something else.
+        left: It has left; what it has sent is waited for no more, and counts if it comes.
+        resumed: What it had done, by its own account, in a round that is to begin, when it joined.
         step_time: Survives the round.
+        transfer: Seconds from its last step until its pseudo-gradient was there; survives the round.
         steps: Taken in this round.
         samples: Processed in this round.
         tokens: Processed in this round.
@@ -178,9 +184,14 @@ class WorkerProgress:
 
     name: str
     heard: float
+    number: int = 0
     session: int = 0
     state: WorkerState = WorkerState.WAITING
+    paused: bool = False
+    left: bool = False
+    resumed: JoinRounds | None = None
     step_time: StepTime = field(default_factory=StepTime)
+    transfer: RobustMean = field(default_factory=RobustMean)
     steps: int = 0
     samples: int = 0
     tokens: int = 0
@@ -203,6 +214,11 @@ class WorkerProgress:
         """It has the weights, and trains from now on."""
         self.state = WorkerState.TRAINING
         self.began = self.reported = now
+
+    def resume(self, join: JoinRounds, now: float) -> None:
+        """It is in the middle of the round, and says what it has done in it."""
+        self.start(now)
+        self.steps, self.samples, self.tokens = join.steps, join.samples, join.tokens
 
     def take_report(self, report: StepReport, now: float) -> None:
         """Take over a report that is newer than what is known."""
@@ -237,6 +253,17 @@ class WorkerProgress:
                 if start < end
             ),
         )
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """While it trains, or ``None`` before its first step."""
+        seconds, batch_size = self.step_time.seconds, self.step_time.batch_size
+        return None if seconds is None or batch_size is None else batch_size / seconds
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it takes part in this round."""
+        return self.state is not WorkerState.WAITING and self.state is not WorkerState.LOST
 
     @property
     def is_training(self) -> bool:

@@ -1,0 +1,258 @@
+"""The body of ``lightning-bytescheduler coordinator``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_bytescheduler.checks import importing, require_path, require_positive
+from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
+from lightning_bytescheduler.diloco.late_updates import LATE_RULES
+from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_record import RoundFile
+from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.serving import ServerAccess, parse_bind, read_token
+from lightning_bytescheduler.slices.command import _bytes
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.coordinator.server import CoordinatorServer
+    from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+
+__all__ = ["add_arguments", "run"]
+
+log = logging.getLogger(__name__)
+
+_BIND = "127.0.0.1:7077"
+_RUN = (
+    "samples_per_round",
+    "inner_steps",
+    "equal_steps",
+    "outer_steps",
+    "outer_lr",
+    "outer_momentum",
+    "weighting",
+    "fragments",
+    "overlap_steps",
+    "mixing",
+    "wire_dtype",
+)
+_NAMES = {"client_authority": "--client-ca", "certificate": "--cert", "host": "--bind", "grace": "--grace-s"}
+_NAMES |= {"lease": "--lease-s", "url": "--state", "seconds": "--state-lease-s", "token": "--token-file"}
+_LOOK_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help="where to listen (default: %(default)s)")
+    parser.add_argument("--state", metavar="URL", help="folder in which the run is kept over restarts")
+    parser.add_argument("--train", nargs="+", metavar="URL", help="slices of training data, handed out to the workers")
+    rounds = parser.add_argument_group("rounds, the same for all workers")
+    rounds.add_argument("--samples-per-round", type=int, metavar="N", help="samples of all workers that end a round")
+    rounds.add_argument("--inner-steps", type=int, metavar="N", help="or steps of the fastest worker (default: 100)")
+    rounds.add_argument("--equal-steps", action="store_true", help="every worker takes --inner-steps steps")
+    rounds.add_argument("--outer-steps", type=int, metavar="N", help="rounds after which the training is over")
+    rounds.add_argument("--outer-lr", type=float, metavar="X", help="outer learning rate (default: 0.7)")
+    rounds.add_argument("--outer-momentum", type=float, metavar="X", help="Nesterov momentum (default: 0.9)")
+    rounds.add_argument("--weighting", choices=WEIGHTINGS, help="of updates in the mean (default: samples)")
+    rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
+    rounds.add_argument("--overlap-steps", type=int, metavar="N", help="steps from an update to its mean (default: 0)")
+    rounds.add_argument("--mixing", type=float, metavar="X", help="share of the local weights that a merge keeps")
+    rounds.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of updates and means (default: fp32)")
+    waiting = parser.add_argument_group("who is waited for")
+    defaults = RoundOptions()
+    waiting.add_argument("--start-workers", type=int, metavar="N", help="that the first round waits for (default: 1)")
+    waiting.add_argument("--quorum", type=float, metavar="X", help="share whose updates a merge needs (default: 0.5)")
+    waiting.add_argument(
+        "--grace-s", type=_grace, metavar="S", help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})"
+    )
+    waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; nobody counts on a silent worker")
+    waiting.add_argument("--step-cap", type=int, metavar="N", help="steps that no worker exceeds in a round")
+    waiting.add_argument("--lead-steps", type=int, metavar="N", help="that a round's end is decided ahead (default: 3)")
+    waiting.add_argument("--late", choices=LATE_RULES, help="what a late update counts (default: drop)")
+    waiting.add_argument(
+        "--lease-s", type=float, default=60.0, metavar="S", help="without a sign of life, then a worker is given up"
+    )
+    access = parser.add_argument_group("who gets in; beyond this machine all of it is needed but --client-ca")
+    access.add_argument("--token-file", metavar="FILE", help=f"file with the token; or {TOKEN_VARIABLE} has it")
+    access.add_argument("--cert", metavar="FILE", help="certificate chain for TLS")
+    access.add_argument("--key", metavar="FILE", help="its private key")
+    access.add_argument("--client-ca", metavar="FILE", help="workers need a certificate that it has signed")
+    keeping = parser.add_argument_group("what is kept")
+    keeping.add_argument(
+        "--save-every", type=int, default=1, metavar="N", help="rounds between two states (default: 1)"
+    )
+    keeping.add_argument("--standby", action="store_true", help="wait while another one acts on --state")
+    keeping.add_argument(
+        "--state-lease-s", type=float, default=15.0, metavar="S", help="without a sign of life, then a standby acts"
+    )
+    keeping.add_argument("--rounds-file", metavar="FILE", help="record of the rounds, for 'rounds' to draw")
+    keeping.add_argument("--spool", metavar="DIR", help="folder for updates that are not merged yet")
+    keeping.add_argument("--spool-bytes", type=_bytes, default=2**32, metavar="SIZE", help="of those (default: 4GiB)")
+    data = parser.add_argument_group("slices")
+    data.add_argument("--seed", type=int, default=0, metavar="N", help="of their order (default: 0)")
+    data.add_argument(
+        "--delivery",
+        choices=("at_least_once", "at_most_once"),
+        default="at_least_once",
+        help="of a dead worker's samples (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the parsed arguments say, until it is stopped; returns the exit code."""
+    with _named():
+        run_and_rounds = _options(options)
+        host, port = parse_bind("--bind", options.bind)
+        token = read_token(options.token_file, variable=TOKEN_VARIABLE)
+        access = ServerAccess(
+            host=host, token=token, certificate=options.cert, key=options.key, client_authority=options.client_ca
+        )
+        if options.standby and options.state is None:
+            raise OptionError("standby", True, "left out without --state, on which another one acts")
+        require_positive("seconds", options.state_lease_s, of="seconds")
+    _log_to_stderr()
+    with importing("coordinator", extra="coordinator"):
+        import aiohttp  # noqa: F401
+        import safetensors  # noqa: F401
+        import xxhash  # noqa: F401
+    _one_thread_for_each_operation()
+    with _named():
+        server = _server(options, run_and_rounds, access, port)
+    with server:
+        _announce(server, options, access)
+        return _wait(server)
+
+
+def _options(options: argparse.Namespace) -> CoordinatorOptions:
+    waiting = {
+        name: getattr(options, name)
+        for name in ("start_workers", "quorum", "silent_after", "step_cap", "late", "lead_steps")
+        if getattr(options, name) is not None
+    }
+    if options.grace_s is not None:
+        waiting["grace"] = options.grace_s
+    if options.spool is not None:
+        require_path("spool", options.spool)
+        if not os.path.isdir(options.spool):
+            raise OptionError("spool", options.spool, "a folder that is there")
+    return CoordinatorOptions(
+        run=run_options(**{name: getattr(options, name) for name in _RUN}),
+        rounds=RoundOptions(**waiting),
+        lease=options.lease_s,
+        spool=options.spool,
+        spool_bytes=options.spool_bytes,
+        save_every=options.save_every,
+    )
+
+
+def _server(
+    options: argparse.Namespace, run_and_rounds: CoordinatorOptions, access: ServerAccess, port: int
+) -> CoordinatorServer:
+    from lightning_bytescheduler.coordinator.server import CoordinatorServer
+    from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+
+    rounds_file = None
+    if options.rounds_file is not None:
+        rounds_file = RoundFile(Path(options.rounds_file), append=True, option="--rounds-file")
+    keeper = None
+    if options.state is not None:
+        keeper = StateKeeper(options.state, standby=options.standby, lease=options.state_lease_s)
+    return CoordinatorServer(
+        run_and_rounds,
+        access=access,
+        port=port,
+        keeper=keeper,
+        standby=options.standby,
+        slices=_slices(options),
+        rounds_file=rounds_file,
+    )
+
+
+def _slices(options: argparse.Namespace) -> SliceDesk | None:
+    if options.train is None:
+        return None
+    from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+    from lightning_bytescheduler.slices.options import TrackerOptions
+
+    tracker = TrackerOptions(seed=options.seed, delivery=options.delivery, lease=options.lease_s)
+    return SliceDesk(options.train, tracker)
+
+
+def _announce(server: CoordinatorServer, options: argparse.Namespace, access: ServerAccess) -> None:
+    token = "" if access.token is None else f", with the token in {TOKEN_VARIABLE} or token_file="
+    print(
+        f'The coordinator listens at {server.url}. A worker joins with DiLoCoStrategy(coordinator="{server.url}")'
+        f"{token}. End it with Ctrl+C.",
+        flush=True,
+    )
+    if options.state is None:
+        log.warning("Without --state, a run that is stopped cannot go on: its weights are in memory alone.")
+
+
+def _wait(server: CoordinatorServer) -> int:
+    """Serve until somebody ends it; then the state is saved, and workers are told that nothing is lost."""
+    stop = threading.Event()
+    former: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            former[number] = signal.signal(number, lambda *_: stop.set())
+    try:
+        while not stop.wait(_LOOK_S):
+            if not server.wait(0):
+                break
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if server.error is not None:
+        raise server.error
+    log.info("The coordinator stops, and the run can go on from its last round.")
+    return 0
+
+
+def _log_to_stderr() -> None:
+    """What happens is said on stderr, a line each, where nobody has set up another way."""
+    logger = logging.getLogger("lightning_bytescheduler")
+    if not logging.getLogger().handlers and not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _one_thread_for_each_operation() -> None:
+    """The coordinator works on the pieces of a model in threads of its own; torch's would only be in their way."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors name an option as it is written here."""
+    try:
+        yield
+    except OptionError as error:
+        option = error.option
+        if not option.startswith("-") and option.isidentifier() and option.islower():
+            option = _NAMES.get(option, f"--{option.replace('_', '-')}")
+        raise OptionError(option, error.value, error.allowed, error.hint) from error
+
+
+def _grace(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor auto") from None
