@@ -131,7 +131,7 @@ def test_a_state_goes_to_the_worker_it_is_of(three_plain_ranks: RankPool) -> Non
     assert three_plain_ranks.run(loads) == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0)]
 
 
-def loads(rank: int) -> tuple[float, float]:
+def loads(rank: int) -> tuple[float, ...]:
     world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
     ends = PseudoGradientExchange(
         world.leaders, wire=WireFormat(dtype="int4"), partition_size=8, credit=8, on_error=lambda error: error
