@@ -121,6 +121,12 @@ class BlockQuantiser:
         if flat.data_ptr() != values.data_ptr():
             values.copy_(flat)
 
+    def dequantised(self, scales: Tensor, packed: Tensor, size: int) -> Tensor:
+        """The numbers of a chunk of ``size`` elements; overwritten by the next."""
+        values = self._buffer("values", size, torch.float32)
+        self.dequantise(scales, packed, values)
+        return values
+
     def _noise(self, first: int, size: int) -> Tensor:
         """Odd whole numbers, as likely above 0 as below, between -2^15 and 2^15."""
         count = -(-size // _PER_DRAW)

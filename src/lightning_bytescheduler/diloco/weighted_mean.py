@@ -112,8 +112,18 @@ class WeightedMean:
             ValueError: If the payload has another size, or is damaged, or a number is not finite, or too large.
         """
         self._check_weight(weight)
-        extent = wire.largest(payload, self._elements)
-        self._add_chunks(wire.decode_chunks(payload, self._elements), dict.fromkeys(self._shapes, extent), weight)
+        extents = dict.fromkeys(self._shapes, wire.largest(payload, self._elements))
+        largest = self._require_room(extents, weight)
+        entries = wire.entries(payload, self._elements)
+        if entries is None:
+            self._add_chunks(wire.decode_chunks(payload, self._elements), extents, weight)
+            return
+        indices, values = entries
+        coarse, fine = self._coarse[indices], self._fine[indices]
+        # With conversions: the constants of the other way would be missing where nothing is added.
+        _Splitter(values.numel(), self._device, weight, shifted=False).add(values, coarse, fine)
+        self._coarse[indices], self._fine[indices] = coarse, fine
+        self._count(largest, weight, shifted=False)
 
     def mean(self) -> dict[str, Tensor]:
         """The weighted mean of what was added, in fp32.
@@ -129,25 +139,25 @@ class WeightedMean:
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
-    def encode_mean(self, wire: WireFormat, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+    def encode_mean(
+        self, wire: WireFormat, *, seed: int = 0, out: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """The weighted mean as it is to travel, without its fp32 in memory: all tensors, flat, one after the other.
 
         Args:
             wire: Encodes it.
             seed: See :meth:`WireFormat.encode`.
             out: See :meth:`WireFormat.encode`.
+            residual: See :meth:`WireFormat.encode`.
 
         Raises:
             ValueError: If nothing was added.
         """
-        return wire.encode_chunks(self._mean_chunks(), self._elements, device=self._device, seed=seed, out=out)
+        chunks = self._mean_chunks()
+        return wire.encode_chunks(chunks, self._elements, device=self._device, seed=seed, out=out, residual=residual)
 
     def _add_chunks(self, chunks: Iterable[Tensor], extents: Mapping[str, float], weight: int) -> None:
-        largest = {}
-        for name, extent in extents.items():
-            largest[name] = self._largest[name] + extent * weight
-            if not largest[name] < LARGEST:  # NaN is not less, either
-                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
+        largest = self._require_room(extents, weight)
         shifted = all(extent * weight <= _SHIFTED for extent in extents.values())
         size = min(chunk_size(self._device), self._elements)
         splitter = _Splitter(size, self._device, weight, shifted=shifted)
@@ -157,6 +167,18 @@ class WeightedMean:
                 part = slice(place + first, place + first + length)
                 splitter.add(chunk[first : first + length], self._coarse[part], self._fine[part])
             place += chunk.numel()
+        self._count(largest, weight, shifted=shifted)
+
+    def _require_room(self, extents: Mapping[str, float], weight: int) -> dict[str, float]:
+        """What the sums may be at most with something more."""
+        largest = {}
+        for name, extent in extents.items():
+            largest[name] = self._largest[name] + extent * weight
+            if not largest[name] < LARGEST:  # NaN is not less, either
+                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
+        return largest
+
+    def _count(self, largest: dict[str, float], weight: int, *, shifted: bool) -> None:
         self._largest = largest
         self._weight += weight
         self._added += 1
