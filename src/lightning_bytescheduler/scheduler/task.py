@@ -185,6 +185,7 @@ class CommTask:
         key: What names this task on every rank alike; needed when ranks must agree on one order.
         immediate: Bypass queue and credit.
         wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
+        plain_bytes: What it would send if nothing were compressed; ``wire_bytes`` if left out.
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
 
@@ -202,6 +203,7 @@ class CommTask:
         key: TaskKey = _ANY,
         immediate: bool = False,
         wire_bytes: float = 0.0,
+        plain_bytes: float | None = None,
         on_end: Callable[[CommTask], None] | None = None,
     ) -> None:
         self.name = name
@@ -210,6 +212,7 @@ class CommTask:
         self.key = key
         self.immediate = immediate
         self.wire_bytes = wire_bytes
+        self.plain_bytes = wire_bytes if plain_bytes is None else plain_bytes
         self._launch = launch
         self._on_end = on_end
         self._lock = threading.Lock()
