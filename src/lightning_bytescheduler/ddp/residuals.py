@@ -3,8 +3,8 @@
 In a checkpoint is the *sum* over all ranks, the size of the model's compressed parameters in fp32, and not one for each
 rank: what counts for the weights is the sum, as a residual is added to the rank's share of the mean. A fit that goes on
 from it, with any number of ranks, gives each of them an equal share of the sum. So nothing is lost, and nothing has to
-be known of the ranks there were. So that a training that goes on from a checkpoint is the one that saved it, bit for
-bit, the ranks that save share out their residuals in the same way.
+be known of the ranks there were. It would gain nothing to keep them apart: the first step of a fit has other buckets
+than those that follow, so that blocks are cut in another way and no fit goes on with the same bits.
 
 What is of gradients under a loss scale is kept with that scale, and goes along with it when it changes.
 """
@@ -50,30 +50,26 @@ class Residuals:
                 tensor.mul_(loss_scale / self._scale)
             self._scale = loss_scale
 
-    def share_out(self, add_up: Callable[[Tensor], object], ranks: int, *, keep: bool) -> dict[str, Any] | None:
-        """Give each rank an equal share of all ranks' residuals; on all ranks at once, which have the same tensors.
+    def total(self, add_up: Callable[[Tensor], object], *, keep: bool) -> dict[str, Any] | None:
+        """All ranks' residuals, for a checkpoint; on all ranks at once, which have the same tensors and keep theirs.
 
         Args:
-            add_up: Makes a tensor the sum over all ranks, in place.
-            ranks: How many there are.
+            add_up: Makes a tensor the sum over all ranks, in place, on those that save.
             keep: Whether this rank saves.
 
         Returns:
-            For the checkpoint, if it does, and there is anything.
+            What :meth:`load` takes, if it does, and there is anything.
         """
         saved: dict[str, Tensor] = {}
         for name in sorted(self._tensors):
-            tensor = self._tensors[name]
+            tensor = self._tensors[name].clone()
             add_up(tensor)
             if keep:
-                saved[name] = tensor.clone()
-            tensor.mul_(1.0 / ranks)
-        if not keep or not saved:
-            return None
-        return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved}
+                saved[name] = tensor
+        return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
 
     def load(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Go on from what :meth:`share_out` returned, on one of ``ranks`` ranks.
+        """Go on from what :meth:`total` returned, on one of ``ranks`` ranks.
 
         Raises:
             ValueError: If it is of another format.

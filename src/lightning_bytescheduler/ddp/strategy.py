@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -442,13 +443,13 @@ class ByteSchedulerStrategy(RankStrategy):
         self._gradients.say_end()
 
     def compression_state(self) -> dict[str, Any] | None:
-        """For a checkpoint: what error feedback has left to be sent; on all ranks at once, which share it out anew."""
+        """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
         residuals = self._gradients.residuals
         if self._rules is None or self._failed or self._gradients.runtime is None:
             return None
         self.flush()
         with self._explained():
-            return residuals.share_out(dist.all_reduce, self.world_size, keep=self.is_global_zero)
+            return residuals.total(partial(dist.reduce, dst=0), keep=self.is_global_zero)
 
     def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what :meth:`compression_state` returned, perhaps on another number of ranks."""
