@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_bytescheduler.compression import blocks
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
@@ -93,6 +96,54 @@ def test_it_is_a_function_of_the_seed() -> None:
     assert torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=3))
     assert not torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=4))
     assert torch.equal(state, torch.get_rng_state())  # the training's own chance is left alone
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_neither_chunks_nor_threads_change_a_byte(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, wire = torch.randn(3001, generator=torch.Generator().manual_seed(0)), WireFormat(dtype=dtype)
+    payload = wire.encode(tensor, seed=7)
+    found = wire.decode(payload, 3001)
+    monkeypatch.setattr(blocks, "_CHUNK", 384)
+    assert torch.equal(wire.encode(tensor, seed=7), payload)
+    assert torch.equal(wire.decode(payload, 3001), found)
+    assert torch.equal(torch.cat([part.clone() for part in wire.decode_chunks(payload, 3001)]), found)
+    uneven = tensor.split([128, 1280, 1593])
+    assert torch.equal(wire.encode_chunks(uneven, 3001, device=tensor.device, seed=7), payload)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_into_memory_that_is_there(dtype: str) -> None:
+    """As behind the header of a message."""
+    tensor, wire = torch.randn(301, generator=torch.Generator().manual_seed(0)), WireFormat(dtype=dtype)
+    message, found = torch.zeros(8 + wire.payload_bytes(301), dtype=torch.uint8), torch.zeros(301)
+    payload = wire.encode(tensor, seed=7, out=message[8:])
+    assert payload.data_ptr() == message[8:].data_ptr()
+    assert torch.equal(payload, wire.encode(tensor, seed=7))
+    assert wire.decode(message[8:], 301, out=found) is found
+    assert torch.equal(found, wire.decode(payload.clone(), 301))
+    askew = torch.cat([message[:1], payload])[1:]  # as bytes may lie in what somebody else has received
+    assert torch.equal(wire.decode(askew, 301), found)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_the_largest_in_a_payload(dtype: str) -> None:
+    tensor, wire = torch.randn(301, generator=torch.Generator().manual_seed(0)), WireFormat(dtype=dtype)
+    payload = wire.encode(tensor)
+    largest = float(wire.decode(payload, 301).abs().max())
+    assert largest <= wire.largest(payload, 301) <= largest * 8 / 7
+    assert WireFormat(dtype=dtype).largest(wire.encode(tensor[:0]), 0) == 0.0
+    payload[:4] = 255
+    assert math.isnan(wire.largest(payload, 301))
+
+
+def test_what_stochastic_rounding_adds_favours_nothing() -> None:
+    """Whole numbers stay as they are with every seed, and halves go up as often as down."""
+    tensor = torch.arange(-127.0, 129.0).clamp(max=127.0)
+    wire = WireFormat(dtype="int8")
+    assert all(torch.equal(there_and_back(wire, tensor, seed), tensor) for seed in range(20))
+    halves = torch.cat([torch.full((100_000,), 3.5).view(-1, 100), torch.full((1000, 28), 127.0)], dim=1)
+    ups = int((there_and_back(wire, halves)[:, :100] == 4.0).sum())
+    assert abs(ups - 50_000) < 5 * 158
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.compression import blocks
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import weighted_mean
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean, pseudo_gradient_weight, require_weighting
 from lightning_bytescheduler.exceptions import OptionError
@@ -42,7 +44,7 @@ def test_the_order_of_arrival_does_not_matter(drawn, data) -> None:
 
 def test_nor_does_it_where_plain_sums_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several chunks."""
-    monkeypatch.setattr(weighted_mean, "_CHUNK", 1000)
+    monkeypatch.setattr(weighted_mean, "chunk_size", lambda device: 1000)
     generator = torch.Generator().manual_seed(0)
     size = 5007
     parts = [torch.randn(size, generator=generator) * 10.0**power for power in (-6, 0, -3, 3)]
@@ -80,6 +82,68 @@ def test_the_stated_bound(drawn) -> None:
 
 
 @unhurried
+@given(drawn=updates)
+def test_the_bits_of_doubles_count_what_conversions_count(drawn) -> None:
+    """The fast ways to split a number, and to read the sum, beside those for any size; mixed, too."""
+    found = merged(drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weighted_mean, "_SHIFTED", 2.0**18)  # some are larger
+        mixed = merged(drawn)
+        patch.setattr(weighted_mean, "_SHIFTED", -1.0)
+        assert torch.equal(merged(drawn).view(torch.int32), found.view(torch.int32))
+    assert torch.equal(mixed.view(torch.int32), found.view(torch.int32))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads_makes_the_same_mean(threads: int) -> None:
+    before = torch.get_num_threads()
+    parts = [torch.randn(70_001, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    torch.set_num_threads(threads)
+    try:
+        accumulator = WeightedMean({"x": parts[0]})
+        for weight, part in enumerate(parts, 1):
+            accumulator.add({"x": part}, weight=weight)
+        exact = sum(part.double() * weight for weight, part in enumerate(parts, 1)) / 6
+        assert torch.equal(accumulator.mean()["x"], exact.float())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_what_has_travelled_is_added_as_if_it_were_decoded(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the mean is encoded as if it were formed first; over several chunks, and over several tensors."""
+    monkeypatch.setattr(blocks, "_CHUNK", 256)
+    wire, like = WireFormat(dtype=dtype), {"x": torch.empty(13, 50), "none": torch.empty(0), "y": torch.empty(131)}
+    travelled, plain = WeightedMean(like), WeightedMean(like)
+    for weight in (3, 2**20, 1):
+        flat = torch.randn(781, generator=torch.Generator().manual_seed(weight))
+        payload = wire.encode(flat, seed=weight)
+        travelled.add_encoded(payload, wire, weight=weight)
+        x, none, y = wire.decode(payload, 781).split([650, 0, 131])
+        plain.add({"x": x.view(13, 50), "none": none, "y": y}, weight=weight)
+    assert (travelled.weight, travelled.added) == (plain.weight, plain.added)
+    means = plain.mean()
+    for name, mean in travelled.mean().items():
+        assert torch.equal(mean, means[name])
+    together = torch.cat([mean.reshape(-1) for mean in means.values()])
+    assert torch.equal(travelled.encode_mean(wire, seed=5), wire.encode(together, seed=5))
+
+
+def test_a_damaged_payload_leaves_no_trace() -> None:
+    wire = WireFormat(dtype="int8")
+    accumulator = WeightedMean({"x": torch.empty(5)})
+    payload = wire.encode(torch.ones(5))
+    accumulator.add_encoded(payload, wire, weight=1)
+    for damaged in (payload[:-1], torch.cat([torch.full((4,), 255, dtype=torch.uint8), payload[4:]])):
+        with pytest.raises(ValueError, match=r"not that of 5 elements|'x' was not added"):
+            accumulator.add_encoded(damaged, wire, weight=1)
+    with pytest.raises(ValueError, match="no pseudo-gradient was added"):
+        WeightedMean({"x": torch.empty(5)}).encode_mean(wire)
+    assert (accumulator.weight, accumulator.added) == (1, 1)
+    assert accumulator.mean()["x"].tolist() == [1.0] * 5
+
+
+@unhurried
 @given(st.lists(numbers, min_size=1, max_size=5), st.integers(1, 2**24))
 def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> None:
     alone = torch.tensor(values)
@@ -92,10 +156,11 @@ def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> N
 
 def test_memory_does_not_grow_with_the_workers() -> None:
     accumulator = WeightedMean({"x": torch.empty(3), "y": torch.empty(2, 2)})
-    held = [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    held = [accumulator._coarse.data_ptr(), accumulator._fine.data_ptr()]
     for _ in range(20):
         accumulator.add({"x": torch.ones(3), "y": torch.ones(2, 2)}, weight=2)
-    assert held == [id(tensor) for part in (accumulator._coarse, accumulator._fine) for tensor in part.values()]
+    assert held == [accumulator._coarse.data_ptr(), accumulator._fine.data_ptr()]
+    assert accumulator._coarse.numel() == 7
     assert (accumulator.weight, accumulator.added) == (40, 20)
     assert torch.equal(accumulator.mean()["y"], torch.ones(2, 2))
 

@@ -200,8 +200,7 @@ class _ShardedMean:
         rank = self.group.rank()
         payloads: dict[int, Tensor] = {}
         if versions:
-            total, mean = self._merged(versions, length)
-            payload = self._pack(total, mean, number + 1)
+            payload = self._merged(versions, length, number + 1)
             self._place(result, shards[rank], payload)
             payloads = dict.fromkeys(self._others(), payload)
         received = {worker: self._buffer(_length(shards[worker])) for worker in self._others() if worker in shards}
@@ -212,14 +211,18 @@ class _ShardedMean:
 
         return StartedOperation(self._messages(received, payloads, 2 * number + 1), place, messages=True)
 
-    def _merged(self, versions: list[Tensor], length: int) -> tuple[int, Tensor]:
-        zeros = torch.zeros(length)
-        sums = WeightedMean({"shard": zeros})
-        for payload in versions:
-            weight = _weight(payload)
+    def _merged(self, versions: list[Tensor], length: int, number: int) -> Tensor:
+        """The message with the mean of this worker's shard."""
+        sums = WeightedMean({"shard": torch.empty(length)})
+        for version in versions:
+            weight = _weight(version)
             if weight:
-                sums.add({"shard": self.wire.decode(payload[_HEADER:], length)}, weight=weight)
-        return sums.weight, sums.mean()["shard"] if sums.added else zeros
+                sums.add_encoded(version[_HEADER:], self.wire, weight=weight)
+        if not sums.added:
+            return self._pack(0, torch.zeros(length), number)
+        message = self._buffer(length, sums.weight)
+        sums.encode_mean(self.wire, seed=self._seed(number), out=message[_HEADER:])
+        return message
 
     def _messages(self, received: dict[int, Tensor], sent: dict[int, Tensor], number: int) -> list[dist.Work]:
         tag = number % _TAGS
@@ -237,17 +240,22 @@ class _ShardedMean:
         workers, rank = self.group.size(), self.group.rank()
         return [(rank + distance) % workers for distance in range(1, workers)]
 
-    def _buffer(self, length: int) -> Tensor:
-        return torch.empty(_HEADER + self.wire.payload_bytes(length), dtype=torch.uint8)
+    def _buffer(self, length: int, weight: int = 0) -> Tensor:
+        message = torch.empty(_HEADER + self.wire.payload_bytes(length), dtype=torch.uint8)
+        message[:_HEADER] = torch.tensor([weight]).view(torch.uint8)
+        return message
 
     def _pack(self, weight: int, values: Tensor, number: int) -> Tensor:
-        header = torch.tensor([weight]).view(torch.uint8)
-        seed = number * self.group.size() + self.group.rank()
-        return torch.cat([header, self.wire.encode(values, seed=seed)])
+        message = self._buffer(values.numel(), weight)
+        self.wire.encode(values, seed=self._seed(number), out=message[_HEADER:])
+        return message
+
+    def _seed(self, number: int) -> int:
+        return number * self.group.size() + self.group.rank()
 
     def _place(self, result: Tensor, shard: tuple[int, int], payload: Tensor) -> None:
         self.total = _weight(payload)
-        result[slice(*shard)] = self.wire.decode(payload[_HEADER:], _length(shard))
+        self.wire.decode(payload[_HEADER:], _length(shard), out=result[slice(*shard)])
 
 
 def _length(shard: tuple[int, int]) -> int:

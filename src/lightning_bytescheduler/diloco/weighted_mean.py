@@ -7,17 +7,27 @@ weights are whole numbers too.
 Bound: a pseudo-gradient of weight w adds w times its fp32 value with an error of 2^-65 at most, and of 0 if the value
 is 0 or 2^-40 or more. The mean differs from the exact one by ``n * 2^-65 / total weight`` at most for n of them before
 it is rounded, relatively by 2^-51, and then to fp32.
+
+Adding works on chunks that fit into a core's cache. Splitting a number in two costs two additions: beside 1.5 * 2^28 a
+double has no smaller unit than 2^-24, so that the sum is rounded to one, and its bits, taken as a whole number, count
+such units, from a constant on; beside 1.5 * 2^-12 the unit is 2^-64. The bits are added up as they are, and the
+constants are taken off when the mean is formed. What is too large for that is split with a conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["LARGEST", "WEIGHTINGS", "WeightedMean", "Weighting", "pseudo_gradient_weight", "require_weighting"]
@@ -31,23 +41,29 @@ LARGEST = 2.0**38
 """Bound of the weighted sum: 2^62 multiples of 2^-24."""
 _MOST_WEIGHT = 2**28  # times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact
 _MOST_ADDED = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
-_CHUNK = 1 << 20  # elements that are worked on at once, so that what is needed besides the sum is small
+_COARSE_SHIFT, _FINE_SHIFT = 1.5 * 2.0 ** (52 - _COARSE_BITS), 1.5 * 2.0 ** (52 - _COARSE_BITS - _FINE_BITS)
+_COARSE_BITS_OF_SHIFT, _FINE_BITS_OF_SHIFT = struct.unpack("<2q", struct.pack("<2d", _COARSE_SHIFT, _FINE_SHIFT))
+_EXACT_FINE = 2**10  # as many pseudo-gradients have fine parts whose sum leaves _FINE_SHIFT its unit
+_SHIFTED = _COARSE_SHIFT / 6  # a number as large as that, or less, leaves the sum with _COARSE_SHIFT its unit
 
 
 class WeightedMean:
     """Weighted mean of pseudo-gradients.
 
     Args:
-        like: A tensor of each shape, by name; they are only looked at. Sums are kept on their devices.
+        like: A tensor of each shape, by name; they are only looked at. Sums are kept on the first one's device.
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
         self._shapes = {name: tensor.shape for name, tensor in like.items()}
-        self._coarse = {name: _zeros(tensor) for name, tensor in like.items()}
-        self._fine = {name: _zeros(tensor) for name, tensor in like.items()}
+        self._device = next((tensor.device for tensor in like.values()), torch.device("cpu"))
+        self._elements = sum(tensor.numel() for tensor in like.values())
+        self._coarse = torch.zeros(self._elements, dtype=torch.int64, device=self._device)
+        self._fine = torch.zeros(self._elements, dtype=torch.int64, device=self._device)
         self._largest = dict.fromkeys(like, 0.0)
         self._weight = 0
         self._added = 0
+        self._shifted = 0  # of those, by the bits of doubles
 
     @property
     def weight(self) -> int:
@@ -71,30 +87,36 @@ class WeightedMean:
             ValueError: If names or shapes do not fit, or a number is not finite, or too large: the weighted sum must
                 stay below 2^38.
         """
-        require_whole("weight", weight, 1)
-        if weight > _MOST_WEIGHT or self._added >= _MOST_ADDED:
-            raise OptionError(
-                "weight", weight, f"{_MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
-            )
-        largest = {}
-        for name in self._check_names(pseudo_gradient):
-            tensor = pseudo_gradient[name]
-            extent = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-            largest[name] = self._largest[name] + extent * weight
-            if not largest[name] < LARGEST:  # NaN is not less, either
-                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
-        self._largest = largest
-        self._weight += weight
-        self._added += 1
-        for name in self._shapes:
-            coarse, fine = self._coarse[name], self._fine[name]
-            values = pseudo_gradient[name].detach().reshape(-1)
-            for part in _chunks(values.numel()):
-                scaled = values[part].to(device=coarse.device, dtype=torch.float32).to(torch.float64)
-                scaled.mul_(weight * 2.0**_COARSE_BITS)
-                whole = scaled.trunc()
-                coarse[part] += whole.to(torch.int64)
-                fine[part] += scaled.sub_(whole).mul_(2.0**_FINE_BITS).round_().to(torch.int64)
+        self._check_weight(weight)
+        self._check_names(pseudo_gradient)
+        flat = {name: pseudo_gradient[name].detach().reshape(-1) for name in self._shapes}
+        self._add_chunks(flat.values(), {name: _extent(part) for name, part in flat.items()}, weight)
+
+    def add_encoded(self, payload: Tensor, wire: WireFormat, *, weight: int) -> None:
+        """Add a pseudo-gradient as it has travelled: decoded chunk by chunk, with the same result as :meth:`add`.
+
+        Args:
+            payload: Of all tensors, flat, one after the other.
+            wire: What it was encoded with.
+            weight: See :meth:`add`.
+
+        Raises:
+            OptionError: If the weight is not allowed.
+            ValueError: If the payload has another size, or is damaged, or a number is not finite, or too large.
+        """
+        self._check_weight(weight)
+        extents = dict.fromkeys(self._shapes, wire.largest(payload, self._elements))
+        largest = self._require_room(extents, weight)
+        entries = wire.entries(payload, self._elements)
+        if entries is None:
+            self._add_chunks(wire.decode_chunks(payload, self._elements), extents, weight)
+            return
+        indices, values = entries
+        coarse, fine = self._coarse[indices], self._fine[indices]
+        # With conversions: the constants of the other way would be missing where nothing is added.
+        _Splitter(values.numel(), self._device, weight, shifted=False).add(values, coarse, fine)
+        self._coarse[indices], self._fine[indices] = coarse, fine
+        self._count(largest, weight, shifted=False)
 
     def mean(self) -> dict[str, Tensor]:
         """The weighted mean of what was added, in fp32.
@@ -102,36 +124,171 @@ class WeightedMean:
         Raises:
             ValueError: If nothing was added.
         """
+        flat = torch.empty(self._elements, dtype=torch.float32, device=self._device)
+        place = 0
+        for chunk in self._mean_chunks():
+            flat[place : place + chunk.numel()] = chunk
+            place += chunk.numel()
+        parts = flat.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+    def encode_mean(
+        self, wire: WireFormat, *, seed: int = 0, out: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """The weighted mean as it is to travel, without its fp32 in memory: all tensors, flat, one after the other.
+
+        Args:
+            wire: Encodes it.
+            seed: See :meth:`WireFormat.encode`.
+            out: See :meth:`WireFormat.encode`.
+            residual: See :meth:`WireFormat.encode`.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        chunks = self._mean_chunks()
+        return wire.encode_chunks(chunks, self._elements, device=self._device, seed=seed, out=out, residual=residual)
+
+    def _add_chunks(self, chunks: Iterable[Tensor], extents: Mapping[str, float], weight: int) -> None:
+        largest = self._require_room(extents, weight)
+        shifted = all(extent * weight <= _SHIFTED for extent in extents.values())
+        size = min(chunk_size(self._device), self._elements)
+        splitter = _Splitter(size, self._device, weight, shifted=shifted)
+        place = 0
+        for chunk in chunks:
+            for first, length in chunks_of(chunk.numel(), size):
+                part = slice(place + first, place + first + length)
+                splitter.add(chunk[first : first + length], self._coarse[part], self._fine[part])
+            place += chunk.numel()
+        self._count(largest, weight, shifted=shifted)
+
+    def _require_room(self, extents: Mapping[str, float], weight: int) -> dict[str, float]:
+        """What the sums may be at most with something more."""
+        largest = {}
+        for name, extent in extents.items():
+            largest[name] = self._largest[name] + extent * weight
+            if not largest[name] < LARGEST:  # NaN is not less, either
+                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
+        return largest
+
+    def _count(self, largest: dict[str, float], weight: int, *, shifted: bool) -> None:
+        self._largest = largest
+        self._weight += weight
+        self._added += 1
+        self._shifted += shifted
+
+    def _mean_chunks(self) -> Iterator[Tensor]:
+        """The mean in fp32, in chunks of which each is overwritten when the next is asked for."""
         if not self._added:
             raise ValueError("There is no mean: no pseudo-gradient was added.")
-        means = {}
-        for name, shape in self._shapes.items():
-            coarse, fine = self._coarse[name], self._fine[name]
-            mean = torch.empty(coarse.shape, dtype=torch.float32, device=coarse.device)
-            for part in _chunks(coarse.numel()):
-                # The fine part is brought below one coarse unit, so that both parts are a function of their sum.
-                carried = fine[part] >> _FINE_BITS
-                rest = (fine[part] - (carried << _FINE_BITS)).to(torch.float64).mul_(2.0**-_FINE_BITS)
-                total = rest.add_((coarse[part] + carried).to(torch.float64)).mul_(2.0**-_COARSE_BITS)
-                mean[part] = total.div_(self._weight).to(torch.float32)
-            means[name] = mean.reshape(shape)
-        return means
+        size = min(chunk_size(self._device), self._elements)
+        # Both parts of the sum are doubles without rounding then, and so is theirs: the bits of a carry are the same.
+        exact = max(self._largest.values(), default=0.0) <= _SHIFTED and self._added <= _EXACT_FINE
+        one, other = (torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(2))
+        total, high = (torch.empty(size, dtype=torch.float64, device=self._device) for _ in range(2))
+        mean = torch.empty(size, dtype=torch.float32, device=self._device)
+        for first, length in chunks_of(self._elements, size):
+            part, here = slice(first, first + length), slice(0, length)
+            sums = self._coarse[part], self._fine[part]
+            if exact:
+                added = self._exact_sum(*sums, one[here], other[here])
+            else:
+                added = self._carried_sum(*sums, one[here], other[here], total[here], high[here])
+            yield mean[here].copy_(added.div_(self._weight))
 
-    def _check_names(self, pseudo_gradient: Mapping[str, Tensor]) -> list[str]:
+    def _exact_sum(self, coarse: Tensor, fine: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        high = _add_whole(coarse, _signed((1 - self._shifted) * _COARSE_BITS_OF_SHIFT), out=one).view(torch.float64)
+        low = _add_whole(fine, _signed((1 + self._shifted) * _FINE_BITS_OF_SHIFT), out=other).view(torch.float64)
+        return high.sub_(_COARSE_SHIFT).add_(low.sub_(_FINE_SHIFT))
+
+    def _carried_sum(
+        self, coarse: Tensor, fine: Tensor, one: Tensor, other: Tensor, total: Tensor, high: Tensor
+    ) -> Tensor:
+        # The fine part is brought below one coarse unit, so that both parts are a function of their sum.
+        _add_whole(fine, _signed(self._shifted * _FINE_BITS_OF_SHIFT), out=one)
+        total.copy_(torch.bitwise_and(one, (1 << _FINE_BITS) - 1, out=other)).mul_(2.0**-_FINE_BITS)
+        _add_whole(one.bitwise_right_shift_(_FINE_BITS), coarse, out=one)
+        high.copy_(_add_whole(one, _signed(-self._shifted * _COARSE_BITS_OF_SHIFT), out=one))
+        return total.add_(high).mul_(2.0**-_COARSE_BITS)
+
+    def _check_weight(self, weight: int) -> None:
+        require_whole("weight", weight, 1)
+        if weight > _MOST_WEIGHT or self._added >= _MOST_ADDED:
+            raise OptionError(
+                "weight", weight, f"{_MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
+            )
+
+    def _check_names(self, pseudo_gradient: Mapping[str, Tensor]) -> None:
         shapes = {name: tensor.shape for name, tensor in pseudo_gradient.items()}
         if shapes != self._shapes:
             names = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
             raise ValueError(f"The pseudo-gradient was not added: it does not fit the weights in {', '.join(names)}.")
-        return list(shapes)
 
 
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
+class _Splitter:
+    """Adds ``weight`` times a chunk to its sums, in two whole numbers; keeps the scratch for that.
+
+    Args:
+        size: Most elements of a chunk.
+        device: Of the sums.
+        weight: Of what is added.
+        shifted: Whether by the bits of doubles.
+    """
+
+    def __init__(self, size: int, device: torch.device, weight: int, *, shifted: bool) -> None:
+        self._weight = weight
+        self._shifted = shifted
+        self._value, self._sum = (torch.empty(size, dtype=torch.float64, device=device) for _ in range(2))
+        self._shift = torch.tensor(_COARSE_SHIFT, dtype=torch.float64, device=device)
+
+    def add(self, chunk: Tensor, coarse: Tensor, fine: Tensor) -> None:
+        size = chunk.numel()
+        value, split = self._value[:size], self._sum[:size]
+        value.copy_(chunk if chunk.dtype == torch.float32 else chunk.float())
+        if self._shifted:
+            torch.add(self._shift, value, alpha=self._weight, out=split)
+            _add_whole(coarse, split.view(torch.int64), out=coarse)
+            # What the coarse part has too much: exact, as it is made of digits of the number that was split.
+            split.sub_(_COARSE_SHIFT).sub_(value, alpha=self._weight).add_(_FINE_SHIFT)
+            _subtract_whole(fine, split.view(torch.int64), out=fine)
+            return
+        value.mul_(self._weight * 2.0**_COARSE_BITS)
+        torch.trunc(value, out=split)
+        coarse.add_(split.to(torch.int64))
+        fine.add_(value.sub_(split).mul_(2.0**_FINE_BITS).round_().to(torch.int64))
 
 
-def _chunks(size: int) -> Iterator[slice]:
-    for start in range(0, size, _CHUNK):
-        yield slice(start, start + _CHUNK)
+def _add_whole(one: Tensor, other: Tensor | int, *, out: Tensor) -> Tensor:
+    """``one + other``, modulo 2^64."""
+    if _by_numpy(out):
+        np.add(one.numpy(), other.numpy() if isinstance(other, Tensor) else np.int64(other), out=out.numpy())
+        return out
+    return torch.add(one, other, out=out)
+
+
+def _subtract_whole(one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
+    """``one - other``, modulo 2^64."""
+    if _by_numpy(out):
+        np.subtract(one.numpy(), other.numpy(), out=out.numpy())
+        return out
+    return torch.sub(one, other, out=out)
+
+
+def _by_numpy(tensor: Tensor) -> bool:
+    """Whether NumPy is to add whole numbers: on one thread three times as fast as torch 2.13, which multiplies by 1."""
+    return tensor.device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _signed(number: int) -> int:
+    """The same modulo 2^64, as 64 bits with a sign hold it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _extent(tensor: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    size = chunk_size(tensor.device)
+    parts = [float(tensor[first : first + length].abs().amax()) for first, length in chunks_of(tensor.numel(), size)]
+    return math.nan if any(map(math.isnan, parts)) else max(parts, default=0.0)
 
 
 def require_weighting(option: str, value: object) -> str:

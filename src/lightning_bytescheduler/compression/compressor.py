@@ -1,0 +1,138 @@
+"""What every way to compress a gradient can do, whatever it does inside.
+
+A *part* is a flat tensor: a partition of a gradient, a shard of one, a pseudo-gradient. A *payload* is what travels
+instead of it: a flat tensor of bytes on the same device, with all that is needed to read it again but the number of
+elements. Machines are taken to be little-endian.
+
+What is infinite or not a number arrives as such: an element at least of what is read again is not finite then, so that
+a gradient scaler, or whoever looks for a divergence, sees what would be seen without compression.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
+from lightning_bytescheduler.exceptions import UnsupportedError
+
+__all__ = ["Compressor", "damaged", "flat_fp32", "is_finite"]
+
+
+class Compressor(ABC):
+    """Makes payloads of parts, and parts of payloads.
+
+    Attributes:
+        exact: Whether what is read again has the bits of what was compressed.
+        summable: Whether payloads can be added up without reading them, see :meth:`sum`.
+    """
+
+    exact = False
+    summable = False
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """As :func:`~lightning_bytescheduler.compression.registry.make_compressor` is asked for it."""
+
+    @abstractmethod
+    def payload_bytes(self, elements: int) -> int:
+        """Size of the payload of so many fp32 elements; the most it can be, where that depends on what they are."""
+
+    @abstractmethod
+    def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
+        """Make a payload.
+
+        Args:
+            part: Floating-point numbers, flat; not changed.
+            seed: Of all random numbers: the same on all workers, another one for every step and part.
+            worker: Tells workers apart where their random numbers must differ.
+            key: Names the part: what is kept from step to step is kept by it.
+
+        Returns:
+            Of uint8, flat, on the part's device.
+        """
+
+    @abstractmethod
+    def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
+        """Read a payload.
+
+        Args:
+            payload: What :meth:`compress` made.
+            elements: Of the part.
+            out: Is filled with the part, and returned.
+
+        Returns:
+            Flat, in fp32; for what is lossless, in the part's own dtype.
+
+        Raises:
+            ValueError: If the payload is not one of so many elements.
+        """
+
+    def add(self, payload: Tensor, sums: Tensor) -> None:
+        """Add what a payload holds to ``sums``, flat and in fp32."""
+        sums.add_(self.decompress(payload, sums.numel()))
+
+    def sum(self, payloads: Sequence[Tensor], elements: int) -> Tensor:
+        """The payload of the sum of several, without reading them; its numbers are added in fp32, in order.
+
+        Raises:
+            UnsupportedError: If that cannot be done with this one: see ``summable``.
+            ValueError: If a payload is not one of so many elements, or they are not of one seed.
+        """
+        raise UnsupportedError(f"Payloads of {self.spec!r} cannot be added up without reading them: decompress them.")
+
+    def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
+        """Compress a part and what was not sent before: error feedback, see :class:`ErrorFeedback`.
+
+        Args:
+            residual: Like ``part``, in fp32. Left with what is not sent now: it and what is read again add up to the
+                part and the residual before, but for one rounding of fp32.
+            part: See :meth:`compress`.
+            seed: See :meth:`compress`.
+            worker: See :meth:`compress`.
+            key: See :meth:`compress`.
+        """
+        residual.add_(part)
+        payload = self.compress(residual, seed=seed, worker=worker, key=key)
+        residual.sub_(self.decompress(payload, part.numel()))
+        return payload
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept from step to step: tensors and primitives only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a state.
+
+        Raises:
+            ValueError: If it is another compressor's.
+        """
+        if state:
+            raise ValueError(f"The state is not one of {self.spec!r}, which keeps nothing.")
+
+
+def flat_fp32(part: Tensor) -> Tensor:
+    """The numbers of a part in fp32; the same tensor if they are."""
+    return part.detach().reshape(-1).float()
+
+
+def is_finite(part: Tensor) -> bool:
+    """Whether all numbers are."""
+    found = [
+        part[first : first + size].abs().amax() for first, size in chunks_of(part.numel(), chunk_size(part.device))
+    ]
+    return not found or math.isfinite(torch.stack(found).amax())
+
+
+def damaged(payload: Tensor, elements: int, spec: str) -> ValueError:
+    """What to raise for a payload of another size."""
+    return ValueError(
+        f"The payload is not that of {elements} elements in {spec}: it is {payload.dtype} of shape "
+        f"{tuple(payload.shape)}."
+    )

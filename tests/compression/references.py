@@ -1,0 +1,108 @@
+"""Every compressor once more, in plain NumPy: what is read again of a part, from the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+_FLOAT = np.float32
+
+
+def blockwise(levels: int, stochastic: bool) -> Callable:
+    def sent(values: np.ndarray, seed: int) -> np.ndarray:
+        found = np.zeros_like(values)
+        raw = np.random.PCG64DXSM(seed).random_raw(-(-len(values) // 4))
+        noise = (raw.view(np.int16)[: len(values)] | np.int16(1)).astype(_FLOAT) * _FLOAT(2.0**-16)
+        for first in range(0, len(values), 128):
+            block = values[first : first + 128]
+            scale = _FLOAT(np.abs(block).max() / _FLOAT(levels))
+            if scale == 0:
+                continue
+            # In double precision: what rounding to fp32 makes of the last digit decides one in millions.
+            wanted = (block / scale).astype(np.float64)
+            if stochastic:
+                wanted += noise[first : first + 128]
+            found[first : first + 128] = np.clip(np.rint(wanted), -levels, levels).astype(_FLOAT) * scale
+        return found
+
+    return sent
+
+
+def bf16(values: np.ndarray, seed: int) -> np.ndarray:
+    bits = values.view(np.uint32).astype(np.uint64)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits & 0xFFFF0000).astype(np.uint32).view(_FLOAT)
+
+
+def fp16(values: np.ndarray, seed: int) -> np.ndarray:
+    return values.astype(np.float16).astype(_FLOAT)
+
+
+def onebit(values: np.ndarray, seed: int) -> np.ndarray:
+    scale = _FLOAT(np.abs(values.astype(np.float64)).sum() / len(values))
+    return np.where(values < 0, -scale, scale)
+
+
+def topk(kept: int) -> Callable:
+    def sent(values: np.ndarray, seed: int) -> np.ndarray:
+        order = np.argsort(-np.abs(values), kind="stable")[:kept]
+        found = np.zeros_like(values)
+        found[order] = values[order]
+        return found
+
+    return sent
+
+
+def randomk(kept: int) -> Callable:
+    def sent(values: np.ndarray, seed: int) -> np.ndarray:
+        drawn = np.random.Generator(np.random.PCG64DXSM(seed)).random(kept)
+        found = np.zeros_like(values)
+        for stretch in range(kept):
+            first, end = stretch * len(values) // kept, (stretch + 1) * len(values) // kept
+            place = first + int(drawn[stretch] * (end - first))
+            found[place] = values[place]
+        return found
+
+    return sent
+
+
+def dithering(levels: int, natural: bool) -> Callable:
+    def sent(values: np.ndarray, seed: int, worker: int = 0) -> np.ndarray:
+        raw = np.random.PCG64DXSM((seed, worker)).random_raw(-(-len(values) // 2)).view(np.int32)[: len(values)]
+        drawn = (raw & (2**23 - 1)).astype(np.float64) / 2**23
+        norm = np.abs(values).max()
+        found = np.zeros_like(values)
+        for place, value in enumerate(values):
+            share = float(_FLOAT(abs(_FLOAT(value / norm))))
+            if not natural:
+                magnitude = np.floor(_FLOAT(_FLOAT(share * levels) + drawn[place])) / levels
+            else:
+                below = max((power for power in _powers(levels) if power <= share), default=0.0)
+                above = min((power for power in _powers(levels) if power > share), default=2.0)
+                magnitude = above if drawn[place] + (share - below) / (above - below) >= 1 else below
+            found[place] = np.copysign(min(magnitude, 1.0) * norm, value)
+        return found
+
+    return sent
+
+
+def _powers(levels: int) -> list[float]:
+    return [2.0**-power for power in range(levels)]
+
+
+def powersgd(rank: int) -> Callable:
+    kept: dict[int, np.ndarray] = {}
+
+    def sent(values: np.ndarray, seed: int, start: np.ndarray | None = None, worker: int = 0) -> np.ndarray:
+        columns = int(np.sqrt(len(values)))
+        rows = -(-len(values) // columns)
+        padded = np.zeros(rows * columns)
+        padded[: len(values)] = values
+        matrix = padded.reshape(rows, columns)
+        right = kept.get(worker, start)
+        left = np.linalg.qr(matrix @ np.linalg.qr(right)[0])[0]
+        kept[worker] = matrix.T @ left
+        return (left @ kept[worker].T).reshape(-1)[: len(values)].astype(_FLOAT)
+
+    return sent

@@ -1,0 +1,326 @@
+"""Each compressor beside plain NumPy over 50 steps, and what all of them promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_bytescheduler.compression import blocks
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
+from lightning_bytescheduler.compression.sparse import RandomK
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from tests.compression import references
+
+unhurried = settings(deadline=None, max_examples=60)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SIZE = 611
+STEPS = 50
+WORKERS = 2
+
+SPECS = {
+    "bf16": references.bf16,
+    "fp16": references.fp16,
+    "int8": references.blockwise(127, True),
+    "int4": references.blockwise(7, True),
+    "int8:nearest": references.blockwise(127, False),
+    "int4:nearest": references.blockwise(7, False),
+    "onebit": references.onebit,
+    "topk:0.05": references.topk(31),
+    "randomk:0.05": references.randomk(31),
+    "dithering": references.dithering(127, False),
+    "dithering:7": references.dithering(7, False),
+    "dithering:7:natural": references.dithering(7, True),
+    "dithering:20:natural": references.dithering(20, True),
+}
+ALL = [*SPECS, "dithering:100:linear:l2", "topk:0.05:int8", "topk:0.05:int4", "powersgd:2", "lossless"]
+
+
+def bare(spec: str) -> Compressor:
+    return make_compressor(spec, error_feedback=False, min_size=0)
+
+
+def gradient(step: int, worker: int, size: int = SIZE) -> Tensor:
+    """With a direction that stays, and elements of very different magnitude."""
+    generator = torch.Generator().manual_seed(1000 * step + worker)
+    spread = torch.logspace(-4, 1, size)
+    return (torch.randn(size, generator=generator) + 0.3) * spread
+
+
+def own_seed(spec: str, step: int, worker: int) -> int:
+    """Where a worker's random numbers begin."""
+    return (step << 32) + worker if worker and spec.startswith("int") else step
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_workers_and_their_sum_are_those_of_plain_numpy(spec: str) -> None:
+    """With error feedback, over 50 steps."""
+    compressors = [ErrorFeedback(bare(spec)) for _ in range(WORKERS)]
+    residuals = [np.zeros(SIZE, np.float32) for _ in range(WORKERS)]
+    sums, expected = torch.zeros(SIZE), np.zeros(SIZE, np.float32)
+    for step in range(STEPS):
+        for worker, compressor in enumerate(compressors):
+            part = gradient(step, worker)
+            payload = compressor.compress(part, seed=step, worker=worker)
+            assert payload.dtype == torch.uint8
+            assert payload.shape == (compressor.payload_bytes(SIZE),)
+            values = residuals[worker] + part.numpy()
+            draw = {"worker": worker} if "dithering" in spec else {}
+            sent = SPECS[spec](values, own_seed(spec, step, worker), **draw)
+            found = compressor.decompress(payload, SIZE).numpy()
+            # The residual of two roundings differs in its last digit, and so may what is made of it.
+            largest = np.abs(values).max()
+            np.testing.assert_allclose(found, sent, rtol=2.0**-20, atol=2.0**-20 * largest)
+            residuals[worker] = compressor.residual().numpy().copy()
+            np.testing.assert_allclose(residuals[worker], values - sent, rtol=0.0, atol=2.0**-20 * largest)
+            compressor.add(payload, sums)
+            expected += sent
+    np.testing.assert_allclose(sums.numpy(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_powersgd_is_that_of_plain_numpy() -> None:
+    compressor, reference = bare("powersgd:2"), references.powersgd(2)
+    start = torch.randn(24, 2, generator=torch.Generator().manual_seed(int(np.random.RandomState(7).randint(10**9))))
+    for step in range(STEPS):
+        part = gradient(step, 0)
+        found = compressor.decompress(compressor.compress(part, seed=7), SIZE)
+        sent = reference(part.double().numpy(), 7, start.double().numpy())
+        np.testing.assert_allclose(found.numpy(), sent, atol=1e-4 * float(part.abs().max()))
+
+
+@unhurried
+@given(
+    st.sampled_from([spec for spec in ALL if spec != "lossless"]),
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(-20, 20)), min_size=1, max_size=3),
+    st.integers(1, 700),
+)
+def test_what_is_sent_and_what_is_not_are_the_gradient(spec: str, steps: list[tuple[int, int]], size: int) -> None:
+    compressor = ErrorFeedback(bare(spec))
+    for seed, power in steps:
+        before = compressor.residual()
+        part = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+        values = part if before is None else before + part
+        values = values.clone()
+        sent = compressor.decompress(compressor.compress(part, seed=seed), size)
+        residual = compressor.residual()
+        # What fp32 makes of values - sent, exactly; and so the sum is right to half its last digit, or theirs.
+        assert torch.equal(residual, values - sent)
+        error = (residual.double() + sent.double() - values.double()).abs()
+        assert (error <= torch.maximum(residual.abs(), sent.abs()).double() * 2.0**-24).all()
+
+
+ADVERSARIAL = {
+    "zeros": torch.zeros(700),
+    "one": torch.ones(1),
+    "denormals": torch.full((700,), 1e-40),
+    "huge": torch.cat([torch.full((699,), 1e-3), torch.tensor([1e30])]),
+    "largest": torch.full((700,), 3e38),
+    "nothing": torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial_parts(spec: str, name: str, device: str) -> None:
+    """What is finite stays finite, and no element becomes larger than twice the largest."""
+    part = ADVERSARIAL[name].to(device)
+    compressor = bare(spec)
+    found = compressor.decompress(compressor.compress(part, seed=1), len(part))
+    if spec == "fp16" and name in ("huge", "largest"):
+        assert torch.isinf(found).any()  # which it cannot hold
+        return
+    if spec == "bf16" and name == "largest":
+        assert torch.isfinite(found).all()
+    assert found.shape == part.shape
+    largest = float(part.abs().max()) if len(part) else 0.0
+    if spec in ("powersgd:2", "dithering:100:linear:l2") and name == "largest":
+        return  # norms overflow
+    assert torch.isfinite(found).all()
+    assert not len(part) or float(found.double().abs().max()) <= 2 * largest
+    if name == "zeros":
+        assert torch.count_nonzero(found) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_an_overflow_is_seen(spec: str, value: float, feedback: bool, device: str) -> None:
+    """And leaves no trace in what is kept: the step that is skipped for it is as if it had not been."""
+    compressor = ErrorFeedback(bare(spec)) if feedback else bare(spec)
+    compressor = NesterovMomentum(compressor) if feedback else compressor
+    good = gradient(0, 0).to(device)
+    compressor.compress(good, seed=1)
+    before = compressor.state_dict()
+    bad = good.clone()
+    bad[17] = value
+    found = compressor.decompress(compressor.compress(bad, seed=2), SIZE)
+    assert not torch.isfinite(found).all()
+    after = compressor.state_dict()
+    assert repr(before) == repr(after)
+
+
+@pytest.mark.parametrize(
+    ("spec", "delta"), [("topk:0.05", 31 / SIZE), ("randomk:0.05", 1 / 20), ("onebit", None), ("powersgd:2", 0.0)]
+)
+def test_how_much_of_a_gradient_is_kept(spec: str, delta: float | None) -> None:
+    """|x - C(x)|^2 <= (1 - delta) |x|^2; on average, for what is drawn at random."""
+    compressor, shares = bare(spec), []
+    for step in range(200):
+        part = gradient(step, 0) if spec != "randomk:0.05" else torch.randn(SIZE)
+        lost = part - compressor.decompress(compressor.compress(part, seed=step), SIZE)
+        kept = 1 - float(lost.square().sum() / part.square().sum())
+        if delta is None:
+            assert kept == pytest.approx(float(part.abs().sum() ** 2 / (SIZE * part.square().sum())), rel=1e-3)
+        shares.append(kept)
+    if delta is not None:
+        assert (sum(shares) / len(shares) if spec.startswith("randomk") else min(shares)) >= delta * 0.9
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "dithering:7", "dithering:20:natural", "dithering:7:natural"])
+def test_what_is_drawn_is_right_on_average(spec: str) -> None:
+    part = torch.linspace(-1.0, 1.0, 128)
+    compressor, rounds = bare(spec), 400
+    found = torch.stack([compressor.decompress(compressor.compress(part, seed=seed), 128) for seed in range(rounds)])
+    assert ((found.mean(dim=0) - part).abs() <= 5 * (found.std(dim=0) / rounds**0.5) + 1e-6).all()
+
+
+def test_workers_draw_different_numbers_and_randomk_the_same() -> None:
+    part = gradient(0, 0)
+    for spec in ("int8", "int4", "dithering:7"):
+        compressor = bare(spec)
+        one, other = (compressor.compress(part, seed=3, worker=worker) for worker in (0, 1))
+        assert not torch.equal(one, other)
+        assert torch.equal(one, compressor.compress(part, seed=3, worker=0))
+    assert torch.equal(*(bare("randomk:0.1").compress(part, seed=3, worker=worker) for worker in (0, 1)))
+
+
+def test_randomk_adds_up_without_being_read() -> None:
+    compressor = RandomK(0.1)
+    parts = [gradient(0, worker) for worker in range(3)]
+    total = compressor.sum([compressor.compress(part, seed=4) for part in parts], SIZE)
+    whole = compressor.decompress(compressor.compress(parts[0] + parts[1] + parts[2], seed=4), SIZE)
+    torch.testing.assert_close(compressor.decompress(total, SIZE), whole)
+    with pytest.raises(ValueError, match="their seeds are 4 and 5"):
+        compressor.sum([compressor.compress(parts[0], seed=seed) for seed in (4, 5)], SIZE)
+    with pytest.raises(UnsupportedError, match="'int8' cannot be added up"):
+        bare("int8").sum([], SIZE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", [1, 3])
+def test_lossless_keeps_every_bit(dtype: torch.dtype, level: int) -> None:
+    odd = torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, 3e38])
+    part = torch.cat([odd, gradient(0, 0, 20_000) * 1e-3]).to(dtype)
+    compressor = bare(f"lossless:zstd:{level}")
+    payload = compressor.compress(part)
+    found = compressor.decompress(payload, len(part))
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(found.view(whole), part.view(whole))
+    assert len(payload) < {4: 0.9, 2: 0.8}[dtype.itemsize] * part.nbytes
+    noise = torch.randint(-(2**31), 2**31, (1000,)).to(torch.int32).view(torch.float32)
+    payload = compressor.compress(noise)
+    assert len(payload) <= compressor.payload_bytes(1000)
+    assert torch.equal(compressor.decompress(payload, 1000).view(torch.int32), noise.view(torch.int32))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_damaged_payloads(spec: str) -> None:
+    compressor = bare(spec)
+    payload = compressor.compress(gradient(0, 0))
+    for damaged in (payload[:-1], payload[:1], torch.cat([payload, payload])):
+        with pytest.raises(ValueError, match="payload is"):
+            compressor.decompress(damaged, SIZE)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_chunks_and_offsets_change_nothing(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = gradient(0, 0)
+    payload = bare(spec).compress(part, seed=2)
+    found = bare(spec).decompress(payload, SIZE)
+    monkeypatch.setattr(blocks, "_CHUNK", 128)
+    assert torch.equal(bare(spec).compress(part, seed=2), payload)
+    shifted = torch.cat([payload[:3], payload])[3:]
+    out = torch.empty(SIZE)
+    assert bare(spec).decompress(shifted, SIZE, out=out) is out
+    assert torch.equal(out, found)
+
+
+def test_momentum_is_taken_before_what_is_not_sent() -> None:
+    compressor = NesterovMomentum(ErrorFeedback(bare("fp16")), 0.5)
+    momentum = torch.zeros(SIZE)
+    for step in range(5):
+        part = gradient(step, 0)
+        momentum = 0.5 * momentum + part
+        found = compressor.decompress(compressor.compress(part), SIZE)
+        torch.testing.assert_close(found, part + 0.5 * momentum, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("spec", ["int8", "topk:0.05", "powersgd:2"])
+def test_a_state_goes_on_where_it_was(spec: str) -> None:
+    def made() -> Compressor:
+        return make_compressor(spec, momentum=0.9, min_size=10)
+
+    first, second = made(), made()
+    for step in range(3):
+        first.compress(gradient(step, 0), seed=step, key="a")
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        payloads = [one.compress(gradient(step, 0), seed=step, key="a") for one in (first, second)]
+        assert torch.equal(*payloads)
+    with pytest.raises(ValueError, match="'a' has 600 elements and a residual of 611"):
+        first.inner.inner.compress(torch.ones(600), key="a")
+
+
+def test_residuals_follow_the_learning_rate() -> None:
+    compressor = ErrorFeedback(bare("topk:0.01"))
+    compressor.compress(torch.arange(1.0, 101.0), key="a")
+    compressor.scale(0.5)
+    assert compressor.residual("a").tolist() == [*(n / 2 for n in range(1, 100)), 0.0]
+
+
+def test_small_parts_are_left_alone() -> None:
+    compressor = make_compressor("onebit")
+    assert isinstance(compressor, FromSize)
+    part = gradient(0, 0, MIN_SIZE - 1)
+    assert torch.equal(compressor.decompress(compressor.compress(part), len(part)), part)
+    assert compressor.payload_bytes(MIN_SIZE) == 4 + MIN_SIZE // 8
+
+
+def test_specs() -> None:
+    for spec in [*ALL, "lossless:zstd:3", "topk:0.5:bf16", "powersgd:4"]:
+        assert make_compressor(spec).spec == spec.replace("dithering:127", "dithering")
+    assert {spec.split(":")[0] for spec in ALL} == set(COMPRESSORS)
+    assert make_compressor("lossless", min_size=0).exact
+    assert not isinstance(make_compressor("lossless", min_size=0), ErrorFeedback)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("top", "Did you mean 'topk'"),
+        ("int6", "one of 'bf16'"),
+        ("topk", "'topk' has 1 to 2 parameters"),
+        ("topk:0", "density=0.0 is not allowed"),
+        ("topk:many", "A parameter is no number"),
+        ("topk:0.1:fp16", "kept_as='fp16' is not allowed"),
+        ("onebit:1", "'onebit' has 0 parameters"),
+        ("int8:up", "rounding='up'"),
+        ("dithering:200", "levels=200"),
+        ("powersgd:0", "rank=0"),
+        ("lossless:gzip", "codec='gzip'"),
+        (8, "a text"),
+    ],
+)
+def test_what_is_no_compressor(spec: object, says: str) -> None:
+    with pytest.raises(OptionError, match=r"^compression=") as caught:
+        make_compressor(spec)
+    assert says in str(caught.value)
