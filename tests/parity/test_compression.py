@@ -55,7 +55,7 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     assert statistics is not None
     assert plan is not None
     assert statistics.compression_ratio == pytest.approx(plan.compression_ratio, rel=0.1)
-    assert set(plan.compressed.values()) == {"int8"}
+    assert set(plan.compressed.values()) == {"int8:nearest"}
     assert "int8" in repr(plan)
     assert exact[0].statistics is not None
     assert exact[0].statistics.compression_ratio == 1.0
@@ -137,4 +137,4 @@ def differ(rank: int) -> str:
 def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> None:
     for said in two_ranks.run(differ):
         assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
-        assert "'int8 (min_size 1024)' on rank 1" in said
+        assert "'int8:nearest (min_size 1024)' on rank 1" in said

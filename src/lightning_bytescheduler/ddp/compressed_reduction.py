@@ -28,11 +28,13 @@ shared between them but counters, which have a lock that is held for nothing els
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,8 @@ from torch import Tensor, nn
 
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules, GradientCodec
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
@@ -51,6 +54,8 @@ from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 __all__ = ["CompressedBucket", "CompressedReduction", "GradientCompression"]
 
 _ALIGNED = 8  # bytes: each piece of a payload begins at a multiple, so that it can be read as numbers
+_SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
+_LENGTH = 8  # bytes of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,12 @@ class Piece:
         first: Position in the bucket.
         end: Position after the last.
         codec: What they travel in; ``None`` for as they are.
-        residual: Flat, in fp32, as long as the piece; ``None`` where there is no codec.
+        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out.
     """
 
     first: int
     end: int
-    codec: GradientCodec | None
+    codec: Compressor | None
     residual: Tensor | None
 
     def within(self, first: int, end: int) -> Piece | None:
@@ -77,10 +82,12 @@ class Piece:
         residual = None if self.residual is None else self.residual[start - self.first : stop - self.first]
         return Piece(start, stop, self.codec, residual)
 
-    def nbytes(self, width: int) -> int:
-        """What it takes on the wire, where an element as it is takes ``width`` bytes."""
+    def nbytes(self, width: int) -> int | None:
+        """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
         size = self.end - self.first
-        return size * width if self.codec is None else self.codec.payload_bytes(size)
+        if self.codec is None:
+            return size * width
+        return None if self.codec.exact else self.codec.payload_bytes(size)
 
 
 class CompressedBucket:
@@ -98,51 +105,80 @@ class CompressedBucket:
         self._observer = observer
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
 
-    @property
-    def share(self) -> float:
-        """See ``EncodedBucket``."""
-        width = self._buffer.element_size()
-        return sum(piece.nbytes(width) for piece in self._pieces) / (self._buffer.numel() * width)
-
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
-        scale = 1.0 / group.size()
+        shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares:
+            for shard in shards.values():
+                for piece in shard:
+                    self._buffer[piece.first : piece.end].mul_(1.0 / group.size())
             sent = {
-                rank: self._pack(shard, scale, squares)
-                for rank, shard in self._shards(group, sub_task).items()
-                if rank != group.rank()
+                other: self._packed(shard, self._values(shard), seed, rank, squares)
+                for other, shard in shards.items()
+                if other != rank
             }
-        own = self._own(group, sub_task)
-        size = self._payload_bytes(own)
-        received = {rank: torch.empty(size, dtype=torch.uint8) for rank in _others(group)} if own else {}
+        own = shards.get(rank, [])
 
-        def add_up() -> None:
-            with self._observer.working("reduce", sub_task) as squares:
-                self._sums[sub_task.index] = self._summed(own, scale, list(received.values()), squares)
+        def add_up(received: dict[int, Tensor]) -> None:
+            if own:
+                with self._observer.working("reduce", sub_task) as squares:
+                    sums = self._values(own)
+                    for payload in received.values():
+                        self._add(own, payload, sums)
+                    self._sums[sub_task.index] = payload = self._packed(own, sums, seed, rank, squares)
+                    self._place(own, payload)
 
-        return StartedOperation(_messages(group, received, sent, number), add_up if own else None, messages=True)
+        senders = dict.fromkeys(_others(group), own) if own else {}
+        return self._messages(group, sub_task, senders, sent, number, add_up)
 
     def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
         shards = self._shards(group, sub_task)
         payload = self._sums.pop(sub_task.index, None)
         sent = {} if payload is None else dict.fromkeys(_others(group), payload)
-        received = {
-            rank: torch.empty(self._payload_bytes(shards[rank]), dtype=torch.uint8)
-            for rank in _others(group)
-            if rank in shards
-        }
 
-        def place() -> None:
+        def place(received: dict[int, Tensor]) -> None:
             with self._observer.working("decode", sub_task):
                 for rank, payload in received.items():
-                    for piece, body in self._bodies(shards[rank], payload):
-                        self._decode(piece, body)
+                    self._place(shards[rank], payload)
 
-        return StartedOperation(_messages(group, received, sent, number), place, messages=True)
+        senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
+        return self._messages(group, sub_task, senders, sent, number, place)
 
-    # ------------------------------------------------------------------ where
+    # ------------------------------------------------------------------ messages
+
+    def _messages(
+        self,
+        group: dist.ProcessGroup,
+        sub_task: SubCommTask,
+        senders: dict[int, list[Piece]],
+        sent: dict[int, Tensor],
+        number: int,
+        then: Callable[[dict[int, Tensor]], None],
+    ) -> StartedOperation:
+        """Exchange payloads, then call ``then`` with those of ``senders``.
+
+        Where a payload's size depends on what is in it, sizes travel first.
+        """
+        sub_task.encoded_bytes = sum(len(payload) for payload in sent.values())
+        sizes = {rank: self._payload_bytes(shard) for rank, shard in senders.items()}
+        depends = any(piece.nbytes(1) is None for piece in self._pieces)
+        known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
+
+        def exchange() -> StartedOperation:
+            received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in known.items()}
+            return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
+
+        if not depends:
+            return exchange()
+        own = {rank: torch.tensor([len(payload)]) for rank, payload in sent.items()}
+        return StartedOperation(_works(group, known, own, _SIZES + number), exchange, messages=True)
+
+    def _payload_bytes(self, shard: list[Piece]) -> int | None:
+        """Size of a shard's payload; ``None`` if that depends on what is in it."""
+        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
+        known = [size for size in sizes if size is not None]
+        return None if len(known) < len(sizes) else sum(map(_aligned, known))
 
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
         """Pieces of a part by owner; ranks that own none of it are left out."""
@@ -154,65 +190,76 @@ class CompressedBucket:
                 shards[rank] = [piece for piece in found if piece is not None]
         return shards
 
-    def _own(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> list[Piece]:
-        return self._shards(group, sub_task).get(group.rank(), [])
-
-    def _payload_bytes(self, shard: list[Piece]) -> int:
-        return sum(_aligned(piece.nbytes(self._buffer.element_size())) for piece in shard)
-
     def _bodies(self, shard: list[Piece], payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece with its part of a payload."""
+        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
         at = 0
-        for piece in shard:
-            size = piece.nbytes(self._buffer.element_size())
-            yield piece, payload[at : at + size]
-            at += _aligned(size)
+        if None in sizes:
+            at = _LENGTH * len(shard)
+            sizes = payload[:at].view(torch.int64).tolist()
+        for piece, size in zip(shard, sizes, strict=True):
+            if size is not None:
+                yield piece, payload[at : at + size]
+                at += _aligned(size)
 
     # ------------------------------------------------------------------ arithmetic
 
-    def _pack(self, shard: list[Piece], scale: float, squares: list[float]) -> Tensor:
-        """Encode this rank's share of a mean, and keep what is left out."""
-        payload = torch.empty(self._payload_bytes(shard), dtype=torch.uint8)
+    def _values(self, shard: list[Piece]) -> list[Tensor]:
+        """This rank's numbers of a shard: where they are, or in fp32 where that is what a codec takes."""
+        parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
+        return [part if piece.residual is None else part.float() for piece, part in parts]
+
+    def _packed(self, shard: list[Piece], values: list[Tensor], seed: int, worker: int, squares: list[float]) -> Tensor:
+        """Encode a shard, and keep what is left out."""
+        bodies = []
+        for piece, part in zip(shard, values, strict=True):
+            codec, residual = piece.codec, piece.residual
+            if codec is None:
+                bodies.append(part.view(torch.uint8))
+            elif residual is None or not _is_finite(part):  # what overflows is lost, and the residual stays
+                bodies.append(codec.compress(part, seed=seed + piece.first, worker=worker))
+            else:
+                bodies.append(codec.compress_with(residual, part, seed=seed + piece.first, worker=worker))
+                squares.append(float(torch.dot(residual, residual)))
+        lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
+        at = 0 if self._payload_bytes(shard) is not None else len(lengths)
+        payload = torch.empty(at + sum(_aligned(len(body)) for body in bodies), dtype=torch.uint8)
+        payload[:at] = lengths[:at]
+        for body in bodies:
+            payload[at : at + len(body)] = body
+            at += _aligned(len(body))
+        return payload
+
+    def _add(self, shard: list[Piece], payload: Tensor, sums: list[Tensor]) -> None:
+        for (piece, body), total in zip(self._bodies(shard, payload), sums, strict=True):
+            if piece.codec is None:
+                total.add_(body.view(total.dtype))
+            elif piece.residual is None:
+                total.add_(piece.codec.decompress(body, len(total)))
+            else:
+                piece.codec.add(body, total)
+
+    def _place(self, shard: list[Piece], payload: Tensor) -> None:
+        """Put into the buffer what travelled."""
         for piece, body in self._bodies(shard, payload):
             gradient = self._buffer[piece.first : piece.end]
-            if piece.codec is None or piece.residual is None:
-                body.view(gradient.dtype).copy_(gradient.mul_(scale))
-                continue
-            values = _share_of(gradient, scale, piece.residual)
-            piece.codec.encode(values, out=body)
-            squares.append(_keep_rest(values, piece.codec.decode(body, len(values)), piece.residual))
-        return payload
-
-    def _summed(self, shard: list[Piece], scale: float, versions: list[Tensor], squares: list[float]) -> Tensor:
-        """Add the others' versions of a shard to this rank's, encode the sum, and take what was encoded."""
-        payload = torch.empty(self._payload_bytes(shard), dtype=torch.uint8)
-        sums = []
-        for piece in shard:
-            gradient = self._buffer[piece.first : piece.end]
-            exact = piece.codec is None or piece.residual is None
-            sums.append(gradient.mul_(scale) if exact else _share_of(gradient, scale, piece.residual))
-        for version in versions:
-            for (piece, body), total in zip(self._bodies(shard, version), sums, strict=True):
-                total.add_(body.view(total.dtype) if piece.codec is None else piece.codec.decode(body, len(total)))
-        for (piece, body), total in zip(self._bodies(shard, payload), sums, strict=True):
-            if piece.codec is None or piece.residual is None:
-                body.view(total.dtype).copy_(total)
-                continue
-            piece.codec.encode(total, out=body)
-            decoded = self._decode(piece, body)
-            squares.append(_keep_rest(total, decoded, piece.residual))
-        return payload
-
-    def _decode(self, piece: Piece, body: Tensor) -> Tensor:
-        """Place in the buffer what travelled; returns it."""
-        gradient = self._buffer[piece.first : piece.end]
-        values = body.view(gradient.dtype) if piece.codec is None else piece.codec.decode(body, len(gradient))
-        gradient.copy_(values)
-        return values
+            if piece.codec is None:
+                gradient.copy_(body.view(gradient.dtype))
+            elif gradient.dtype is torch.float32:
+                piece.codec.decompress(body, len(gradient), out=gradient)
+            else:
+                gradient.copy_(piece.codec.decompress(body, len(gradient)))
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _seed(sub_task: SubCommTask) -> int:
+    """Of random numbers: the same on all ranks and in both directions, another one for each part and step."""
+    key = sub_task.parent.key
+    names = f"{key.step} {key.bucket} {sub_task.index}".encode()
+    return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
@@ -221,29 +268,16 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [(rank + distance) % size for distance in range(1, size)]
 
 
-def _messages(
+def _works(
     group: dist.ProcessGroup, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], number: int
 ) -> list[dist.Work]:
     works = [group.recv([payload], rank, number) for rank, payload in received.items()]
     return works + [group.send([sent[rank]], rank, number) for rank in _others(group) if rank in sent]
 
 
-def _share_of(gradient: Tensor, scale: float, residual: Tensor | None) -> Tensor:
-    """A rank's share of the mean, in fp32, with what was left out of it before."""
-    values = gradient.float().mul(scale) if gradient.dtype is torch.float32 else gradient.float().mul_(scale)
-    return values if residual is None else values.add_(residual)
-
-
-def _keep_rest(values: Tensor, decoded: Tensor, residual: Tensor) -> float:
-    """Make ``residual`` what ``decoded`` lacks of ``values``, which is overwritten; returns the square of its norm.
-
-    Where something is not finite the step is lost, and the residual stays as it was.
-    """
-    rest = values.sub_(decoded)
-    square = float(torch.dot(rest, rest))
-    if math.isfinite(square) or bool(torch.isfinite(rest).all()):
-        residual.copy_(rest)
-    return square if math.isfinite(square) else 0.0
+def _is_finite(part: Tensor) -> bool:
+    """Whether all numbers are; looked at one by one only if their squares overflow."""
+    return math.isfinite(torch.dot(part, part)) or bool(torch.isfinite(part).all())
 
 
 class _Working:
@@ -280,7 +314,7 @@ class GradientCompression:
 
     Attributes:
         compressed: Names of the parameters whose gradients travel encoded, and in what.
-        ratio: How many times fewer bytes that makes, of all gradients.
+        ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
     """
 
     def __init__(
@@ -302,13 +336,13 @@ class GradientCompression:
         self._lock = threading.Lock()  # of the counters, which two threads keep
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
-        self.compressed = {name: codec.name for name, codec in self._codecs.values()}
+        self.compressed = {name: codec.spec for name, codec in self._codecs.values()}
         plain = sent = 0
         for name, parameter in parameters.items():
             codec = codecs[name]
             nbytes = parameter.numel() * parameter.element_size()
             plain += nbytes
-            sent += nbytes if codec is None else codec.payload_bytes(parameter.numel())
+            sent += nbytes if codec is None or codec.exact else codec.payload_bytes(parameter.numel())
         self.ratio = plain / sent if sent else 1.0
 
     def begin_step(self) -> None:
@@ -330,7 +364,7 @@ class GradientCompression:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            residual = None if codec is None else self._residuals.of(name, size)
+            residual = None if codec is None or codec.exact else self._residuals.of(name, size)
             yield Piece(at, at + size, codec, residual)
             at += size
 

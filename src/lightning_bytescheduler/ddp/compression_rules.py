@@ -5,62 +5,23 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_bytescheduler.checks import require_one_of, require_whole
-from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.compression.dense import Dense, DenseKind
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.powersgd import PowerSGD
+from lightning_bytescheduler.compression.registry import MIN_SIZE, make_compressor
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["CompressionRules", "GradientCodec"]
+__all__ = ["CompressionRules"]
 
-_NAMES: tuple[Any, ...] = tuple(name for name in WIRE_DTYPES if name != "fp32")
-_MIN_SIZE = 1024
-
-
-class GradientCodec(Protocol):
-    """Encodes flat tensors, to nearest: error feedback sees to what is left out."""
-
-    @property
-    def name(self) -> str:
-        """As it is chosen and shown."""
-
-    def payload_bytes(self, elements: int) -> int:
-        """Size of the payload of so many elements."""
-
-    def encode(self, values: Tensor, *, out: Tensor) -> None:
-        """Fill ``out``, of uint8, with the payload of ``values``, in fp32; infinities and NaN decode to such."""
-
-    def decode(self, payload: Tensor, elements: int) -> Tensor:
-        """Read a payload: a new tensor in fp32."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Numbers in 16, 8 or 4 bits; see :class:`WireFormat`."""
-
-    wire: WireFormat
-
-    @property
-    def name(self) -> str:
-        return self.wire.dtype
-
-    def payload_bytes(self, elements: int) -> int:
-        return self.wire.payload_bytes(elements)
-
-    def encode(self, values: Tensor, *, out: Tensor) -> None:
-        try:
-            out.copy_(self.wire.encode(values))
-        except ValueError:  # an overflow, which all ranks have to see
-            out.fill_(255)  # NaN, as a scale and as a number
-
-    def decode(self, payload: Tensor, elements: int) -> Tensor:
-        try:
-            return self.wire.decode(payload, elements)
-        except ValueError:
-            return torch.full((elements,), torch.nan)
+_TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
+_LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +34,8 @@ class CompressionRules:
         min_size: Elements below which a parameter's gradient travels as it is.
     """
 
-    by_pattern: tuple[tuple[str, GradientCodec | None], ...]
-    min_size: int = _MIN_SIZE
+    by_pattern: tuple[tuple[str, Compressor | None], ...]
+    min_size: int = MIN_SIZE
 
     @classmethod
     def resolve(cls, compression: Any, min_size: int | None = None) -> CompressionRules | None:
@@ -103,9 +64,9 @@ class CompressionRules:
             pairs = [("*", _codec("compression", compression))]
         if all(codec is None for _, codec in pairs):
             return None
-        return cls(by_pattern=tuple(pairs), min_size=_MIN_SIZE if min_size is None else min_size)
+        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size)
 
-    def codec_for(self, name: str, parameter: nn.Parameter) -> GradientCodec | None:
+    def codec_for(self, name: str, parameter: nn.Parameter) -> Compressor | None:
         """What the gradient of a parameter travels in; ``None`` for as it is."""
         with torch._C.DisableTorchFunctionSubclass():
             size, dtype = parameter.numel(), parameter.dtype
@@ -113,6 +74,8 @@ class CompressionRules:
             return None
         for pattern, codec in self.by_pattern:
             if fnmatch.fnmatchcase(name, pattern):
+                if codec is not None and codec.exact:
+                    return codec if dtype in _LOSSLESS_TYPES else None
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
                 return codec if fewer else None
         return None
@@ -127,11 +90,25 @@ class CompressionRules:
         return f"{said} (min_size {self.min_size})"
 
 
-def _name(codec: GradientCodec | None) -> str:
-    return "none" if codec is None else codec.name
+def _name(codec: Compressor | None) -> str:
+    return "none" if codec is None else codec.spec
 
 
-def _codec(option: str, value: Any) -> GradientCodec | None:
+def _codec(option: str, value: Any) -> Compressor | None:
     if value is None or value == "none":
         return None
-    return _Blocks(WireFormat(dtype=require_one_of(option, value, _NAMES), rounding="nearest"))
+    if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
+        raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
+    made = value if isinstance(value, Compressor) else None
+    if isinstance(made, PowerSGD) or (isinstance(value, str) and value.partition(":")[0] == "powersgd"):
+        raise OptionError(
+            option,
+            value,
+            "a compressor of single numbers",
+            "PowerSGD needs matrices, which shards of gradients are not; torch has a hook of DDP for it.",
+        )
+    if made is not None:
+        return made
+    if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
+        return Dense(_TO_NEAREST[value], "nearest")
+    return make_compressor(value, error_feedback=False, min_size=0, option=option)

@@ -108,10 +108,6 @@ class GradientBucket:
 class EncodedBucket(Protocol):
     """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
 
-    @property
-    def share(self) -> float:
-        """Bytes that travel, by those of the gradients."""
-
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
 
@@ -342,7 +338,6 @@ class StepTasks:
         index: int,
         priority: int,
         wire_share: float,
-        encoded_share: float = 1.0,
         ready: ReadyMark | None = None,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
@@ -359,7 +354,6 @@ class StepTasks:
             index: The bucket's.
             priority: See :class:`CommTask`.
             wire_share: What each rank sends per byte of ``buffer``, as it is.
-            encoded_share: What travels of that.
             ready: When the contents of ``buffer`` exist, if they do not yet.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
@@ -373,8 +367,7 @@ class StepTasks:
             launch=partial(self._send, buffer, operation, encoded, ready),
             priority=priority,
             key=TaskKey(self.step, phase, index),
-            wire_bytes=wire_share * encoded_share * buffer.element_size(),
-            plain_bytes=wire_share * buffer.element_size(),
+            wire_bytes=wire_share * buffer.element_size(),
             on_end=on_end if streams is None else streams.forget,
         )
         if streams is not None:
@@ -411,7 +404,7 @@ class StepTasks:
             The all-gather.
         """
         index, ready = bucket.index, ReadyMark(self.device)
-        share, encoded_share = (self.world_size - 1) / self.world_size, 1.0 if encoded is None else encoded.share
+        share = (self.world_size - 1) / self.world_size
 
         def scattered(scatter: CommTask) -> None:
             # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
@@ -429,7 +422,6 @@ class StepTasks:
             index=index,
             priority=scatter_priority,
             wire_share=share,
-            encoded_share=encoded_share,
             ready=ready,
             on_end=scattered,
         )
@@ -442,7 +434,6 @@ class StepTasks:
             index=index,
             priority=bucket.priority,
             wire_share=share,
-            encoded_share=encoded_share,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
             joinable=True,

@@ -319,11 +319,12 @@ class SchedulerRuntime:
 
     def _observe(self, sub: SubCommTask) -> None:
         """Called by the core with each sub-task that ended."""
-        wire_bytes = sub.size * sub.parent.wire_bytes
+        plain_bytes = sub.size * sub.parent.wire_bytes
+        wire_bytes = plain_bytes if sub.encoded_bytes is None else sub.encoded_bytes
         statistics = self.statistics
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
-        statistics.bytes_uncompressed += sub.size * sub.parent.plain_bytes
+        statistics.bytes_uncompressed += plain_bytes
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:
@@ -334,8 +335,8 @@ class SchedulerRuntime:
                 "task": sub.parent.key.bucket,
                 "partition": sub.index,
             }
-            if sub.parent.plain_bytes != sub.parent.wire_bytes:
-                args["uncompressed_bytes"] = sub.size * sub.parent.plain_bytes
+            if sub.encoded_bytes is not None:
+                args["uncompressed_bytes"] = plain_bytes
             self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
             self._timeline.overlapping(
                 sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args

@@ -50,10 +50,13 @@ class SubCommTask:
         ready_at: When its data existed, in seconds of the core's clock; 0 until then.
         started_at: When it was sent; 0 until then.
         finished_at: When it finished or failed; 0 until then.
+        encoded_bytes: What was sent, where that is another number than the task's ``wire_bytes`` makes it; for
+            accounting, set by whoever sends.
     """
 
     __slots__ = (
         "_claimed",
+        "encoded_bytes",
         "finished_at",
         "index",
         "offset",
@@ -73,6 +76,7 @@ class SubCommTask:
         self.ready_at = 0.0
         self.started_at = 0.0
         self.finished_at = 0.0
+        self.encoded_bytes: int | None = None
         self._claimed = False  # chosen to be sent next, but not launched yet
 
     @property
@@ -185,7 +189,6 @@ class CommTask:
         key: What names this task on every rank alike; needed when ranks must agree on one order.
         immediate: Bypass queue and credit.
         wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
-        plain_bytes: What it would send if nothing were compressed; ``wire_bytes`` if left out.
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
 
@@ -203,7 +206,6 @@ class CommTask:
         key: TaskKey = _ANY,
         immediate: bool = False,
         wire_bytes: float = 0.0,
-        plain_bytes: float | None = None,
         on_end: Callable[[CommTask], None] | None = None,
     ) -> None:
         self.name = name
@@ -212,7 +214,6 @@ class CommTask:
         self.key = key
         self.immediate = immediate
         self.wire_bytes = wire_bytes
-        self.plain_bytes = wire_bytes if plain_bytes is None else plain_bytes
         self._launch = launch
         self._on_end = on_end
         self._lock = threading.Lock()
