@@ -181,8 +181,8 @@ def test_it_is_the_algorithm_as_numpy_has_it(results: dict[str, list[Result]]) -
         assert np.array_equal(first.means[step], second.means[step])
         assert np.allclose(first.means[step], mean, rtol=1e-5, atol=1e-5)
     for rank, result in enumerate((first, second)):
-        assert np.allclose(result.residuals["a"], residuals[rank][:700], rtol=1e-5, atol=1e-5)
-        assert np.allclose(result.residuals["c"], residuals[rank][730:], rtol=1e-5, atol=1e-5)
+        assert np.allclose(result.residuals["a"], residuals[rank][:700], rtol=1e-5, atol=1e-4)
+        assert np.allclose(result.residuals["c"], residuals[rank][730:], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("compression", _MIXED)
