@@ -61,8 +61,16 @@ def gap(options: argparse.Namespace) -> list[Group]:
 
 
 def wire(options: argparse.Namespace) -> list[Group]:
-    """Rounds of one length with each wire dtype; the same steps for all, as fast as they go."""
+    """Rounds of one length with each wire dtype; the same steps for all, as fast as they go.
+
+    What sparse does not send takes the place of outer momentum, so that there is plain averaging to compare it with,
+    too.
+    """
     strategy = {"inner_steps": _WIRE_LENGTH, "equal_steps": True, **_tuned(options)}
+    averaging = {**strategy, "outer_lr": 1.0, "outer_momentum": 0.0}
+    compared = [(dtype, {**strategy, "wire_dtype": dtype}) for dtype in ("fp32", "int8", "int4")]
+    compared.append(("fp32, plain averaging", {**averaging, "wire_dtype": "fp32"}))
+    compared.append(("sparse", {**averaging, "wire_dtype": "sparse"}))
     own = {
         "batch": 2 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
         "steps": options.steps,
@@ -70,10 +78,7 @@ def wire(options: argparse.Namespace) -> list[Group]:
         "step_s": [0.0, 0.0],
         "seconds": 300,
     }
-    return [
-        [{**_diloco(f"diloco, {dtype}", _WIRE_LENGTH, {**strategy, "wire_dtype": dtype}), **own}]
-        for dtype in ("fp32", "int8", "int4")
-    ]
+    return [[{**_diloco(f"diloco, {name}", _WIRE_LENGTH, asked), **own}] for name, asked in compared]
 
 
 def stall(options: argparse.Namespace) -> list[Group]:

@@ -83,7 +83,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
             DiLoCoStrategy,
             [
                 "--strategy.weighting {samples,tokens,uniform}",
-                "--strategy.wire_dtype {fp32,bf16,int8,int4}",
+                "--strategy.wire_dtype {fp32,bf16,int8,int4,sparse}",
                 "Literal['auto']",
                 "Literal['ddp', 'bytescheduler']",
                 "Literal['node']",

@@ -24,7 +24,8 @@ def same_weights(results: list[Result]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("wire_dtype", "fragments", "overlap_steps"), [("bf16", 3, 0), ("int8", 1, 2), ("fp32", 3, 2), ("int4", 3, 2)]
+    ("wire_dtype", "fragments", "overlap_steps"),
+    [("bf16", 3, 0), ("int8", 1, 2), ("fp32", 3, 2), ("int4", 3, 2), ("sparse", 3, 2)],
 )
 def test_all_workers_hold_the_same_bits(
     wire_dtype: str, fragments: int, overlap_steps: int, diloco_ranks: RankPool, tmp_path: Path

@@ -25,6 +25,7 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
+from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.strategy import _refuse_searches
 
 
@@ -46,6 +47,7 @@ from lightning_bytescheduler.diloco.strategy import _refuse_searches
         ("overlap_steps", -1),
         ("mixing", 1.5),
         ("wire_dtype", "fp16"),
+        ("density", 0.1),
         ("lead_steps", 0),
         ("batch_size", 0),
         ("batch_size", []),
@@ -101,6 +103,15 @@ def test_a_misspelt_option(option: str, says: str) -> None:
 def test_a_number_without_its_name() -> None:
     with pytest.raises(OptionError, match=r"^accelerator=100 .*as in DiLoCoStrategy\(inner_steps=100\)\.$"):
         DiLoCoStrategy(100)  # type: ignore[arg-type]
+
+
+def test_what_sparse_does_not_send_is_the_momentum() -> None:
+    options = DiLoCoStrategy(wire_dtype="sparse")._options
+    assert (options.outer_lr, options.outer_momentum, options.density) == (1.0, 0.0, None)
+    options = DiLoCoStrategy(wire_dtype="sparse", density=0.1, outer_lr=0.5, outer_momentum=0.3)._options
+    assert (options.outer_lr, options.outer_momentum, options.outer(None).wire.density) == (0.5, 0.3, 0.1)
+    assert common_options(options)["density"] == 0.1  # the same on all ranks, or they are refused
+    assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_lr is None
 
 
 @pytest.mark.parametrize("value", [4_000_000.0, "4e6", "4_000_000"])

@@ -92,6 +92,7 @@ class Dense(Compressor):
         seed: int = 0,
         out: Tensor | None = None,
         residual: Tensor | None = None,
+        bounded: bool = True,
     ) -> tuple[Tensor, float]:
         """Make a payload of numbers as they come.
 
@@ -103,9 +104,10 @@ class Dense(Compressor):
             seed: Of stochastic rounding.
             out: Is filled with the payload: of its size, uint8, aligned to 4 bytes.
             residual: See :meth:`compress_with`.
+            bounded: Whether the largest magnitude is of interest.
 
         Returns:
-            The payload, and the largest magnitude in it: infinite or NaN if a number is not finite.
+            The payload, and a number that is as finite as the largest magnitude in it; 0 where nobody asks.
         """
         payload = torch.empty(self.payload_bytes(elements), dtype=torch.uint8, device=device) if out is None else out
         self.check(payload, elements)
@@ -119,7 +121,8 @@ class Dense(Compressor):
                 values = residual[first:end].add_(values)
             if quantiser is None:
                 sent = body.view(_FLOATS[self.kind])[first:end].copy_(values)
-                largest.append(sent.abs().amax().float() if sent.numel() else sent.sum().float())
+                if bounded and sent.numel():
+                    largest.append(sent.abs().amax().float())
             else:
                 own, packed = scales[first // BLOCK : -(-end // BLOCK)], self._packed(body, first, end)
                 quantiser.quantise(values, own, packed, first=first)
@@ -188,7 +191,7 @@ class Dense(Compressor):
         size, device = chunk_size(values.device), values.device
         chunks = (values[first : first + length].float() for first, length in chunks_of(values.numel(), size))
         own = seed if not worker else (seed << 32) + worker
-        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual)[0]
+        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual, bounded=False)[0]
 
     def _quantiser(self, device: torch.device, seed: int | None) -> BlockQuantiser | None:
         return BlockQuantiser(_BITS[self.kind], device, seed) if self.kind in _QUANTISED else None

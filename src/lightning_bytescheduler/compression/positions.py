@@ -44,6 +44,9 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
         return torch.arange(size if count else 0, device=values.device)
     magnitudes = values.detach().view(torch.int32) & _MAGNITUDE
     candidates = _candidates(magnitudes, count)
+    if candidates is not None and len(candidates) < count:  # of nought besides
+        rest = (magnitudes == 0).nonzero().view(-1)[: count - len(candidates)]
+        return torch.cat([candidates, rest]).sort().values
     held = magnitudes if candidates is None else magnitudes[candidates]
     least = held.topk(count, sorted=False).values.min()
     above = held > least
@@ -54,7 +57,10 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
 
 
 def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
-    """Positions of somewhat more than ``count`` elements that are the largest; ``None`` if the guess was wrong."""
+    """Positions of somewhat more than ``count`` elements that are the largest; ``None`` if the guess was wrong.
+
+    Fewer only if they are all that are not nought.
+    """
     size = magnitudes.numel()
     if size < _FEWEST:
         return None
@@ -63,8 +69,9 @@ def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
     wanted += 5.0 * max(wanted, 1.0) ** 0.5
     if wanted >= 0.5 * sample.numel():
         return None
-    found = (magnitudes >= sample.topk(int(wanted) + 1, sorted=False).values.min()).nonzero().view(-1)
-    return found if len(found) >= count else None
+    guess = int(sample.topk(int(wanted) + 1, sorted=False).values.min())
+    found = (magnitudes >= max(guess, 1)).nonzero().view(-1)
+    return found if len(found) >= count or guess <= 1 else None
 
 
 def index_bytes(elements: int, kept: int) -> int:

@@ -163,6 +163,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         overlap_steps: See there.
         mixing: See there.
         wire_dtype: See there; of updates and means.
+        density: See there.
     """
 
     samples_per_round: int | None = None
@@ -176,6 +177,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlap_steps: int = 0
     mixing: float | None = None
     wire_dtype: str = "fp32"
+    density: float | None = None
 
 
 class Hello(_Message, frozen=True, kw_only=True):

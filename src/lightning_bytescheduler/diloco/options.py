@@ -94,6 +94,7 @@ class DiLoCoOptions:
     overlap_steps: int
     mixing: float | None
     wire_dtype: WireDtype
+    density: float | None
     lead_steps: int
     batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
     partition_size: int
@@ -124,6 +125,11 @@ class DiLoCoOptions:
                 "overlap_steps", self.overlap_steps, f"less than the steps between two sends, inner_steps={steps}"
             )
         require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
+        WireFormat(dtype=self.wire_dtype, density=self.density)
+        if self.wire_dtype == "sparse" and self.outer_optimizer is None:
+            for option, value in (("outer_lr", 1.0), ("outer_momentum", 0.0)):  # what is unsent is the momentum
+                if getattr(self, option) is None:
+                    object.__setattr__(self, option, value)
         require_whole("lead_steps", self.lead_steps, 1)
         for option in ("partition_size", "credit"):
             object.__setattr__(self, option, parse_size(option, getattr(self, option)))
@@ -245,7 +251,7 @@ class DiLoCoOptions:
                 silent_after=seconds,
                 first_step_limit=seconds,
             ),
-            wire=WireFormat(dtype=self.wire_dtype),
+            wire=WireFormat(dtype=self.wire_dtype, density=self.density),
             overlap_steps=self.overlap_steps,
             partition_size=self.partition_size,
             credit=self.credit,

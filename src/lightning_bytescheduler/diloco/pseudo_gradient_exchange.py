@@ -5,6 +5,10 @@ them up in fixed point, and sends the weighted mean to all, in the wire's dtype.
 own shard too, so all of them hold the same bits; and what travels is as little as with a ring all-reduce:
 ``2 (n - 1) / n`` times the pseudo-gradient.
 
+What int8, int4 and sparse lose is kept and sent with the next pseudo-gradient of the same name (error feedback): by the
+worker whose pseudo-gradient it is, and by the owner of a shard for the mean. Only what is lost between a checkpoint and
+a training that goes on from it is lost for good: see :meth:`PseudoGradientExchange.load_state_dict`.
+
 Two ranks' messages are told apart by their number and not by their order. Still, every worker has to start the parts in
 one order: with a limited number in flight, each could otherwise wait for what the other has not started.
 """
@@ -12,8 +16,9 @@ one order: with a limited number in flight, each could otherwise wait for what t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +96,7 @@ class PseudoGradientExchange:
         self._completion = CompletionThread(on_error, group)
         self._started = 0
         self._numbers = 0
+        self._residuals: dict[str, _Residuals] = {}  # by name of the pseudo-gradient
 
     @property
     def abort_cause(self) -> BaseException | None:
@@ -103,7 +109,7 @@ class PseudoGradientExchange:
         """Begin to exchange a pseudo-gradient; returns at once. For one thread.
 
         Args:
-            name: Shown in logs.
+            name: Shown in logs; what is lost is sent with the next of that name, which must not be under way yet.
             pseudo_gradient: Flat, fp32, on the CPU. Not to be changed before the exchange has ended.
             weight: Of this worker's, in the mean.
             on_end: Called once it has ended, with the error if it has failed, on another thread.
@@ -114,6 +120,7 @@ class PseudoGradientExchange:
             result=torch.empty_like(pseudo_gradient),
             weight=weight,
             wire=self._wire,
+            residuals=self._residuals_of(name, pseudo_gradient) if self._wire.keeps_residuals else None,
         )
         self._started += 1
         first = self._numbers
@@ -135,6 +142,31 @@ class PseudoGradientExchange:
         task.notify_ready()
         return Exchange(task, mean)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was not sent yet, of this worker: tensors and primitives only."""
+        own = {name: residuals.own.clone() for name, residuals in self._residuals.items()}
+        mean = {name: residuals.mean.clone() for name, residuals in self._residuals.items()}
+        return {"workers": self._group.size(), "rank": self._group.rank(), "own": own, "mean": mean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a state, before anything is started.
+
+        What was not sent goes to the worker that it is of; all others begin without any, and what they had not sent is
+        lost. With another number of workers shards are others, and what their owners had not sent is lost, too.
+        """
+        if state["rank"] != self._group.rank():
+            return
+        same = state["workers"] == self._group.size()
+        for name, own in state["own"].items():
+            mean = state["mean"][name]
+            self._residuals[name] = _Residuals(own.clone(), mean.clone() if same else torch.zeros_like(mean))
+
+    def _residuals_of(self, name: str, like: Tensor) -> _Residuals:
+        known = self._residuals.get(name)
+        if known is None or known.own.shape != like.shape:
+            known = self._residuals[name] = _Residuals(torch.zeros_like(like), torch.zeros_like(like))
+        return known
+
     def abort(self, cause: BaseException) -> None:
         """Fail everything that is under way, and whatever is started later."""
         self._core.abort(cause)
@@ -150,6 +182,14 @@ class PseudoGradientExchange:
         return self._completion.stop(max(0.1, deadline - time.monotonic())) and idle
 
 
+@dataclass(frozen=True, slots=True)
+class _Residuals:
+    """What was not sent: of this worker's pseudo-gradient, and of the mean of its shards. Flat, in fp32."""
+
+    own: Tensor
+    mean: Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class _ShardedMean:
     """One worker's side of the exchange of one pseudo-gradient.
@@ -160,6 +200,7 @@ class _ShardedMean:
         result: Is filled with the mean; like ``own``.
         weight: Of this worker's version, a whole number; 0 if it is not to count.
         wire: What travels.
+        residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
     """
 
@@ -168,6 +209,7 @@ class _ShardedMean:
     result: Tensor
     weight: int
     wire: WireFormat
+    residuals: _Residuals | None = None
     total: int = 0
 
     def start(self, offset: int, size: int, number: int) -> StartedOperation:
@@ -181,26 +223,30 @@ class _ShardedMean:
         Raises:
             ValueError: If the part holds infinities or NaN.
         """
-        part, result = self.own[offset : offset + size], self.result[offset : offset + size]
+        span = slice(offset, offset + size)
+        part, result = self.own[span], self.result[span]
+        unsent = None if self.residuals is None or not self.weight else self.residuals.own[span]
         payloads = {
-            worker: self._pack(self.weight, part[slice(*shard)], number) for worker, shard in self._shards(size).items()
+            worker: self._pack(self.weight, part[slice(*shard)], number, unsent=_part(unsent, shard))
+            for worker, shard in self._shards(size).items()
         }
         own = payloads.pop(self.group.rank(), None)
-        length = 0 if own is None else _length(shard_of(size, self.group.rank(), self.group.size()))
-        received = {} if own is None else {w: self._buffer(length) for w in self._others()}
+        shard = shard_of(size, self.group.rank(), self.group.size())
+        received = {} if own is None else {w: self._buffer(_length(shard)) for w in self._others()}
 
         def merge() -> StartedOperation:
-            return self._share(result, number, [] if own is None else [own, *received.values()], length)
+            mean = None if self.residuals is None else _part(self.residuals.mean[span], shard)
+            return self._share(result, number, [] if own is None else [own, *received.values()], mean)
 
         return StartedOperation(self._messages(received, payloads, 2 * number), merge, messages=True)
 
-    def _share(self, result: Tensor, number: int, versions: list[Tensor], length: int) -> StartedOperation:
+    def _share(self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None) -> StartedOperation:
         """Send the mean of this worker's shard to all, and receive theirs."""
         shards = self._shards(result.numel())
         rank = self.group.rank()
         payloads: dict[int, Tensor] = {}
         if versions:
-            payload = self._merged(versions, length, number + 1)
+            payload = self._merged(versions, _length(shards[rank]), number + 1, unsent)
             self._place(result, shards[rank], payload)
             payloads = dict.fromkeys(self._others(), payload)
         received = {worker: self._buffer(_length(shards[worker])) for worker in self._others() if worker in shards}
@@ -211,7 +257,7 @@ class _ShardedMean:
 
         return StartedOperation(self._messages(received, payloads, 2 * number + 1), place, messages=True)
 
-    def _merged(self, versions: list[Tensor], length: int, number: int) -> Tensor:
+    def _merged(self, versions: list[Tensor], length: int, number: int, unsent: Tensor | None) -> Tensor:
         """The message with the mean of this worker's shard."""
         sums = WeightedMean({"shard": torch.empty(length)})
         for version in versions:
@@ -221,7 +267,7 @@ class _ShardedMean:
         if not sums.added:
             return self._pack(0, torch.zeros(length), number)
         message = self._buffer(length, sums.weight)
-        sums.encode_mean(self.wire, seed=self._seed(number), out=message[_HEADER:])
+        sums.encode_mean(self.wire, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message
 
     def _messages(self, received: dict[int, Tensor], sent: dict[int, Tensor], number: int) -> list[dist.Work]:
@@ -245,9 +291,9 @@ class _ShardedMean:
         message[:_HEADER] = torch.tensor([weight]).view(torch.uint8)
         return message
 
-    def _pack(self, weight: int, values: Tensor, number: int) -> Tensor:
+    def _pack(self, weight: int, values: Tensor, number: int, *, unsent: Tensor | None = None) -> Tensor:
         message = self._buffer(values.numel(), weight)
-        self.wire.encode(values, seed=self._seed(number), out=message[_HEADER:])
+        self.wire.encode(values, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message
 
     def _seed(self, number: int) -> int:
@@ -260,6 +306,10 @@ class _ShardedMean:
 
 def _length(shard: tuple[int, int]) -> int:
     return shard[1] - shard[0]
+
+
+def _part(tensor: Tensor | None, shard: tuple[int, int]) -> Tensor | None:
+    return None if tensor is None else tensor[slice(*shard)]
 
 
 def _weight(payload: Tensor) -> int:

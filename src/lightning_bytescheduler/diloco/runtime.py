@@ -37,6 +37,7 @@ _STOP_S = 5.0
 _MOMENT_S = 2.0
 _SILENCE_S = 20.0
 _SCHEDULER = "scheduler"  # its mailbox
+_NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
 
 
 def make_runtime(
@@ -201,6 +202,7 @@ class LeadingRuntime(_SessionRuntime):
         """
         if state is not None:
             self.state.load_state_dict(state["outer"])
+            self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         if self._scheduler is not None:
             self._scheduler.start(None if state is None else state["rounds"])
         self.session.begin()
@@ -209,7 +211,11 @@ class LeadingRuntime(_SessionRuntime):
         """What to keep beside the global weights; ``None`` on all workers but the first."""
         if self._scheduler is None:
             return None
-        return {"outer": self.state.state_dict(), "rounds": self._scheduler.state_dict()}
+        return {
+            "outer": self.state.state_dict(),
+            "rounds": self._scheduler.state_dict(),
+            "unsent": self._exchange.state_dict(),
+        }
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the exchange, on whichever thread."""

@@ -125,7 +125,10 @@ class DiLoCoStrategy(WorkerStrategy):
         overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits.
         mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
             out.
-        wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network.
+        wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
+            changes alone. What int8, int4 and sparse lose in a round is sent in a later one.
+        density: Share of the changes that ``"sparse"`` sends in a round; 0.02 if left out. What it does not send acts
+            as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum`` 0, if left out.
         lead_steps: How many steps of the slowest worker before its end a round is decided.
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
@@ -173,7 +176,8 @@ class DiLoCoStrategy(WorkerStrategy):
         fragments: int = 1,
         overlap_steps: int = 0,
         mixing: float | None = None,
-        wire_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32",
+        wire_dtype: Literal["fp32", "bf16", "int8", "int4", "sparse"] = "fp32",
+        density: float | None = None,
         lead_steps: int = 3,
         batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
         partition_size: int = 1_000_000,
@@ -196,6 +200,7 @@ class DiLoCoStrategy(WorkerStrategy):
             overlap_steps=overlap_steps,
             mixing=mixing,
             wire_dtype=wire_dtype,
+            density=density,
             lead_steps=lead_steps,
             batch_size=batch_size,
             partition_size=partition_size,
