@@ -72,6 +72,13 @@ def _contenders() -> list[Contender]:
         Contender(name="bytescheduler", strategy=ByteSchedulerStrategy),
         Contender(name="bytescheduler, overlapped", strategy=partial(ByteSchedulerStrategy, mode="overlapped")),
         Contender(name="bytescheduler, as ddp", strategy=partial(ByteSchedulerStrategy, mode="ddp")),
+        *(
+            Contender(
+                name=f"bytescheduler, {wire}",
+                strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
+            )
+            for wire in ("bf16", "int8", "int4")
+        ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
             name="bytescheduler, norm clipping",

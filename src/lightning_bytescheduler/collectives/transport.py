@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.codec import CodecThread
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
-from lightning_bytescheduler.collectives.operations import Operation
+from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
-__all__ = ["GradientTransport", "ReadyMark"]
+__all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
+
+EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
+"""Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
 
 
 class GradientTransport:
@@ -38,6 +43,7 @@ class GradientTransport:
         self._started = 0
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
+        self._codec = CodecThread(on_error)
         if device is not None and device.type == "cuda":
             self._streams = DeviceStreams(group, device, on_error)
         else:
@@ -59,6 +65,24 @@ class GradientTransport:
             self._completion.watch(operation(self.group, part, self._started), sub_task)
         elif self._streams is not None:
             self._streams.send(part, sub_task, operation, self._started, ready)
+
+    def send_encoded(self, sub_task: SubCommTask, start: EncodedStart) -> None:
+        """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.
+
+        Args:
+            sub_task: Told when the result is there.
+            start: Called on the codec thread; what it returns is waited for like any operation.
+
+        Raises:
+            RuntimeError: If the data is not on a CPU.
+        """
+        if self._completion is None:
+            raise RuntimeError("Encoded gradients travel from a CPU only.")
+        self._started += 1
+        self._codec.run(partial(self._encode, sub_task, start, self._started, self._completion), sub_task)
+
+    def _encode(self, sub_task: SubCommTask, start: EncodedStart, number: int, completion: CompletionThread) -> None:
+        completion.watch(start(self.group, sub_task, number), sub_task)
 
     @property
     def streams(self) -> DeviceStreams | None:
@@ -84,6 +108,10 @@ class GradientTransport:
     def side_stream(self) -> AbstractContextManager[object]:
         """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
         return nullcontext() if self._streams is None else self._streams.side_stream()
+
+    def stop_encoding(self, timeout: float) -> bool:
+        """End the thread that encodes, within ``timeout`` seconds; before the group is left. Returns whether it did."""
+        return self._codec.stop(timeout)
 
     def stop(self, timeout: float) -> bool:
         """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""

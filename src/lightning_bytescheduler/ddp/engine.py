@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
@@ -84,6 +85,7 @@ class GradientEngine:
         timeout: Longest wait for one bucket, in seconds.
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
+        compression: Says what of the gradients travels encoded, if anything does.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -104,6 +106,7 @@ class GradientEngine:
         timeout: float,
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
+        compression: GradientCompression | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parameters = list(parameters)
@@ -120,6 +123,7 @@ class GradientEngine:
             timeout=timeout,
             statistics=statistics,
             timeline=timeline,
+            compression=compression,
             clock=clock,
         )
         self._first_use = FirstUseObserver(parameters)
@@ -242,7 +246,12 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self._context, self.options, self._step.number + 1
-        if number > 1 and self.mode.begin_step(number):
+        if context.compression is not None:
+            context.compression.begin_step()
+        as_ddp = number > 1 and self.mode.begin_step(number)
+        if as_ddp and context.compression is not None:  # messages as DDP's would not be compressed
+            self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
+        elif as_ddp:
             self._step = DdpModeStep(
                 context,
                 number,

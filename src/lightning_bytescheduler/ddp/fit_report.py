@@ -138,11 +138,25 @@ def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
         finding: What was found to be fastest, if that was measured.
     """
     steps, overlapped = statistics.steps, statistics.overlapped_steps
+    compressed = _compression_in_words(statistics)
     if not overlapped or overlapped < _WORTH_A_LINE * steps:
-        return None
+        return f"{steps} steps; {compressed}." if compressed else None
     waited = 1 - statistics.hidden_share
     line = f"{steps} steps, {overlapped} of them overlapped; training waited for {waited:.0%} of the communication"
+    if compressed:
+        line += f"; {compressed}"
     return f"{line}; {finding}." if finding else f"{line}."
+
+
+def _compression_in_words(statistics: SchedulerStatistics) -> str:
+    """What compression has saved, and what it took; empty where nothing was compressed."""
+    if not statistics.codec_s or not statistics.steps:
+        return ""
+    return (
+        f"{statistics.bytes_sent / 1e6:.3g} MB of gradients sent instead of {statistics.bytes_uncompressed / 1e6:.3g}, "
+        f"{statistics.compression_ratio:.3g} times fewer; codecs took {_ms(statistics.codec_s / statistics.steps)} ms "
+        "of a step, beside the training"
+    )
 
 
 def _ms(seconds: float) -> str:

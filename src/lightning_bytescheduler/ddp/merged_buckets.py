@@ -232,7 +232,9 @@ class DdpModeStep(TrainingStep):
         """See :class:`TrainingStep`."""
         context, last = self.context, bucket.is_last()
         self.waits_from = context.clock()
-        context.statistics.bytes_sent += self._wire_share * buffer.numel() * buffer.element_size()
+        sent = self._wire_share * buffer.numel() * buffer.element_size()
+        context.statistics.bytes_sent += sent
+        context.statistics.bytes_uncompressed += sent
         future = self._merged.reduce(buffer, index=bucket.index(), last=last)
         if last:
             self._on_exposed(self._merged.hideable_s)

@@ -47,7 +47,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     step_partially,
     wants_whole_steps,
 )
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.ddp.steps import StepContext, TrainingStep
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -238,10 +238,9 @@ class OverlappedStep(TrainingStep):
         sharded: bool,
     ) -> None:
         super().__init__(context, number)
-        kind = ShardedReduction if sharded else AllReduction
         self.updates: list[BucketUpdate] = []
         self._buckets: list[GradientBucket] = []
-        self._reduction = kind(context.core, context.transport, number, context.device)
+        self._reduction = context.reduction(number, sharded=sharded)
         self.transforms = StepTransforms(self._reduction, self._buckets, context.wait)
         self._position_of = position_of
         self._gates_closed = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -83,6 +84,8 @@ class OverlapPlan:
         held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
             is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
             (``p.data = p.data.clone()`` before the fit) keeps the overlap.
+        compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
+        compression_ratio: How many times fewer bytes that makes, of all gradients.
         deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
             before the first.
     """
@@ -99,6 +102,8 @@ class OverlapPlan:
     opened_for: Mapping[str, int] = field(default_factory=dict)
     whole_steps: Mapping[str, int] = field(default_factory=dict)
     held_elsewhere: tuple[str, ...] = ()
+    compressed: Mapping[str, str] = field(default_factory=dict)
+    compression_ratio: float = 1.0
     deferred_share: float | None = None
 
     @property
@@ -112,10 +117,10 @@ class OverlapPlan:
             return f"{ONE_RANK}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp else ""
-            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}."
+            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._compressed('; ')}."
         because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
-            return f"steps are taken as DDP takes them{because}."
+            return f"steps are taken as DDP takes them{because}{self._compressed('; ')}."
         line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
@@ -123,7 +128,15 @@ class OverlapPlan:
             line += f"; {_some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
         if self.held_elsewhere:
             line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
-        return f"{line}."
+        return f"{line}{self._compressed('; ')}."
+
+    def _compressed(self, before: str = "") -> str:
+        """What travels compressed, in words; empty where nothing does."""
+        if not self.compressed:
+            return ""
+        counts = Counter(self.compressed.values())
+        what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
+        return f"{before}compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
 
     def __repr__(self) -> str:
         if self.reasons == (ONE_RANK,):
@@ -141,6 +154,8 @@ class OverlapPlan:
                 if self.gradients == "all-reduce"
                 else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
             )
+        if self.compressed:
+            lines.append(self._compressed())
         if self.gated_at_start:
             lines.append(f"updated early: {_some_of(self.gated_at_start)}")
         if self.held_elsewhere:

@@ -27,27 +27,32 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.operations import (
     Operation,
+    StartedOperation,
     all_gather,
     all_reduce,
     exchange,
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import GradientTransport, ReadyMark
+from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = [
     "AllReduction",
+    "EncodedBucket",
+    "Encoder",
     "GradientBucket",
     "Phase",
     "Reduction",
     "ShardedReduction",
+    "StepTasks",
     "position_of",
     "total_norm",
 ]
@@ -98,6 +103,23 @@ class GradientBucket:
             return True
         first = self.buffer.data_ptr()
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
+
+
+class EncodedBucket(Protocol):
+    """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
+
+    def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
+
+    def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
+
+
+class Encoder(Protocol):
+    """Says what of the gradients travels encoded."""
+
+    def encoded(self, bucket: GradientBucket) -> EncodedBucket | None:
+        """For one step; ``None`` if nothing of ``bucket`` is."""
 
 
 class Reduction(Protocol):
@@ -166,14 +188,23 @@ class ShardedReduction:
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
+        encoder: Says what travels encoded, if anything does.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        core: ByteCore,
+        transport: GradientTransport,
+        step: int,
+        device: torch.device,
+        encoder: Encoder | None = None,
+    ) -> None:
         self.norms: CommTask | None = None
         self._tasks = StepTasks(core, transport, step, device)
+        self._encoder = encoder
         self._rank = transport.group.rank()
         self._position: dict[int, int] = {}  # of a parameter among all, by its id
         self._lock = threading.Lock()
@@ -184,7 +215,7 @@ class ShardedReduction:
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
-        tasks, index, buffer, parameters = self._tasks, bucket.index, bucket.buffer, bucket.parameters
+        tasks, buffer, parameters = self._tasks, bucket.buffer, bucket.parameters
         first = len(self._position)
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
@@ -192,36 +223,17 @@ class ShardedReduction:
             sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
         if buffer.is_complex():  # whose norm is that of all its real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
-        share = (tasks.world_size - 1) / tasks.world_size
-        ready = ReadyMark(tasks.device)
+        encoded = None if self._encoder is None else self._encoder.encoded(bucket)
         with self._lock:
             self._under_way += 1
-        scatter = tasks.enqueue(
-            f"bucket {index} scatter",
+        return tasks.enqueue_halves(
+            bucket,
             buffer,
-            reduce_scatter,
-            phase=Phase.REDUCE,
-            index=index,
-            priority=bucket.priority - _BEFORE_GATHERS,
-            wire_share=share,
-            ready=ready,
-            # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
-            on_end=lambda task: None if task.error else self._scattered(buffer, first, sizes, gather, task),
-        )
-        gather = tasks.enqueue(
-            f"bucket {index} gather",
-            buffer,
-            all_gather,
-            phase=Phase.GATHER,
-            index=index,
-            priority=bucket.priority,
-            wire_share=share,
-            cut_like=scatter,  # shards are those of parts, so both have to have the same ones
+            encoded,
+            scatter_priority=bucket.priority - _BEFORE_GATHERS,
+            on_scattered=lambda scatter: self._scattered(buffer, first, sizes, scatter),
             on_end=on_end,
-            joinable=True,
         )
-        tasks.notify_ready(scatter, ready)
-        return gather
 
     def close(self) -> None:
         """See :class:`Reduction`."""
@@ -243,14 +255,11 @@ class ShardedReduction:
                 self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
         return self._norms[self._position[id(parameter)]]
 
-    def _scattered(
-        self, buffer: torch.Tensor, first: int, sizes: Sequence[int], gather: CommTask, scatter: CommTask
-    ) -> None:
+    def _scattered(self, buffer: torch.Tensor, first: int, sizes: Sequence[int], scatter: CommTask) -> None:
         with self._tasks.aside():
             norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
         with self._lock:
             self._shard_norms.update((first + position, norm) for position, norm in norms.items())
-        gather.notify_ready()
         self._one_less()
 
     def _one_less(self) -> None:
@@ -324,6 +333,7 @@ class StepTasks:
         buffer: torch.Tensor,
         operation: Operation,
         *,
+        encoded: EncodedStart | None = None,
         phase: Phase,
         index: int,
         priority: int,
@@ -339,10 +349,11 @@ class StepTasks:
             name: Of the task.
             buffer: What is sent.
             operation: What is done to each part.
+            encoded: What is done instead of that, where parts travel encoded.
             phase: Of the step.
             index: The bucket's.
             priority: See :class:`CommTask`.
-            wire_share: What each rank sends per byte of ``buffer``.
+            wire_share: What each rank sends per byte of ``buffer``, as it is.
             ready: When the contents of ``buffer`` exist, if they do not yet.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
@@ -353,7 +364,7 @@ class StepTasks:
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(self._send, buffer, operation, ready),
+            launch=partial(self._send, buffer, operation, encoded, ready),
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
@@ -368,6 +379,67 @@ class StepTasks:
                 streams.forget(task)
             raise
         return task
+
+    def enqueue_halves(
+        self,
+        bucket: GradientBucket,
+        buffer: torch.Tensor,
+        encoded: EncodedBucket | None,
+        *,
+        scatter_priority: int,
+        on_scattered: Callable[[CommTask], None] | None = None,
+        on_end: Callable[[CommTask], None] | None = None,
+    ) -> CommTask:
+        """Hand over the reduce-scatter of a bucket, whose data exists for the current stream, and its all-gather.
+
+        Args:
+            bucket: Whose index and priority count.
+            buffer: The bucket's, as real numbers.
+            encoded: Does both where parts travel encoded.
+            scatter_priority: Of the reduce-scatter.
+            on_scattered: Called when that has ended without error, before the all-gather may begin.
+            on_end: See :meth:`enqueue`; of the all-gather.
+
+        Returns:
+            The all-gather.
+        """
+        index, ready = bucket.index, ReadyMark(self.device)
+        share = (self.world_size - 1) / self.world_size
+
+        def scattered(scatter: CommTask) -> None:
+            # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
+            if scatter.error is None:
+                if on_scattered is not None:
+                    on_scattered(scatter)
+                gather.notify_ready()
+
+        scatter = self.enqueue(
+            f"bucket {index} scatter",
+            buffer,
+            reduce_scatter,
+            encoded=None if encoded is None else encoded.scatter,
+            phase=Phase.REDUCE,
+            index=index,
+            priority=scatter_priority,
+            wire_share=share,
+            ready=ready,
+            on_end=scattered,
+        )
+        gather = self.enqueue(
+            f"bucket {index} gather",
+            buffer,
+            all_gather,
+            encoded=None if encoded is None else encoded.gather,
+            phase=Phase.GATHER,
+            index=index,
+            priority=bucket.priority,
+            wire_share=share,
+            cut_like=scatter,  # shards are those of parts, so both have to have the same ones
+            on_end=on_end,
+            joinable=True,
+        )
+        self.notify_ready(scatter, ready)
+        return gather
 
     def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
         """Say that a task's data exists, as soon as it does."""
@@ -394,7 +466,17 @@ class StepTasks:
         """See :meth:`GradientTransport.side_stream`."""
         return self._transport.side_stream()
 
-    def _send(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None, sub_task: SubCommTask) -> None:
+    def _send(
+        self,
+        buffer: torch.Tensor,
+        operation: Operation,
+        encoded: EncodedStart | None,
+        ready: ReadyMark | None,
+        sub_task: SubCommTask,
+    ) -> None:
         with profiled(f"bytescheduler::start {sub_task.name}"):
+            if encoded is not None:
+                self._transport.send_encoded(sub_task, encoded)
+                return
             part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
             self._transport.send(part, sub_task, operation, ready)

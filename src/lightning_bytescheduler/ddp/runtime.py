@@ -1,8 +1,8 @@
 """Everything one ``fit`` needs on one rank, put together and taken apart in one place; and the sizes all ranks use.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
-dispatcher, the transport's thread and, on ranks above 0, the follower of rank 0's launch order. The fault
-board, with its watcher, is there before a runtime and after it.
+dispatcher, the transport's thread, the one that encodes where gradients are compressed and, on ranks above 0, the
+follower of rank 0's launch order. The fault board, with its watcher, is there before a runtime and after it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.reduction import position_of
@@ -120,6 +121,7 @@ class SchedulerRuntime:
         parameters: What DDP reduces.
         device: Where gradients live.
         timeout: Longest wait for one bucket; ``None`` for half an hour.
+        compression: Makes what compresses gradients, if anything does, with the counters and timeline that it keeps.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class SchedulerRuntime:
         parameters: Iterable[nn.Parameter],
         device: torch.device,
         timeout: timedelta | None,
+        compression: Callable[[SchedulerStatistics, Timeline | None], GradientCompression] | None = None,
     ) -> None:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
@@ -170,6 +173,7 @@ class SchedulerRuntime:
             timeout=self._timeout,
             statistics=self.statistics,
             timeline=self._timeline,
+            compression=None if compression is None else compression(self.statistics, self._timeline),
         )
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()
@@ -254,6 +258,7 @@ class SchedulerRuntime:
         steps: list[Callable[[], object]] = [
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
+            lambda: self._transport.stop_encoding(_STOP_S),  # it sends on the group
             # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
@@ -314,10 +319,12 @@ class SchedulerRuntime:
 
     def _observe(self, sub: SubCommTask) -> None:
         """Called by the core with each sub-task that ended."""
-        wire_bytes = sub.size * sub.parent.wire_bytes
+        plain_bytes = sub.size * sub.parent.wire_bytes
+        wire_bytes = plain_bytes if sub.encoded_bytes is None else sub.encoded_bytes
         statistics = self.statistics
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
+        statistics.bytes_uncompressed += plain_bytes
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:
@@ -328,6 +335,8 @@ class SchedulerRuntime:
                 "task": sub.parent.key.bucket,
                 "partition": sub.index,
             }
+            if sub.encoded_bytes is not None:
+                args["uncompressed_bytes"] = plain_bytes
             self._timeline.overlapping(sub.parent.name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
             self._timeline.overlapping(
                 sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
@@ -36,6 +39,7 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
+from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
@@ -51,6 +55,7 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
@@ -85,6 +90,12 @@ class ScheduledGradients:
         timeout: Longest wait for one bucket.
         own_buckets: Whether the user chose the sizes of DDP's buckets.
         tuning: What finds sizes while training, if anything does.
+        rules: Which gradients travel compressed, if any do.
+
+    Attributes:
+        runtime: During a fit.
+        statistics: Of the current fit, or of the last one.
+        residuals: What error feedback has left to be sent, on this rank.
     """
 
     def __init__(
@@ -95,9 +106,13 @@ class ScheduledGradients:
         timeout: timedelta | None,
         own_buckets: bool,
         tuning: FitTuning | None = None,
+        rules: CompressionRules | None = None,
     ) -> None:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
+        self.residuals = Residuals()
+        self._rules = rules
+        self._compression: GradientCompression | None = None
         self._strategy = strategy
         self._options = options
         self._timeout = timeout
@@ -149,6 +164,11 @@ class ScheduledGradients:
         if module is None:
             return
         check_module(module)
+        if self._rules is not None and device.type != "cpu":
+            raise UnsupportedError(
+                f"compression={self._rules.spec!r} is for gradients on a CPU so far, and these are on {device.type}. "
+                "Leave compression out: partitions, priorities and overlap are the same without."
+            )
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -174,9 +194,27 @@ class ScheduledGradients:
             parameters=parameters,
             device=device,
             timeout=self._timeout,
+            compression=None if self._rules is None else partial(self._compress, self._rules, module),
         )
         self.statistics = self.runtime.statistics
         announce(self._options, agreed)
+
+    def _compress(
+        self,
+        rules: CompressionRules,
+        module: pl.LightningModule,
+        statistics: SchedulerStatistics,
+        timeline: Timeline | None,
+    ) -> GradientCompression:
+        self._compression = GradientCompression(
+            rules,
+            {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad},
+            self.residuals,
+            statistics=statistics,
+            timeline=timeline,
+            loss_scale=partial(_loss_scale, self._strategy),
+        )
+        return self._compression
 
     def take_over(self, model: object) -> None:
         """Take the place of the communication of ``model``, once it is wrapped."""
@@ -208,6 +246,8 @@ class ScheduledGradients:
         if not agree(plan.overlapped, all=True) and plan.overlapped:
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
         sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        if self._compression is not None:
+            plan = replace(plan, compressed=self._compression.compressed, compression_ratio=self._compression.ratio)
         self._plan, self._early_reads = plan, None
         listener: StepListener | None = None
         if plan.overlapped:
@@ -274,6 +314,7 @@ class ScheduledGradients:
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan  # with the names that the engine knows
+        self._compression, self.residuals = None, Residuals()
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)
@@ -385,6 +426,12 @@ class ScheduledGradients:
             stays = plan is not None and plan.as_ddp == found.ddp_mode
             say_found(found, stays=stays, tuned=tuned is not None)
         return tuned
+
+
+def _loss_scale(strategy: DDPStrategy) -> float:
+    """What losses are multiplied with at present; asked for in a backward pass, when that is settled."""
+    plugin = strategy.precision_plugin
+    return float(plugin.scaler.get_scale()) if isinstance(plugin, MixedPrecision) and plugin.scaler is not None else 1.0
 
 
 def _bytes_of_gradients(module: pl.LightningModule) -> int:

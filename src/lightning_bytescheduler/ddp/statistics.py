@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -30,13 +31,19 @@ class SchedulerStatistics:
         overlapped_steps: Steps of which at least one update was deferred past the step's end.
         updates: Parameter updates, deferred or not.
         deferred_updates: Parameter updates applied after ``optimizer.step`` had returned.
-        bytes_sent: Bytes this rank put on the wire for gradients, ``2(n-1)/n`` per byte reduced.
+        bytes_sent: Bytes this rank put on the wire for gradients, ``2(n-1)/n`` per byte reduced; where gradients are
+            compressed, those of what is sent instead.
+        bytes_uncompressed: What ``bytes_sent`` would be if nothing were compressed.
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
         exposed_s: Seconds the training thread waited for gradients, anywhere.
         exposed_as_ddp_s: The part of ``exposed_s`` in steps taken as DDP's, whose ``communication_s`` is not counted.
         gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
         deferred_step_s: Seconds spent in deferred optimizer steps.
+        codec_s: Seconds spent on compressing gradients, adding them up and reading them, on threads that are not the
+            training's.
+        residual_squares: What compression left out in each step, as the square of its norm, summed over steps: of what
+            this rank has sent, in the units of gradients divided by the number of ranks.
     """
 
     steps: int = 0
@@ -44,12 +51,25 @@ class SchedulerStatistics:
     updates: int = 0
     deferred_updates: int = 0
     bytes_sent: float = 0.0
+    bytes_uncompressed: float = 0.0
     sub_tasks: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
     exposed_as_ddp_s: float = 0.0
     gate_wait_s: float = 0.0
     deferred_step_s: float = 0.0
+    codec_s: float = 0.0
+    residual_squares: float = 0.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times fewer bytes travel than uncompressed; 1 before the first."""
+        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def residual_norm(self) -> float:
+        """Norm of what compression left out of a step: root of the mean square over steps; 0 before the first."""
+        return math.sqrt(max(self.residual_squares, 0.0) / self.steps) if self.steps else 0.0
 
     @property
     def deferred_share(self) -> float:

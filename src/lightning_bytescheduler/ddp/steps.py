@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
+from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -191,6 +192,7 @@ class StepContext:
         timeout: Longest wait for one bucket, in seconds.
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
+        compression: Says what of the gradients travels encoded, if anything does.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -214,6 +216,7 @@ class StepContext:
         timeout: float,
         statistics: SchedulerStatistics,
         timeline: Timeline | None,
+        compression: GradientCompression | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
@@ -221,6 +224,7 @@ class StepContext:
         self.device = device
         self.timeout = timeout
         self.statistics = statistics
+        self.compression = compression
         self.clock = clock
         self.listener = StepListener()
         self.on_open: Callable[[Opening], None] | None = None
@@ -237,6 +241,19 @@ class StepContext:
         self.torn = 0
         self.timeline = timeline
         self._aliases = AliasDetector(parameters)
+
+    def reduction(self, number: int, *, sharded: bool = False) -> Reduction:
+        """What reduces the gradients of step ``number``.
+
+        Args:
+            number: Of the step.
+            sharded: So that norms are known early.
+        """
+        if sharded:
+            return ShardedReduction(self.core, self.transport, number, self.device, self.compression)
+        if self.compression is not None:
+            return CompressedReduction(self.core, self.transport, number, self.device, self.compression)
+        return AllReduction(self.core, self.transport, number, self.device)
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
@@ -451,14 +468,26 @@ class SynchronisedStep(TrainingStep):
         context: Shared with all steps of the fit.
         number: See :class:`TrainingStep`.
         position_of: A bucket's position in the forward pass, from its index and parameters.
+        on_exposed: Told for how many seconds training has waited at the end, if anybody wants to know.
     """
 
     def __init__(
-        self, context: StepContext, number: int, position_of: Callable[[int, list[nn.Parameter]], int]
+        self,
+        context: StepContext,
+        number: int,
+        position_of: Callable[[int, list[nn.Parameter]], int],
+        on_exposed: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(context, number)
         self._position_of = position_of
-        self._reduction = AllReduction(context.core, context.transport, number, context.device)
+        self._on_exposed = on_exposed
+        self._reduction = context.reduction(number)
+
+    def count_exposed(self) -> None:
+        """See :class:`TrainingStep`."""
+        super().count_exposed()
+        if self.waits_from and self._on_exposed is not None:
+            self._on_exposed(self.context.clock() - self.waits_from)
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`."""

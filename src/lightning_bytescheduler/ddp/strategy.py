@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     SAID_BY_THE_STRATEGY,
@@ -57,6 +60,7 @@ __all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]
 log = logging.getLogger(__name__)
 
 _TINY = 1024  # parameters
+_COMPRESSION = "lightning_bytescheduler.compression"  # in a checkpoint
 
 _ELSEWHERE = {
     **ELSEWHERE,
@@ -74,7 +78,9 @@ class SchedulerHooks(pl.Callback):
     ``bytescheduler/exposed_communication_ms`` (time the training thread waited for gradients),
     ``bytescheduler/gate_wait_ms`` (the part of it spent at gates in the forward pass),
     ``bytescheduler/megabytes_sent`` and ``bytescheduler/deferred_share`` (the mode: 1 when every update crossed the
-    step boundary, 0 when the steps were synchronised).
+    step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
+    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms`` and
+    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next).
 
     Args:
         strategy: Whose hooks these are.
@@ -114,12 +120,18 @@ class SchedulerHooks(pl.Callback):
         now = statistics.copy()
         new = now.since(self._logged)
         self._logged = now
+        compressed = {
+            "bytescheduler/compression_ratio": new.compression_ratio,
+            "bytescheduler/codec_ms": 1e3 * new.codec_s / new.steps,
+            "bytescheduler/residual_norm": new.residual_norm,
+        }
         pl_module.log_dict(
             {
                 "bytescheduler/exposed_communication_ms": 1e3 * new.exposed_s / new.steps,
                 "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
                 "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
                 "bytescheduler/deferred_share": new.deferred_share,
+                **(compressed if new.codec_s else {}),
             },
             on_step=True,
             on_epoch=False,
@@ -130,10 +142,19 @@ class SchedulerHooks(pl.Callback):
         self._strategy.flush()
         self._strategy.say_end()
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add what error feedback has left to be sent; on all ranks at once."""
+        state = self._strategy.compression_state()
+        if state is not None:
+            checkpoint[_COMPRESSION] = state
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Say what of the checkpoint is left out."""
+        """Go on with what error feedback had left to be sent; say what of the checkpoint is left out."""
+        self._strategy.load_compression_state(checkpoint.get(_COMPRESSION))
         if OUTER_STATE in checkpoint:
             rank_zero_info(
                 "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
@@ -185,6 +206,10 @@ class ByteSchedulerStrategy(RankStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
+        compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"`` or ``"bf16"``; or a dict of
+            patterns of parameter names and such; the first that fits counts: ``{"head.*": None, "*": "int8"}``. The
+            weights are not DDP's then. Nothing is compressed when left out.
+        compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -225,6 +250,8 @@ class ByteSchedulerStrategy(RankStrategy):
         timeline: str | os.PathLike[str] | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
+        compression: str | Mapping[str, str | None] | None = None,
+        compression_min_size: int | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -255,6 +282,7 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
+        self._rules = CompressionRules.resolve(compression, compression_min_size)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -275,6 +303,7 @@ class ByteSchedulerStrategy(RankStrategy):
             timeout=timeout,
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
+            rules=self._rules,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -337,6 +366,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "mode": options.mode,
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
+            "compression": None if self._rules is None else self._rules.spec,
             **self._ddp_kwargs,
         }
 
@@ -411,6 +441,25 @@ class ByteSchedulerStrategy(RankStrategy):
     def say_end(self) -> None:
         """Say what came of this fit, where something was scheduled."""
         self._gradients.say_end()
+
+    def compression_state(self) -> dict[str, Any] | None:
+        """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
+        residuals = self._gradients.residuals
+        if self._rules is None or self._failed or self._gradients.runtime is None:
+            return None
+        self.flush()
+        with self._explained():
+            return residuals.total(partial(dist.reduce, dst=0), keep=self.is_global_zero)
+
+    def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what :meth:`compression_state` returned, perhaps on another number of ranks."""
+        if state is not None and self._rules is not None:
+            self._gradients.residuals.load(state, self.world_size)
+        elif state is not None:
+            rank_zero_info(
+                "bytescheduler: the checkpoint is of a training with compressed gradients. What was left to be sent is "
+                "left out, as compression is off."
+            )
 
     # ------------------------------------------------------------------ failures
 

@@ -50,10 +50,13 @@ class SubCommTask:
         ready_at: When its data existed, in seconds of the core's clock; 0 until then.
         started_at: When it was sent; 0 until then.
         finished_at: When it finished or failed; 0 until then.
+        encoded_bytes: What was sent, where that is another number than the task's ``wire_bytes`` makes it; for
+            accounting, set by whoever sends.
     """
 
     __slots__ = (
         "_claimed",
+        "encoded_bytes",
         "finished_at",
         "index",
         "offset",
@@ -73,6 +76,7 @@ class SubCommTask:
         self.ready_at = 0.0
         self.started_at = 0.0
         self.finished_at = 0.0
+        self.encoded_bytes: int | None = None
         self._claimed = False  # chosen to be sent next, but not launched yet
 
     @property

@@ -31,6 +31,7 @@ from typing import Any, Final, Literal, NamedTuple
 from lightning_bytescheduler.checks import require_whole
 
 __all__ = [
+    "CODEC",
     "COMMUNICATION",
     "COMPUTE",
     "GATE",
@@ -54,6 +55,9 @@ STEP: Final = "step"
 """A deferred optimizer step on the parameters of one module."""
 COMPUTE: Final = "compute"
 """A forward or backward pass; the spans are named "forward" and "backward"."""
+
+CODEC: Final = "codec"
+"""Parts of gradients are encoded, added up or decoded, where they travel compressed."""
 
 SPOOL_EVENTS: Final = 4096
 """With more than this many events in memory, the thread that records the next one writes them to the file."""

@@ -1,0 +1,114 @@
+"""What of a model's gradients travels encoded, and in what: from what a user says to a codec for each parameter."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.compression.dense import Dense, DenseKind
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.powersgd import PowerSGD
+from lightning_bytescheduler.compression.registry import MIN_SIZE, make_compressor
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["CompressionRules"]
+
+_TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
+_LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionRules:
+    """Which parameters' gradients travel encoded, and in what.
+
+    Attributes:
+        by_pattern: Pairs of a pattern of parameter names, as of :mod:`fnmatch`, and a codec; the first that fits
+            counts. ``None`` is for as they are, which is also what fits nothing.
+        min_size: Elements below which a parameter's gradient travels as it is.
+    """
+
+    by_pattern: tuple[tuple[str, Compressor | None], ...]
+    min_size: int = MIN_SIZE
+
+    @classmethod
+    def resolve(cls, compression: Any, min_size: int | None = None) -> CompressionRules | None:
+        """Make them of options.
+
+        Args:
+            compression: The name of a codec, or codecs by pattern; ``None`` for none.
+            min_size: See the class.
+
+        Raises:
+            OptionError: Names the option, its value and what is allowed.
+        """
+        if min_size is not None:
+            require_whole("compression_min_size", min_size, 0)
+        if compression is None:
+            if min_size is not None:
+                raise OptionError("compression_min_size", min_size, "left out where nothing is compressed")
+            return None
+        if isinstance(compression, Mapping):
+            if not compression or not all(isinstance(pattern, str) and pattern for pattern in compression):
+                raise OptionError(
+                    "compression", compression, "a codec, or a dict of patterns of parameter names and codecs"
+                )
+            pairs = [(pattern, _codec(f"compression[{pattern!r}]", value)) for pattern, value in compression.items()]
+        else:
+            pairs = [("*", _codec("compression", compression))]
+        if all(codec is None for _, codec in pairs):
+            return None
+        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size)
+
+    def codec_for(self, name: str, parameter: nn.Parameter) -> Compressor | None:
+        """What the gradient of a parameter travels in; ``None`` for as it is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            size, dtype = parameter.numel(), parameter.dtype
+        if size < max(self.min_size, 1) or not dtype.is_floating_point:
+            return None
+        for pattern, codec in self.by_pattern:
+            if fnmatch.fnmatchcase(name, pattern):
+                if codec is not None and codec.exact:
+                    return codec if dtype in _LOSSLESS_TYPES else None
+                fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
+                return codec if fewer else None
+        return None
+
+    @property
+    def spec(self) -> str:
+        """What has to be the same on all ranks, in words."""
+        if len(self.by_pattern) == 1 and self.by_pattern[0][0] == "*":
+            said = _name(self.by_pattern[0][1])
+        else:
+            said = ", ".join(f"{pattern}: {_name(codec)}" for pattern, codec in self.by_pattern)
+        return f"{said} (min_size {self.min_size})"
+
+
+def _name(codec: Compressor | None) -> str:
+    return "none" if codec is None else codec.spec
+
+
+def _codec(option: str, value: Any) -> Compressor | None:
+    if value is None or value == "none":
+        return None
+    if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
+        raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
+    made = value if isinstance(value, Compressor) else None
+    if isinstance(made, PowerSGD) or (isinstance(value, str) and value.partition(":")[0] == "powersgd"):
+        raise OptionError(
+            option,
+            value,
+            "a compressor of single numbers",
+            "PowerSGD needs matrices, which shards of gradients are not; torch has a hook of DDP for it.",
+        )
+    if made is not None:
+        return made
+    if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
+        return Dense(_TO_NEAREST[value], "nearest")
+    return make_compressor(value, error_feedback=False, min_size=0, option=option)

@@ -1,0 +1,88 @@
+"""What error feedback has left to be sent: one flat tensor in fp32 for each parameter, by the parameter's name.
+
+In a checkpoint is the *sum* over all ranks, the size of the model's compressed parameters in fp32, and not one for each
+rank: what counts for the weights is the sum, as a residual is added to the rank's share of the mean. A fit that goes on
+from it, with any number of ranks, gives each of them an equal share of the sum. So nothing is lost, and nothing has to
+be known of the ranks there were. It would gain nothing to keep them apart: the first step of a fit has other buckets
+than those that follow, so that blocks are cut in another way and no fit goes on with the same bits.
+
+What is of gradients under a loss scale is kept with that scale, and goes along with it when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Residuals"]
+
+_FORMAT = 1
+
+
+class Residuals:
+    """One rank's. For one thread at a time: the training's, while nothing is under way."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._scale = 1.0
+        self._loaded: dict[str, Tensor] = {}
+        self._ranks = 1
+
+    def of(self, name: str, size: int) -> Tensor:
+        """The residual of a parameter, zeros at first; written to in place."""
+        known = self._tensors.get(name)
+        if known is None or known.numel() != size:
+            known = self._tensors[name] = torch.zeros(size)
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None and loaded.numel() == size:
+                known.copy_(loaded.view(-1)).mul_(1.0 / self._ranks)
+        return known
+
+    def scale_to(self, loss_scale: float) -> None:
+        """Losses are multiplied with ``loss_scale`` from here on."""
+        if loss_scale != self._scale and loss_scale > 0:
+            for tensor in self._tensors.values():
+                tensor.mul_(loss_scale / self._scale)
+            for tensor in self._loaded.values():
+                tensor.mul_(loss_scale / self._scale)
+            self._scale = loss_scale
+
+    def total(self, add_up: Callable[[Tensor], object], *, keep: bool) -> dict[str, Any] | None:
+        """All ranks' residuals, for a checkpoint; on all ranks at once, which have the same tensors and keep theirs.
+
+        Args:
+            add_up: Makes a tensor the sum over all ranks, in place, on those that save.
+            keep: Whether this rank saves.
+
+        Returns:
+            What :meth:`load` takes, if it does, and there is anything.
+        """
+        saved: dict[str, Tensor] = {}
+        for name in sorted(self._tensors):
+            tensor = self._tensors[name].clone()
+            add_up(tensor)
+            if keep:
+                saved[name] = tensor
+        return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
+
+    def load(self, state: Mapping[str, Any], ranks: int) -> None:
+        """Go on from what :meth:`total` returned, on one of ``ranks`` ranks.
+
+        Raises:
+            ValueError: If it is of another format.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(
+                f"The checkpoint's state of gradient compression has format {state.get('format')!r}, and this version "
+                f"reads format {_FORMAT}."
+            )
+        self._tensors.clear()
+        self._scale = float(state["loss_scale"])
+        self._loaded = {name: tensor.float().clone() for name, tensor in state["residuals"].items()}
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return len(self._tensors)

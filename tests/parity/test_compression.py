@@ -1,0 +1,140 @@
+"""Trainings with compressed gradients: the same bits however steps are taken, DDP's where nothing is compressed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch.optim import AdamW
+
+from lightning_bytescheduler.exceptions import RanksDifferError
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.parity.test_checkpoints import SaveAt
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+adamw = partial(AdamW, lr=0.005)
+INT8 = {**SIZES, "compression": "int8", "compression_min_size": 40}
+
+
+def same_weights(one: Outcome, other: Outcome) -> bool:
+    return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+def max_difference(one: Outcome, other: Outcome) -> float:
+    return max(float((one.weights[name] - other.weights[name]).abs().max()) for name in one.weights)
+
+
+def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer={"accumulate_grad_batches": 2})
+    nothing = {**SIZES, "compression": {"no.such.*": "int8"}}
+    ddp, exact, overlapped, as_ddp, waiting = train_on(
+        two_ranks,
+        recipe,
+        DDP,
+        Run(options=nothing),
+        Run(options=INT8, network="held"),
+        Run(options={**INT8, "mode": "ddp"}),
+        Run(options={**INT8, "cross_barrier": False}),
+    )
+    assert_same(ddp, exact)
+    assert_overlapped(overlapped)
+    assert_same(overlapped, as_ddp)
+    assert_same(overlapped, waiting)
+    for rank in range(2):
+        assert same_weights(overlapped[0], overlapped[rank]), "ranks drift apart"
+        assert not same_weights(ddp[rank], overlapped[rank]), "nothing was compressed"
+        assert max_difference(ddp[rank], overlapped[rank]) < 0.02
+    statistics, plan = overlapped[0].statistics, overlapped[0].plan
+    assert statistics is not None
+    assert plan is not None
+    assert statistics.compression_ratio == pytest.approx(plan.compression_ratio, rel=0.1)
+    assert set(plan.compressed.values()) == {"int8:nearest"}
+    assert "int8" in repr(plan)
+    assert exact[0].statistics is not None
+    assert exact[0].statistics.compression_ratio == 1.0
+
+
+def test_clipping_sees_what_is_applied(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Tower, trainer={"gradient_clip_val": 0.05}, ddp={"find_unused_parameters": True})
+    sharded, waiting = train_on(
+        two_ranks, recipe, Run(options=INT8, network="held"), Run(options={**INT8, "cross_barrier": False})
+    )
+    assert_overlapped(sharded)
+    assert same_weights(sharded[0], sharded[1])
+    for name, weight in sharded[0].weights.items():
+        assert torch.allclose(weight, waiting[0].weights[name], rtol=1e-4, atol=1e-5)
+
+
+class Overflows(Tower):
+    """Its loss is far too large for fp16 in one step, and for the loss scale at first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1e36 if batch_idx == 6 and self.trainer.global_rank == 1 else loss
+
+
+def scaled() -> Any:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4))
+
+
+def scale_of(trainer: Trainer, model: Any) -> None:
+    plugin: Any = trainer.precision_plugin
+    model.notes.append(plugin.scaler.get_scale())
+
+
+def test_an_overflow_is_seen_as_without_compression(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Overflows, steps=12, plugins=(scaled,), after=scale_of)
+    ddp, ours = train_on(two_ranks, recipe, DDP, Run(options=INT8))
+    for rank in range(2):
+        assert ours[rank].notes == ddp[rank].notes, "another loss scale"
+        assert all(torch.isfinite(weight).all() for weight in ours[rank].weights.values())
+        assert same_weights(ours[0], ours[rank])
+        for name, weight in ours[rank].weights.items():
+            assert torch.allclose(weight, ddp[rank].weights[name], atol=0.05), name
+
+
+def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
+    model = partial(Tower, optimizer=adamw)
+    saving = Recipe(model=model, callbacks=(partial(SaveAt, 15, tmp_path),))
+    (saved,) = train_on(two_ranks, saving, Run(options=INT8))
+    (unsaved,) = train_on(two_ranks, Recipe(model=model), Run(options=INT8))
+    assert_same(unsaved, saved)
+
+    path = tmp_path / "ByteSchedulerStrategy.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    state = checkpoint["lightning_bytescheduler.compression"]
+    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
+    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
+    for tensor in state["residuals"].values():
+        tensor.mul_(1e3)
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+
+    resumed = Recipe(model=model, resume=str(path))
+    ours, ddp = train_on(two_ranks, resumed, Run(options=INT8), DDP)
+    (changed,) = train_on(two_ranks, Recipe(model=model, resume=str(tmp_path / "changed.ckpt")), Run(options=INT8))
+    assert len(ours[0].losses) == len(ddp[0].losses) == 5
+    assert same_weights(ours[0], ours[1])
+    off, far = (max_difference(ddp[0], one[0]) for one in (ours, changed))
+    assert off < 0.01 < far, "what was left to be sent was not sent"
+
+
+def differ(rank: int) -> str:
+    options = {**SIZES, "compression": "int8" if rank else "bf16"}
+    try:
+        train(rank, Recipe(model=Tower), Run(options=options))
+    except RanksDifferError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(differ):
+        assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
+        assert "'int8:nearest (min_size 1024)' on rank 1" in said
