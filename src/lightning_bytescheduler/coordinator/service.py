@@ -290,12 +290,21 @@ class CoordinatorService:
                     self.run.members.hear(connection.member, now)
             self.run.tick(now)
             self.stalls.look()
-            if self.slices is not None and now - loop_seconds > self.options.lease / 4:
-                loop_seconds = now
-                self.slices.renew(tuple(self.run.members))
+            if self.slices is not None:
+                if now - loop_seconds > self.options.lease / 4:
+                    loop_seconds = now
+                    self.slices.renew(tuple(self.run.members))
+                self._take_back_slices(self.slices, now)
             following = self.run.scheduler.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
+
+    def _take_back_slices(self, slices: SliceDesk, now: float) -> None:
+        """Let others have what a worker holds that is cut off: at an epoch's end they would wait for its lease."""
+        for member in self.run.members:
+            silent = not member.connected and now >= member.heard + self.options.rounds.silent_after
+            if silent and slices.held(member.name):
+                slices.release(member)
 
     async def _merge_all(self) -> None:
         while True:

@@ -1,0 +1,47 @@
+"""What a worker holds that is cut off goes to others before its lease is over."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
+from lightning_bytescheduler.diloco.round_end import RoundOptions
+from lightning_bytescheduler.slices.messages import AskLater, Assignment, JoinTracker, RequestSlice, decode, encode
+from lightning_bytescheduler.slices.options import TrackerOptions
+from tests.coordinator.small_worker import SmallWorker
+from tests.coordinator.test_rounds import weights_of
+from tests.slices.fits import make_rows
+
+
+async def ask(worker: SmallWorker, message: Any) -> Any:
+    async with worker.http.post(worker.url + SLICES_PATH, data=encode(message), headers=worker.headers) as response:
+        assert response.status == 200, await response.text()
+        return decode(await response.read())
+
+
+def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "rows", [10])  # one slice
+    options = CoordinatorOptions(
+        run=run_options(inner_steps=1), rounds=RoundOptions(quorum=0.0, silent_after=0.2), lease=60.0
+    )
+    desk = SliceDesk([rows], TrackerOptions(lease=60.0))
+
+    async def work(url: str) -> None:
+        async with SmallWorker(url, "one", weights_of()) as one, SmallWorker(url, "two", weights_of()) as two:
+            await one.hello()
+            session = (await ask(one, JoinTracker(worker="one", incarnation="1"))).session
+            assert isinstance(await ask(one, RequestSlice(session=session, epoch=0)), Assignment)
+            await two.hello()
+            session = (await ask(two, JoinTracker(worker="two", incarnation="2"))).session
+            assert isinstance(await ask(two, RequestSlice(session=session, epoch=0)), AskLater)
+            await one.socket.close()
+            while isinstance(await ask(two, RequestSlice(session=session, epoch=0)), AskLater):
+                await asyncio.sleep(0.05)
+
+    with CoordinatorServer(options, slices=desk) as server:
+        asyncio.run(asyncio.wait_for(work(server.url), 20))
