@@ -233,7 +233,9 @@ class DiLoCoStrategy(WorkerStrategy):
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._coordination: Coordination | None = None
         if address is not None:
-            self._coordination = Coordination(address, {name: value for name, value in common.items() if value is not None})
+            self._coordination = Coordination(
+                address, {name: value for name, value in common.items() if value is not None}
+            )
         self._world: WorkerWorld | None = None
         self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
