@@ -144,9 +144,7 @@ class _Worker:
 
     async def join(self) -> None:
         self.socket = await self._http.ws_connect(self._url + protocol.WORKER_PATH)
-        hello = protocol.Hello(
-            protocol=protocol.PROTOCOL, package=__version__, worker=self._name, model=self._model
-        )
+        hello = protocol.Hello(protocol=protocol.PROTOCOL, package=__version__, worker=self._name, model=self._model)
         await self.socket.send_str(protocol.encode_frame(hello))
         answer = protocol.decode_frame(await self.socket.receive_str(), sender="the coordinator")
         assert isinstance(answer, protocol.Welcome), answer
@@ -199,7 +197,8 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
         ratio = statistics.median(times["idle"]) / statistics.median(times["coordinator"])
         print(
             f"{wire_dtype}: {2 * payload_bytes / 1e6:.0f} MB up and down: idle server {_shown(times['idle'])}, "
-            f"coordinator {_shown(times['coordinator'])} (push {_shown(times['push'])}, merge {_shown(times['merge'])}, "
+            f"coordinator {_shown(times['coordinator'])} "
+            f"(push {_shown(times['push'])}, merge {_shown(times['merge'])}, "
             f"pull {_shown(times['pull'])}): {ratio:.2f}x; peak {peak / 1e9:.2f} GB",
             flush=True,
         )
@@ -233,7 +232,9 @@ async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype
                 protocol.STEPS_HEADER: "1",
             }
             began = time.perf_counter()
-            async with http.put(path, data=_chunks(body), headers={**headers, "Content-Length": str(len(body))}) as done:
+            async with http.put(
+                path, data=_chunks(body), headers={**headers, "Content-Length": str(len(body))}
+            ) as done:
                 assert done.status == 200, await done.text()
             pushed = time.perf_counter()
             await worker.wait_for(messages.RoundEnded)
@@ -325,9 +326,7 @@ async def _reports(url: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-async def _report(
-    worker: _Worker, round: int, begin: float, ends: float, rate: float, latencies: list[float]
-) -> int:
+async def _report(worker: _Worker, round: int, begin: float, ends: float, rate: float, latencies: list[float]) -> int:
     """One worker: a step every 1 / rate seconds, reported in a frame as soon as the last one was answered."""
     steps = frames = 0
     encoder = protocol.encode_frame

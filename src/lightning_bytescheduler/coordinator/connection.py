@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
     FromCoordinator,
@@ -33,7 +35,6 @@ _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
 _MOST_BYTES = 1 << 20  # of a frame after the first
 _FRAMES_PER_SECOND, _BURST = 100.0, 200.0
-_SEND_SECONDS = 20.0
 _REASON_BYTES = 120  # that a closing frame has room for
 
 
@@ -44,6 +45,7 @@ class Connection:
         socket: Its WebSocket.
         transport: What that is on.
         member: The worker.
+        stalls: Cuts it off if it does not read.
         hear: Called with the messages of a frame; raises ``OptionError`` for what is wrong.
         clock: Seconds.
     """
@@ -54,12 +56,14 @@ class Connection:
         transport: asyncio.Transport | None,
         member: Member,
         *,
+        stalls: Stalls,
         hear: Callable[[Member, tuple[FromWorker | FromCoordinator, ...]], None],
         clock: Callable[[], float],
     ) -> None:
         self.member = member
         self._socket = socket
         self._transport = transport
+        self._stalls = stalls
         self._hear = hear
         self._clock = clock
         self._queue: deque[FromWorker | FromCoordinator] = deque()
@@ -67,6 +71,7 @@ class Connection:
         self._answered = 0
         self._sent = 0
         self._sending = False
+        self._hearing = False
         self._task: asyncio.Task[None] | None = None
         self._allowance = _BURST
         self._allowed_at = clock()
@@ -80,7 +85,7 @@ class Connection:
         queue.append(message)
         if len(queue) > _MOST_QUEUED:
             self.cut(f"{len(queue)} messages wait for a worker that does not read")
-        elif not self._sending and self._task is None:
+        elif not self._sending and not self._hearing and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._flush_later(), name="bytescheduler-send")
 
     @property
@@ -131,7 +136,11 @@ class Connection:
                 raise OptionError("number", frame.number, f"{self._heard + 1}, the next of this connection")
             if len(frame.messages) > _MOST_IN_FRAME:
                 raise OptionError("messages", len(frame.messages), f"{_MOST_IN_FRAME} at most in a frame")
-            self._hear(self.member, frame.messages)
+            self._hearing = True  # what is posted meanwhile goes out with the answer
+            try:
+                self._hear(self.member, frame.messages)
+            finally:
+                self._hearing = False
             self._heard = frame.number
             await self._hold_back()
             await self._flush()
@@ -154,15 +163,21 @@ class Connection:
             return  # what sends takes the rest along
         self._sending = True
         try:
-            while (self._queue or self._answered < self._heard) and not self._cut:
-                messages = tuple(self._queue)
-                self._queue.clear()
-                self._sent += 1
-                self._answered = self._heard
-                frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages))
-                await asyncio.wait_for(self._socket.send_str(frame), _SEND_SECONDS)
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                with self._stalls.watch(partial(self.cut, "The worker does not read.")):
+                    await self._send_all()
+            else:
+                await self._send_all()
         finally:
             self._sending = False
+
+    async def _send_all(self) -> None:
+        while (self._queue or self._answered < self._heard) and not self._cut:
+            messages = tuple(self._queue)
+            self._queue.clear()
+            self._sent += 1
+            self._answered = self._heard
+            await self._socket.send_str(encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages)))
 
 
 async def refuse(socket: web.WebSocketResponse, reason: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.coordinator.buffers import BufferPool
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
@@ -96,7 +97,7 @@ class GlobalWeights:
         keep_rounds: int = 8,
         keep_bytes: int = 2**30,
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self._optimizer = OuterOptimizer(
             {one.name: weights[one.name] for one in model}, lr=options.outer_lr, momentum=options.outer_momentum
         )
@@ -106,13 +107,15 @@ class GlobalWeights:
         wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by run_options
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
+        self._spare: dict[int, UpdateSum] = {}  # by fragment
+        self._buffers = BufferPool()
         self._kept: OrderedDict[int, KeptMean] = OrderedDict()
         self._keep_rounds = keep_rounds
         self._keep_bytes = keep_bytes
 
     def sum_of(self, fragment: int) -> UpdateSum:
         """A sum of nothing, for updates of a fragment."""
-        return UpdateSum(self.formats[fragment], self._executor)
+        return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self.executor)
 
     async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> tuple[KeptMean, Tensor]:
         """The mean of a round, encoded and kept, and what it is when decoded, flat; empty if nothing is merged.
@@ -126,18 +129,22 @@ class GlobalWeights:
         decoded = torch.empty(0)
         payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
         if sums is not None and sums.weight:
-            payload, total = torch.empty(pieced.payload_bytes, dtype=torch.uint8), sums.weight
-            decoded = torch.empty(pieced.elements)
+            payload, total = self._buffers.take(pieced.payload_bytes), sums.weight
+            is_plain = pieced.wire.dtype == "fp32"
+            decoded = (payload if is_plain else self._buffers.take(4 * pieced.elements)).view(torch.float32)
             loop = asyncio.get_running_loop()
 
             def make(index: int) -> None:
                 sums.encode_mean(payload, index, seed=pieced.seed(round, index))
-                start, stop = pieced.pieces[index]
-                pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
+                if not is_plain:
+                    start, stop = pieced.pieces[index]
+                    pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
 
-            works = (loop.run_in_executor(self._executor, make, index) for index in range(len(pieced.pieces)))
+            works = (loop.run_in_executor(self.executor, make, index) for index in range(len(pieced.pieces)))
             await asyncio.gather(*works)
-            digest = await loop.run_in_executor(self._executor, digest_of, payload)
+            digest = await loop.run_in_executor(self.executor, digest_of, payload)
+            sums.reopen()
+            self._spare[fragment] = sums
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
         self._keep(mean)
         return mean, decoded
@@ -145,7 +152,7 @@ class GlobalWeights:
     async def step(self, fragment: int, decoded: Tensor) -> None:
         """Take the outer step along what :meth:`mean` has returned."""
         if decoded.numel():
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._step, fragment, decoded)
+            await asyncio.get_running_loop().run_in_executor(self.executor, self._step, fragment, decoded)
 
     def _step(self, fragment: int, decoded: Tensor) -> None:
         names = self._fragments[fragment]
@@ -179,7 +186,7 @@ class GlobalWeights:
 
     async def snapshot(self) -> Snapshot:
         """Copies of weights and momentum."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._snapshot)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, self._snapshot)
 
     def _snapshot(self) -> Snapshot:
         state = self._optimizer.state_dict()

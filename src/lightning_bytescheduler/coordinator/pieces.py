@@ -48,6 +48,10 @@ class PiecedFormat:
         last = self._scales if stop == self.elements else first + self._scales_of_piece
         return [slice(first, last), elements]
 
+    def end_of(self, index: int) -> int:
+        """Bytes of the payload that have to be there before a piece can be read."""
+        return int(self._sections(index)[-1].stop)
+
     def length_of(self, index: int) -> int:
         """Elements of a piece."""
         start, stop = self.pieces[index]

@@ -31,6 +31,7 @@ from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
 from lightning_bytescheduler.coordinator.spool import Spool
+from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.state_desk import StateDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import RunState
@@ -63,6 +64,7 @@ _HELLO_SECONDS = 20.0
 _HELLO_BYTES = 1 << 24  # the names of all parameters
 _SLICE_BYTES = 1 << 22  # keys of all slices in a cache
 _STOP_SECONDS = 5.0
+_STALLED_SECONDS = 60.0
 _ROUNDS_SHOWN = 200
 _ROUNDS_DRAWN = 4
 _NUMBER = r"\d{1,15}"
@@ -107,7 +109,8 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
         )
         self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
-        self.updates = UpdateDesk(self.run, self.spool, clock=clock)
+        self.stalls = Stalls(_STALLED_SECONDS, clock)
+        self.updates = UpdateDesk(self.run, self.spool, self.stalls, clock=clock)
         self.states = StateDesk(self.run, options.spool)
         self.weights: GlobalWeights | None = None
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
@@ -286,6 +289,7 @@ class CoordinatorService:
                 if connection.is_open:  # aiohttp's pings have closed those that do not answer
                     self.run.members.hear(connection.member, now)
             self.run.tick(now)
+            self.stalls.look()
             if self.slices is not None and now - loop_seconds > self.options.lease / 4:
                 loop_seconds = now
                 self.slices.renew(tuple(self.run.members))
@@ -374,7 +378,9 @@ class CoordinatorService:
                 await refuse(socket, answer.reason)
                 return socket
             member, welcome = answer
-            connection = Connection(socket, request.transport, member, hear=self._hear, clock=self._clock)
+            connection = Connection(
+                socket, request.transport, member, stalls=self.stalls, hear=self._hear, clock=self._clock
+            )
             await connection.welcome(welcome)
             former = self._connections.get(member.name)
             self._connections[member.name] = connection

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator.buffers import BufferPool
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 __all__ = ["Spool", "Spooled", "view_of"]
@@ -42,7 +43,7 @@ class Spooled:
         self._length = length
         self._closed = False
         if in_memory:
-            self.payload = torch.empty(length, dtype=torch.uint8)
+            self.payload = spool.buffers.take(length)
         else:
             with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
                 file.truncate(length)
@@ -93,6 +94,7 @@ class Spool:
         self._memory_limit = min(memory, limit)
         self._taken = 0
         self._in_memory = 0
+        self.buffers = BufferPool()
         self._waiting: list[asyncio.Future[None]] = []
 
     @property

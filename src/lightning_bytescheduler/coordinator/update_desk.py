@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean, digest_of
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
+from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
+from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
@@ -38,7 +40,6 @@ from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutErro
 __all__ = ["UpdateDesk"]
 
 _ROOM_SECONDS = 5.0
-_STALLED_SECONDS = 60.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 2**53
@@ -50,12 +51,14 @@ class UpdateDesk:
     Args:
         run: The core of the run.
         spool: Where updates are kept until they are added.
+        stalls: Cuts off transfers that do not get on.
         clock: Seconds.
     """
 
-    def __init__(self, run: Run, spool: Spool, *, clock: Callable[[], float]) -> None:
+    def __init__(self, run: Run, spool: Spool, stalls: Stalls, *, clock: Callable[[], float]) -> None:
         self._run = run
         self._spool = spool
+        self._stalls = stalls
         self._clock = clock
         self.weights: GlobalWeights | None = None
         self._sums: dict[int, UpdateSum] = {}
@@ -91,7 +94,7 @@ class UpdateDesk:
             return self._receipt("dropped", 0)
         if place == offer.round:
             self._run.sending(offer, self._now())
-        return await self._alone(request, offer, digest, expected)
+        return await self._alone(request, weights, offer, digest, expected)
 
     def cut(self, member: Member) -> None:
         """End the uploads of a worker that has gone."""
@@ -99,7 +102,9 @@ class UpdateDesk:
             if name == member.name:
                 task.cancel()
 
-    async def _alone(self, request: web.Request, offer: Offer, digest: str, expected: int) -> web.StreamResponse:
+    async def _alone(
+        self, request: web.Request, weights: GlobalWeights, offer: Offer, digest: str, expected: int
+    ) -> web.StreamResponse:
         """Take the newest upload of a worker's update: one before it that is not complete is of a dead connection."""
         key = (offer.member.name, offer.round)
         former = self._uploads.get(key)
@@ -110,8 +115,9 @@ class UpdateDesk:
             self._uploads[key] = task
         try:
             spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
+            inspection = Inspection(weights.formats[offer.fragment], spooled.payload, weights.executor)
             try:
-                await self._receive(request, spooled)
+                await self._receive(request, spooled, inspection)
             except BaseException:
                 spooled.close()
                 raise
@@ -119,7 +125,7 @@ class UpdateDesk:
                 if self._uploads.get(key) is task:
                     del self._uploads[key]
             # A worker that goes away now has sent its update all the same.
-            return await asyncio.shield(self._take(offer, spooled, digest))
+            return await asyncio.shield(self._take(offer, spooled, inspection, digest))
         except SchedulerTimeoutError as error:
             return problem(503, str(error), retry_after=1)
         except OptionError as error:
@@ -129,31 +135,36 @@ class UpdateDesk:
             self._run.count("updates_broken")
             return problem(400, f"The update did not come in whole: {type(error).__name__}.")
 
-    async def _receive(self, request: web.Request, spooled: Spooled) -> None:
+    async def _receive(self, request: web.Request, spooled: Spooled, inspection: Inspection) -> None:
         content = request.content
-        while not spooled.is_complete:
-            chunk = await asyncio.wait_for(content.readany(), _STALLED_SECONDS)
-            if not chunk and content.at_eof():
-                raise ConnectionError("The body ended early.")
-            spooled.write(chunk)
-            self._run.count("bytes_in", len(chunk))
+        counters = self._run.counters
+        task = asyncio.current_task()
+        with self._stalls.watch(task.cancel if task is not None else bool) as transfer:
+            while not spooled.is_complete:
+                chunk = await content.readany()
+                if not chunk and content.at_eof():
+                    raise ConnectionError("The body ended early.")
+                transfer.moved = True
+                spooled.write(chunk)
+                inspection.advance(spooled.filled)
+        counters["bytes_in"] = counters.get("bytes_in", 0) + spooled.filled
 
-    async def _take(self, offer: Offer, spooled: Spooled, digest: str) -> web.StreamResponse:
+    async def _take(self, offer: Offer, spooled: Spooled, inspection: Inspection, digest: str) -> web.StreamResponse:
         """Check an update that is complete, tell the run, and add it."""
         try:
-            return await self._check_and_add(offer, spooled.payload, digest)
+            return await self._check_and_add(offer, spooled.payload, inspection, digest)
         finally:
             spooled.close()
 
-    async def _check_and_add(self, offer: Offer, payload: Tensor, digest: str) -> web.StreamResponse:
+    async def _check_and_add(
+        self, offer: Offer, payload: Tensor, inspection: Inspection, digest: str
+    ) -> web.StreamResponse:
         run = self._run
         weights = self.weights
         if weights is None:
             raise RuntimeError("There are no weights to add updates for.")
         loop = asyncio.get_running_loop()
-        found, extent = await asyncio.gather(
-            loop.run_in_executor(None, digest_of, payload), weights.sum_of(offer.fragment).extent(payload)
-        )
+        found, extent = await inspection.finish()
         if found != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
         if not math.isfinite(extent):
@@ -233,11 +244,13 @@ class UpdateDesk:
 
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
         view = view_of(mean.payload)
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
-            self._run.count("bytes_out", len(chunk))
-        await response.write_eof()
+        task = asyncio.current_task()
+        with self._stalls.watch(task.cancel if task is not None else bool) as transfer:
+            for start in range(0, len(view), _CHUNK):
+                await response.write(view[start : start + _CHUNK])
+                transfer.moved = True
+            await response.write_eof()
+        self._run.count("bytes_out", len(view))
 
 
 def _place_in(path: Mapping[str, str]) -> tuple[int, int]:

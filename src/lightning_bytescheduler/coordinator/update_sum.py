@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import torch
@@ -40,10 +41,6 @@ class UpdateSum:
         self._bound = 0.0
         self.weight = 0
         self.failed: BaseException | None = None
-
-    async def extent(self, payload: Tensor) -> float:
-        """A bound of the magnitudes in a payload; infinity if a number is not finite."""
-        return max(await self._of_pieces(self._extent_of, payload), default=0.0)
 
     def begin(self, *, extent: float, weight: int) -> None:
         """Reserve room for an update that is verified, and make :meth:`settled` wait for it.
@@ -86,22 +83,22 @@ class UpdateSum:
         if sums is None:
             raise ValueError("There is no mean: nothing was added.")
         self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed), payload, index)
-        self._sums[index] = None  # its memory is free for what comes next
+        sums.clear()
 
-    async def _of_pieces(self, work: object, *arguments: object) -> list[float]:
+    def reopen(self) -> None:
+        """Begin anew, in the same memory, once every piece's mean was encoded."""
+        self._bound = 0.0
+        self.weight = 0
+
+    async def _of_pieces(self, work: Callable[[Tensor, int, int], None], payload: Tensor, weight: int) -> None:
         loop = asyncio.get_running_loop()
         indices = range(len(self.pieced.pieces))
-        return list(await asyncio.gather(*(loop.run_in_executor(self._executor, work, *arguments, i) for i in indices)))  # type: ignore[arg-type]
+        await asyncio.gather(*(loop.run_in_executor(self._executor, work, payload, weight, i) for i in indices))
 
-    def _extent_of(self, payload: Tensor, index: int) -> float:
-        largest = self.pieced.wire.largest(self.pieced.part(payload, index), self.pieced.length_of(index))
-        return math.inf if math.isnan(largest) else largest
-
-    def _add_piece(self, payload: Tensor, weight: int, index: int) -> float:
+    def _add_piece(self, payload: Tensor, weight: int, index: int) -> None:
         part = self.pieced.part(payload, index)
         with self._locks[index]:
             sums = self._sums[index]
             if sums is None:
                 sums = self._sums[index] = WeightedMean({_PIECE: torch.empty(self.pieced.length_of(index))})
             sums.add_encoded(part, self.pieced.wire, weight=weight)
-        return 0.0

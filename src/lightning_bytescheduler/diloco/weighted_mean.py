@@ -75,6 +75,13 @@ class WeightedMean:
         """How many were added."""
         return self._added
 
+    def clear(self) -> None:
+        """Begin anew, in the same memory."""
+        self._coarse.zero_()
+        self._fine.zero_()
+        self._largest = dict.fromkeys(self._largest, 0.0)
+        self._weight = self._added = self._shifted = 0
+
     def add(self, pseudo_gradient: Mapping[str, Tensor], *, weight: int) -> None:
         """Add a pseudo-gradient. If it is refused, nothing of it was added.
 

@@ -1,0 +1,49 @@
+"""Large buffers that are used again: the first touch of fresh memory costs as much as all that is done in it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["BufferPool"]
+
+_LARGE = 1 << 22
+_REFERENCES = 3  # to an array that nobody uses: the pool's, the loop's, and the call's that counts them
+
+
+class BufferPool:
+    """Buffers of bytes. One is free again when the last tensor and view of it is gone. For any thread.
+
+    NumPy makes them, as it asks the system for large pages.
+
+    Args:
+        most: That are kept when they are free.
+    """
+
+    def __init__(self, most: int = 3) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._arrays: list[Any] = []
+
+    def take(self, length: int) -> Tensor:
+        """A buffer of so many bytes, which hold anything."""
+        if length < _LARGE:
+            return torch.empty(length, dtype=torch.uint8)
+        with self._lock:
+            free = []
+            for array in self._arrays:
+                if sys.getrefcount(array) == _REFERENCES:
+                    if array.nbytes == length:
+                        return torch.from_numpy(array)
+                    free.append(id(array))
+            # Of other lengths, as of another fragment, the last ones are kept.
+            dropped = set(free[: -self._most]) if len(free) > self._most else set()
+            self._arrays = [array for array in self._arrays if id(array) not in dropped]
+            made = np.empty(length, dtype=np.uint8)
+            self._arrays.append(made)
+            return torch.from_numpy(made)
