@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
+    CollectPseudoGradients,
     Envelope,
     JoinRounds,
     LeaveRounds,
@@ -33,7 +35,9 @@ class Machine:
     ``jitter`` is the spread of a step's time, ``blips`` the share of steps that take ten times as long, ``warm_up``
     what the first step of each round takes on top, ``delay`` that of a message one way, ``transfer`` that of weights
     one way, ``slower_at`` from when on steps take ``slower_by`` times as long. ``dies`` is without a word, ``leaves``
-    with one. With ``overlap_steps``, training goes on for so many steps while the update travels.
+    with one; at ``returns``, another process of the same name takes the place of one that has died. ``sleeps`` are
+    spans in which the process is stopped. With ``overlap_steps``, training goes on for so many steps while the update
+    travels.
     """
 
     batch_size: int
@@ -46,6 +50,8 @@ class Machine:
     joins: float = 0.0
     leaves: float = math.inf
     dies: float = math.inf
+    returns: float = math.inf
+    sleeps: tuple[tuple[float, float], ...] = ()
     slower_at: float = math.inf
     slower_by: float = 1.0
     overlap_steps: int = 0
@@ -65,7 +71,7 @@ class SimulatedRun:
 
     ``taken``: samples that workers say they have processed when they send, by round. ``ends``: when each worker's last
     step of a round ended, by round. ``in_flight``: the most steps reported as in flight. ``busy``: seconds in which a
-    worker computed.
+    worker computed. ``bounds``: until when pseudo-gradients are waited for, by round. ``samples``: by the scheduler.
     """
 
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -73,6 +79,8 @@ class SimulatedRun:
     ends: dict[int, dict[str, float]] = field(default_factory=dict)
     in_flight: dict[str, int] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
+    bounds: dict[int, float] = field(default_factory=dict)
+    samples: int = 0
 
 
 def simulate(
@@ -85,13 +93,18 @@ def simulate(
     doubling: float = 0.0,
     until: float = math.inf,
     kind: type[BatchScheduler] = BatchScheduler,
+    lease: float = math.inf,
+    restarts: tuple[float, ...] = (),
 ) -> SimulatedRun:
     """Play a run until it is over, nothing is left to happen or the time is up.
+
+    Who has been dead or asleep for ``lease`` is said to have left, and joins again when it wakes. At ``restarts`` the
+    scheduler is replaced by one that knows what the other knew at the end of the last round, and everybody joins again.
 
     A share ``loss`` of messages is lost, a share ``doubling`` comes twice, the second time much later. A worker that
     waits for long asks again.
     """
-    return _Run(machines, target, options, random.Random(seed), loss, doubling, kind).play(until)
+    return _Run(machines, target, options, random.Random(seed), loss, doubling, kind, lease, restarts).play(until)
 
 
 class _Run:
@@ -104,14 +117,21 @@ class _Run:
         loss: float,
         doubling: float,
         kind: type[BatchScheduler],
+        lease: float,
+        restarts: tuple[float, ...],
     ) -> None:
         self.seen = SimulatedRun()
-        self.scheduler = kind(target, options, observer=self.seen.rounds.append)
+        self.lease = lease
+        self._make = lambda: kind(target, options, observer=self._ended)
+        self.scheduler = self._make()
+        self._saved = json.dumps(self.scheduler.state_dict())
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
         self.heap: list[tuple[float, bool, int, Callable[[], None]]] = []
         self.workers = {f"w{index}": _Worker(self, f"w{index}", machine) for index, machine in enumerate(machines)}
         self.ticks: set[float] = set()
+        for time in restarts:
+            self.at(time, self._restart)
 
     def at(self, time: float, do: Callable[[], None], *, last: bool = False) -> None:
         """Do something at that time; ``last`` of all that happens at that instant."""
@@ -123,6 +143,17 @@ class _Run:
             do()
         return self.seen
 
+    def _ended(self, record: RoundRecord) -> None:
+        self.seen.rounds.append(record)
+        self.seen.samples = self.scheduler.samples
+        self._saved = json.dumps(self.scheduler.state_dict())
+
+    def _restart(self) -> None:
+        self.scheduler = self._make()
+        self.scheduler.load_state_dict(json.loads(self._saved))
+        for worker in self.workers.values():
+            worker.join_again()
+
     def to_scheduler(self, message: WorkerMessage, delay: float) -> None:
         for late in self._copies(delay):
             self.at(self.now + late, lambda: self._deliver(self.scheduler.handle(message, now=self.now)))
@@ -133,14 +164,16 @@ class _Run:
 
     def _deliver(self, envelopes: tuple[Envelope, ...]) -> None:
         for envelope in envelopes:
-            if envelope.to == PARAMETER_SERVER:
+            if isinstance(envelope.message, CollectPseudoGradients):
+                self.seen.bounds[envelope.message.round] = self.now + envelope.message.timeout
+            elif envelope.to == PARAMETER_SERVER:
                 assert not isinstance(envelope.message, MergePseudoGradients) or envelope.message.round == len(
                     self.seen.rounds
                 )
             elif envelope.to in self.workers:
                 worker = self.workers[envelope.to]
                 for late in self._copies(worker.machine.delay):
-                    self.at(self.now + late, partial(worker.receive, envelope.message))
+                    worker.at(self.now + late, partial(worker.receive, envelope.message))
         tick = self.scheduler.next_tick
         if tick is not None and tick > self.now and tick not in self.ticks:
             self.ticks.add(tick)
@@ -156,8 +189,8 @@ class _Run:
 
 
 class _Worker:
-    def __init__(self, run: _Run, name: str, machine: Machine) -> None:
-        self.run, self.machine = run, machine
+    def __init__(self, run: _Run, name: str, machine: Machine, session: int = 0) -> None:
+        self.run, self.machine, self.session = run, machine, session
         self.counter = RoundCounter(name)
         self.busy = False
         self.last_said: WorkerMessage = JoinRounds(worker=name)
@@ -165,9 +198,58 @@ class _Worker:
         self.fetching: int | None = None
         self.fetched: int | None = None
         self.sent_beside = False
-        run.at(machine.joins, lambda: self._say(JoinRounds(worker=name)))
+        self.said_to_be_gone = False
+        self.at(max(machine.joins, run.now), lambda: self._say(JoinRounds(worker=name, session=session)))
         if machine.leaves < math.inf:
             run.at(machine.leaves, lambda: run.to_scheduler(LeaveRounds(worker=name), machine.delay))
+        if machine.returns < math.inf and machine.dies <= machine.returns:
+            run.at(machine.returns, self._return)
+        for start, end in (*machine.sleeps, (machine.dies, math.inf)):
+            if end > start + run.lease:
+                run.at(start + run.lease, partial(self._give_up, end))
+            if end < math.inf:
+                run.at(end, self._wake)
+
+    def at(self, time: float, do: Callable[[], None], *, last: bool = False) -> None:
+        """Do something at that time, or when it wakes."""
+
+        def awake() -> None:
+            end = next((end for start, end in self.machine.sleeps if start <= self.run.now < end), None)
+            if end is None:
+                do()
+            else:
+                self.run.at(end, awake, last=last)
+
+        self.run.at(time, awake, last=last)
+
+    def _return(self) -> None:
+        machine = replace(self.machine, dies=math.inf, returns=math.inf, sleeps=(), leaves=math.inf)
+        name = self.counter.worker
+        self.run.workers[name] = _Worker(self.run, name, machine, self.session + 1)
+
+    def _give_up(self, until: float) -> None:
+        if self.run.now < until and self.run.workers[self.counter.worker] is self:
+            self.said_to_be_gone = True
+            self.run.to_scheduler(LeaveRounds(worker=self.counter.worker), 0.0)
+
+    def _wake(self) -> None:
+        if self.said_to_be_gone:
+            self.said_to_be_gone = False
+            self.join_again()
+
+    def join_again(self) -> None:
+        """Say what was done in the round, and send again what was sent."""
+        self.at(self.run.now + self.machine.delay, self._join_again)
+
+    def _join_again(self) -> None:
+        counter = self.counter
+        if self.gone or counter.finished or self.run.now < self.machine.joins:
+            return
+        self._say(counter.join(self.session))
+        if counter.sent is not None:
+            self._say(counter.sent)
+            arrived = PseudoGradientArrived(worker=counter.worker, round=counter.sent.round)
+            self.at(self.run.now + self.machine.transfer, lambda: None if self.gone else self._say(arrived))
 
     @property
     def gone(self) -> bool:
@@ -177,7 +259,7 @@ class _Worker:
         self.counter.receive(message)
         if self.machine.overlap_steps and self.counter.round and self.counter.next_round not in (None, self.fetching):
             self.fetching = self.counter.next_round
-            self.run.at(self.run.now + self.machine.transfer, partial(self._fetched_beside, self.fetching))
+            self.at(self.run.now + self.machine.transfer, partial(self._fetched_beside, self.fetching))
         if not self.busy and not self.gone:
             self._go_on()
 
@@ -186,7 +268,7 @@ class _Worker:
         self.run.to_scheduler(message, self.machine.delay)
         self.asked += 1
         if self.run.loss:
-            self.run.at(self.run.now + 20 * self.machine.step_seconds + 1, partial(self._ask, self.asked))
+            self.at(self.run.now + 20 * self.machine.step_seconds + 1, partial(self._ask, self.asked))
 
     def _ask(self, asked: int) -> None:
         if asked == self.asked and not self.busy and not self.gone and not self.counter.finished:
@@ -199,7 +281,7 @@ class _Worker:
             return
         if counter.next_round is not None and not (self.machine.overlap_steps and counter.round):
             self.busy = True
-            run.at(run.now + self.machine.transfer, self._fetched)
+            self.at(run.now + self.machine.transfer, self._fetched)
 
     def _fetched_beside(self, round: int) -> None:
         self.fetched = round
@@ -211,7 +293,7 @@ class _Worker:
         if not self.gone:
             self._say(self.counter.start())
             self.busy = True
-            self.run.at(self.run.now, self._after_step, last=True)
+            self.at(self.run.now, self._after_step, last=True)
 
     def _begin_step(self) -> None:
         counter, run = self.counter, self.run
@@ -225,7 +307,7 @@ class _Worker:
             self.busy = True
             seconds = self.machine.next_step(run.chance, run.now, counter.steps == 0)
             run.seen.busy[counter.worker] = run.seen.busy.get(counter.worker, 0.0) + seconds
-            run.at(run.now + seconds, lambda: self._stepped(seconds))
+            self.at(run.now + seconds, lambda: self._stepped(seconds))
 
     def _merge_beside(self) -> bool:
         """Whether training can go on: it is not time for the answer yet, or the answer is there and is merged."""
@@ -249,7 +331,7 @@ class _Worker:
         self._say(report)
         # Answers that come at this very instant are heard before the next step begins.
         self.busy = True
-        self.run.at(self.run.now, self._after_step, last=True)
+        self.at(self.run.now, self._after_step, last=True)
 
     def _after_step(self) -> None:
         self.busy = False
@@ -265,7 +347,7 @@ class _Worker:
             if not self.gone:
                 self._say(arrived)
 
-        run.at(run.now + self.machine.transfer, arrive)
+        self.at(run.now + self.machine.transfer, arrive)
         if self.machine.overlap_steps:
             self.sent_beside = True
             self._begin_step()

@@ -28,7 +28,7 @@ class Plain(BatchScheduler):
     def _decide(self, now: float) -> None:
         expected = self.plainly(now)
         worker_left = self.left
-        assert worker_left == self.left_of([w for w in self._roster.members()])
+        assert worker_left == self.left_of(self._roster.members())
         super()._decide(now)
         found: Any = None
         if self.collecting:

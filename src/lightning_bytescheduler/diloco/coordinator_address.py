@@ -129,7 +129,9 @@ def _require_url(option: str, url: str) -> str:
     except ValueError:
         raise OptionError(option, url, _URL) from None
     if parts.username or parts.password:
-        raise OptionError(option, f"{parts.scheme}://...", f"{_URL}, without a password; the token goes into token_file")
+        raise OptionError(
+            option, f"{parts.scheme}://...", f"{_URL}, without a password; the token goes into token_file"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
         raise OptionError(option, url, _URL)
     return url.rstrip("/")

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -300,9 +301,7 @@ class CoordinatorClient:
     async def _connection(self) -> None:
         if self._http is None:
             raise RuntimeError("Cannot connect: the client has not begun.")
-        async with self._http.ws_connect(
-            self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None
-        ) as socket:
+        async with self._http.ws_connect(self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None) as socket:
             await socket.send_str(encode_frame(self._hello(self.worker, self._session)))
             answer = await asyncio.wait_for(self._next_frame(socket), _CONNECT_S)
             if isinstance(answer, Refusal):
@@ -332,15 +331,13 @@ class CoordinatorClient:
         while True:
             if not self._outbox:
                 self._changed.clear()
-                try:
+                with suppress(
+                    asyncio.TimeoutError, TimeoutError
+                ):  # a frame without messages says that this worker lives
                     await asyncio.wait_for(self._changed.wait(), self._lease / _SIGNS)
-                except (asyncio.TimeoutError, TimeoutError):
-                    pass  # a frame without messages says that this worker lives
             messages, self._outbox = coalesced(self._outbox), []
             self._sent += 1
-            await socket.send_str(
-                encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages)))
-            )
+            await socket.send_str(encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages))))
             async with _limit(self._lease):
                 while self._answered < self._sent:
                     self._changed.clear()

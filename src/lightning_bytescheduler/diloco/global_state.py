@@ -58,7 +58,9 @@ def unpack_state(payload: bytes, like: Mapping[str, Any]) -> dict[str, Any]:
     for index, (name, ours) in enumerate(like["weights"].items()):
         theirs = tensors.get(f"{_WEIGHTS}{name}")
         if theirs is None or theirs.shape != ours.shape:
-            raise CoordinatorError(f"The coordinator's state does not fit this model: it has no {name!r} of {ours.shape}.")
+            raise CoordinatorError(
+                f"The coordinator's state does not fit this model: it has no {name!r} of {ours.shape}."
+            )
         weights[name] = theirs.to(torch.float32)
         buffer = tensors.get(f"{_MOMENTUM}{name}")
         if buffer is not None:

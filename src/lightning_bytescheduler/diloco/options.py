@@ -143,7 +143,9 @@ class DiLoCoOptions:
             object.__setattr__(self, option, parse_size(option, getattr(self, option)))
         self._check_batch_size()
         if self.coordinated and self.rounds_file is not None:
-            raise OptionError("rounds_file", self.rounds_file, "left out where a coordinator is given, which records rounds")
+            raise OptionError(
+                "rounds_file", self.rounds_file, "left out where a coordinator is given, which records rounds"
+            )
         if self.rounds_file is not None:
             object.__setattr__(self, "rounds_file", require_new_file("rounds_file", self.rounds_file))
         self._check_inner()
@@ -151,7 +153,9 @@ class DiLoCoOptions:
     def _check_outer_optimizer(self) -> None:
         if self.coordinated and self.outer_optimizer is not None:
             raise OptionError(
-                "outer_optimizer", self.outer_optimizer, "left out where a coordinator is given, which takes the outer step"
+                "outer_optimizer",
+                self.outer_optimizer,
+                "left out where a coordinator is given, which takes the outer step",
             )
         if self.outer_optimizer is not None:
             self._check_factory(self.outer_optimizer)

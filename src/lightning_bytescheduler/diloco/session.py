@@ -347,7 +347,9 @@ class LeadingSession(WorkerSession):
             report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
         self._state.count(samples=samples, tokens=tokens)
         self._transport.post(report)
-        self._transport.post(StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss))
+        self._transport.post(
+            StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss)
+        )
 
     def _is_due(self) -> bool:
         with self._changed:

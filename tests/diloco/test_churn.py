@@ -1,0 +1,401 @@
+"""Workers that leave, pause, come late or come back, message by message; many at once are in test_churned_runs.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
+from lightning_bytescheduler.diloco.messages import (
+    PARAMETER_SERVER,
+    Acknowledge,
+    CollectPseudoGradients,
+    JoinRounds,
+    LeaveRounds,
+    MergePseudoGradients,
+    PseudoGradientArrived,
+    RoundStarted,
+    SendingPseudoGradient,
+    SendNow,
+    StartRound,
+    WaitForRound,
+)
+from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
+from lightning_bytescheduler.diloco.round_record import LateUpdate
+from lightning_bytescheduler.diloco.worker_progress import WorkerState
+from tests.diloco.bench import Bench
+
+
+def merged(told: dict[str, list[Any]]) -> tuple[str, ...]:
+    (message,) = [one for one in told[PARAMETER_SERVER] if isinstance(one, MergePseudoGradients)]
+    return message.workers
+
+
+# ── Leaving ───────────────────────────────────────────────────────────
+
+
+def test_what_has_arrived_counts_though_its_worker_leaves() -> None:
+    bench = Bench(start_workers=2, outer_steps=1)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.arrive("a")
+    assert bench.say(LeaveRounds(worker="a")) == {}
+    assert merged(bench.arrive("b")) == ("b", "a")
+    assert bench.scheduler.samples == 100
+    assert {worker.worker: worker.merged for worker in bench.records[0].workers} == {"a": True, "b": True}
+
+
+def test_what_is_under_way_counts_if_it_comes_in_time_and_is_not_waited_for() -> None:
+    bench = Bench(start_workers=3, outer_steps=2, quorum=0.0)
+    bench.start("a", "b", "c")
+    bench.steps(34, "a", "b", "c")
+    for name in "ab":
+        bench.say(SendingPseudoGradient(worker=name, round=1, steps=34, samples=34))
+        bench.say(LeaveRounds(worker=name))
+    assert bench.scheduler.expects("a", 1)
+    assert bench.say(PseudoGradientArrived(worker="a", round=1)) == {}
+    assert not bench.scheduler.expects("a", 1)
+    assert merged(bench.arrive("c")) == ("c", "a")
+    assert bench.scheduler.samples == 68
+    assert bench.say(PseudoGradientArrived(worker="b", round=1)) == {}
+
+
+def test_one_who_leaves_before_the_decision_is_not_counted_on_and_one_who_leaves_after_it_is() -> None:
+    bench = Bench(start_workers=4, quorum=0.5)
+    bench.start(*"abcd")
+    bench.steps(5, *"abcd")
+    bench.say(LeaveRounds(worker="d"))
+    told = bench.steps(29, *"abc", first=6)
+    assert bench.scheduler.collecting
+    assert PARAMETER_SERVER not in told
+    bench.arrive("a")
+    bench.say(LeaveRounds(worker="b"))
+    assert merged(bench.say(LeaveRounds(worker="c"))) == ()  # one of three
+    assert [len(record.workers) for record in bench.records] == [1]
+
+
+def test_a_process_that_is_started_anew_keeps_what_it_had_sent() -> None:
+    bench = Bench(start_workers=2, outer_steps=2)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.arrive("a")
+    assert bench.say(JoinRounds(worker="a", session=9)) == {"a": [WaitForRound(round=2)]}
+    told = bench.arrive("b")
+    assert merged(told) == ("b", "a")
+    assert told["a"] == [StartRound(round=2)]
+    assert [worker.worker for worker in bench.records[0].workers] == ["b", "a"]
+
+
+def test_one_who_left_with_its_update_sent_is_back_in_its_place() -> None:
+    bench = Bench(start_workers=2, outer_steps=2)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.arrive("a")
+    bench.say(LeaveRounds(worker="a"))
+    assert bench.say(JoinRounds(worker="a", round=1, steps=50, samples=50)) == {
+        "a": [Acknowledge(round=1, reported=50)]
+    }
+    told = bench.arrive("b")
+    assert merged(told) == ("a", "b") or merged(told) == ("b", "a")
+    assert told["a"] == [StartRound(round=2)]
+    assert bench.scheduler.samples == 100
+
+
+# ── Coming back in the middle of a round ───────────────────────────────────────────────────────────
+
+
+def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
+    bench = Bench(start_workers=2, restart_workers=2)
+    bench.start("a", "b")
+    bench.steps(20, "a", "b")
+    again = Bench(start_workers=2, restart_workers=2)
+    again.scheduler.load_state_dict(json.loads(json.dumps(bench.scheduler.state_dict())))
+    again.now = 5.0
+    assert again.say(JoinRounds(worker="a", session=1, round=1, steps=20, samples=20)) == {"a": [WaitForRound(round=1)]}
+    told = again.say(JoinRounds(worker="b", session=1, round=1, steps=22, samples=22))
+    assert told == {"a": [Acknowledge(round=1, reported=20)], "b": [Acknowledge(round=1, reported=22)]}
+    assert again.scheduler.left == 58
+    again.say(again.report("b", 23))
+    assert again.scheduler.left == 57
+    # Another round's steps do not count, and whoever joins with none begins with none.
+    assert again.say(JoinRounds(worker="c", round=7, steps=5, samples=5)) == {"c": [WaitForRound(round=2)]}
+    assert again.say(JoinRounds(worker="d")) == {"d": [WaitForRound(round=2)]}
+    assert again.scheduler.left == 57
+
+
+def test_one_who_was_given_up_comes_back_into_its_round() -> None:
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(20, "a", "b")
+    bench.say(LeaveRounds(worker="a"))
+    assert bench.scheduler.left == 80
+    assert bench.say(JoinRounds(worker="a", round=1, steps=21, samples=21)) == {
+        "a": [Acknowledge(round=1, reported=21)]
+    }
+    assert bench.scheduler.left == 59
+    assert bench.scheduler.workers["a"].step_time.is_known
+
+
+def test_one_who_comes_back_after_the_decision_is_told_to_send_and_counted_on() -> None:
+    bench = Bench(start_workers=2, quorum=1.0)
+    bench.start("a", "b")
+    bench.steps(20, "a", "b")
+    bench.say(LeaveRounds(worker="a"))
+    bench.steps(78, "b", first=21)
+    assert bench.scheduler.collecting
+    assert bench.say(JoinRounds(worker="a", round=1, steps=20, samples=20)) == {"a": [SendNow(round=1)]}
+    assert bench.arrive("b") == {"b": [Acknowledge(round=1, reported=98)]}
+    assert sorted(merged(bench.arrive("a"))) == ["a", "b"]
+
+
+# ── Pausing ───────────────────────────────────────────────────────────
+
+
+def test_one_who_pauses_is_not_counted_on_nor_silent_and_goes_on() -> None:
+    bench = Bench(start_workers=2, outer_steps=1)
+    bench.start("a", "b")
+    bench.steps(10, "a", "b")
+    assert bench.say(PauseRounds(worker="a")) == {}
+    assert bench.scheduler.left == 80  # done is done
+    told = bench.steps(60, "b", first=11)
+    assert told == {"b": [Acknowledge(round=1, reported=70)]}  # 10 of a may not come
+    assert bench.scheduler.next_tick == 70.0 + 3.0 + 10.0  # of b
+    assert bench.say(ResumeRounds(worker="a")) == {"a": [Acknowledge(round=1, reported=10)]}
+    # Both do the last twenty together.
+    for step in range(1, 8):
+        bench.now += 1.0
+        bench.say(bench.report("b", 70 + step))
+        bench.say(bench.report("a", 10 + step))
+    assert bench.scheduler.collecting
+    assert [bench.scheduler.workers[name].send_after for name in "ab"] == [20, 80]
+
+
+def test_a_round_ends_without_one_who_pauses_and_it_starts_with_what_it_can() -> None:
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(10, "a", "b")
+    bench.say(PauseRounds(worker="a"))
+    bench.steps(87, "b", first=11)
+    told = bench.arrive("b")
+    assert merged(told) == ("b",)
+    assert "a" not in told
+    assert bench.scheduler.workers["a"].state is WorkerState.WAITING
+    bench.now += 1000.0
+    bench.say(RoundStarted(worker="b", round=2))
+    bench.steps(5, "b")
+    # Its speed is known, and nobody has to wait for what it does, so that it need not wait for a round.
+    assert bench.say(ResumeRounds(worker="a")) == {"a": [StartRound(round=2)]}
+
+
+def test_where_all_take_equal_steps_one_who_has_paused_waits_for_the_next_round() -> None:
+    bench = Bench(FixedSteps(20), start_workers=2)
+    bench.start("a", "b")
+    bench.say(PauseRounds(worker="a"))
+    bench.steps(20, "b")
+    bench.arrive("b")
+    assert bench.scheduler.round == 2
+    assert bench.say(ResumeRounds(worker="a")) == {"a": [WaitForRound(round=3)]}
+
+
+def test_if_all_pause_nothing_is_lost() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(10, "a")
+    bench.say(PauseRounds(worker="a"))
+    assert bench.scheduler.next_tick is None
+    bench.now += 10_000.0
+    assert bench.tick() == {}
+    assert bench.say(ResumeRounds(worker="a")) == {"a": [Acknowledge(round=1, reported=10)]}
+    assert bench.scheduler.left == 90
+    bench.say(PauseRounds(worker="a"))
+    assert merged(bench.say(LeaveRounds(worker="a"))) == ()
+
+
+def test_the_only_one_pauses_between_rounds() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(100, "a")
+    bench.arrive("a")
+    assert bench.scheduler.round == 2
+    bench.say(PauseRounds(worker="a"))
+    bench.now += 10_000.0
+    assert bench.tick() == {}
+    assert bench.say(ResumeRounds(worker="a")) == {"a": [StartRound(round=2)]}
+
+
+def test_a_step_or_a_join_ends_a_pause() -> None:
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(10, "a", "b")
+    bench.say(PauseRounds(worker="a"))
+    bench.say(bench.report("a", 10))  # was overtaken
+    assert bench.scheduler.workers["a"].paused
+    bench.say(bench.report("a", 11))
+    assert not bench.scheduler.workers["a"].paused
+    bench.say(PauseRounds(worker="a"))
+    bench.say(JoinRounds(worker="a"))
+    assert not bench.scheduler.workers["a"].paused
+
+
+# ── Quorum, grace, transfers ───────────────────────────────────────────────────────────
+
+
+def test_the_quorum_as_a_number() -> None:
+    for arrived, counts in (("a", False), ("ab", True)):
+        bench = Bench(start_workers=3, quorum=0.0, quorum_workers=2)
+        bench.start(*"abc")
+        bench.steps(34, *"abc")
+        bench.arrive(*arrived)
+        bench.pass_time()
+        assert bool(merged(bench.tick())) == counts
+
+
+def test_it_pays_to_wait_until_the_others_have_lost_as_much() -> None:
+    """One of n equal workers with a sample a second is missing, and 50 of its samples."""
+    rule = {"decided": 100.0, "deadline": 103.0, "longest": 80.0, "missing": 50.0}
+    assert worthwhile_wait(**rule, idle=1.0) == 150.0
+    assert worthwhile_wait(**rule, idle=7.0) == pytest.approx(107.14, abs=0.01)
+    assert worthwhile_wait(**rule, idle=999.0) == 103.0
+    assert worthwhile_wait(**rule, idle=0.0) == 183.0
+    assert worthwhile_wait(**rule, idle=0.01) == 183.0
+
+
+@pytest.mark.parametrize(
+    ("others", "late", "waited"), [("b", "drop", 50.0), ("bc", "drop", 17.0), ("b", "discount", 25.0)]
+)
+def test_automatic_grace_follows_what_waiting_would_bring(others: str, late: str, waited: float) -> None:
+    """From the decision on, three steps before the end. Nobody has been waited for before: 60 s would be the most."""
+    bench = Bench(start_workers=1 + len(others), grace="auto", silent_after=1000.0, quorum=0.0, late=late)
+    bench.start("a", *others)
+    steps = 100 // (1 + len(others)) + (others == "bc")
+    bench.steps(steps, "a", *others)
+    bench.arrive(*others)
+    decided = bench.scheduler._decided
+    while not bench.records:
+        before = bench.now
+        bench.pass_time()
+        assert bench.now >= before
+        bench.tick()
+    assert decided is not None
+    assert bench.now - decided == pytest.approx(waited, abs=0.5)
+    assert bench.records[0].merged == tuple(others)
+
+
+def test_automatic_grace_is_bounded_where_nobody_is_idle() -> None:
+    bench = Bench(start_workers=1, grace="auto", silent_after=10_000.0)
+    bench.start("a")
+    told = bench.steps(97, "a")
+    (collect,) = [one for one in told[PARAMETER_SERVER] if isinstance(one, CollectPseudoGradients)]
+    ends = bench.now + collect.timeout
+    for _ in range(5):
+        if not bench.records:
+            bench.pass_time()
+            bench.tick()
+    assert bench.now == ends == 97.0 + 6.0 + max(97.0 + 6.0, 60.0)
+
+
+def test_automatic_grace_waits_on_where_the_quorum_is_missing() -> None:
+    bench = Bench(start_workers=3, grace="auto", silent_after=1000.0, quorum=1.0)
+    bench.start(*"abc")
+    bench.steps(34, *"abc")
+    bench.arrive("b", "c")
+    decided = bench.scheduler._decided
+    while not bench.records:
+        bench.pass_time()
+        bench.tick()
+    assert bench.now - decided == pytest.approx((34 + 68) / 2, abs=0.5)
+
+
+def test_one_long_transfer_is_forgotten() -> None:
+    """It made every later timeout twenty minutes long."""
+    bench = Bench(start_workers=1)
+    timeouts = []
+    for round in range(1, 7):
+        if round == 1:
+            bench.start("a")
+        else:
+            bench.say(RoundStarted(worker="a", round=round))
+        timeouts += [
+            one.timeout
+            for one in bench.steps(97, "a").get(PARAMETER_SERVER, [])
+            if isinstance(one, CollectPseudoGradients)
+        ]
+        bench.say(SendingPseudoGradient(worker="a", round=round, steps=97, samples=97))
+        bench.now += 600.0 if round == 1 else 1.0
+        bench.scheduler._deadline = bench.now + 1.0  # or that round would have ended without it
+        bench.say(PseudoGradientArrived(worker="a", round=round))
+    assert timeouts[1] == 6.0 + 2 * 600.0 + 5.0
+    assert timeouts[3:] == [6.0 + 2 * 1.0 + 5.0] * 3
+
+
+# ── Late ───────────────────────────────────────────────────────────
+
+
+def test_late_updates_are_recorded_logged_and_counted_with_their_merge(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(outer_steps=2)
+    bench.start("a")
+    late = LateUpdate(worker="z", round=1, staleness=1, samples=30, weight=15)
+    dropped = LateUpdate(worker="y", round=1, staleness=1, samples=20, weight=0)
+    with caplog.at_level("INFO"):
+        bench.scheduler.note_late(late, into=2)
+        bench.scheduler.note_late(dropped, into=2)
+    assert "z of round 1 is 1 late and counts 15 in round 2" in caplog.text
+    assert "y of round 1 is 1 late and is dropped" in caplog.text
+    bench.steps(100, "a")
+    bench.arrive("a")
+    assert bench.records[0].late == (late, dropped)
+    assert bench.scheduler.samples == 100
+    bench.say(RoundStarted(worker="a", round=2))
+    bench.steps(100, "a")
+    bench.arrive("a")
+    assert bench.records[1].late == ()
+    assert bench.scheduler.samples == 230
+
+
+# ── Memory ───────────────────────────────────────────────────────────
+
+
+def test_names_and_step_times_expire() -> None:
+    bench = Bench(expiry=100.0)
+    bench.start("a")
+    bench.say(JoinRounds(worker="b"))
+    bench.steps(5, "a")
+    bench.say(LeaveRounds(worker="a"))
+    bench.say(RoundStarted(worker="b", round=2))
+    assert "a" in bench.scheduler.state_dict()["step_times"]
+    bench.now += 101.0
+    bench.say(LeaveRounds(worker="b"))
+    assert "a" not in bench.scheduler.state_dict()["step_times"]
+
+
+def test_a_lost_worker_is_forgotten_after_a_while() -> None:
+    bench = Bench(start_workers=2, expiry=100.0, silent_after=1.0)
+    bench.start("a", "b")
+    bench.steps(2, "a", "b")
+    for round in range(1, 4):
+        bench.say(RoundStarted(worker="b", round=round))
+        bench.steps(98, "b", first=3 if round == 1 else 1)
+        bench.arrive("b")
+        assert ("a" in bench.scheduler.workers) == (round == 1)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_memory_is_bounded_after_a_hundred_thousand_names(leaves: bool) -> None:
+    """Each joins, and leaves or dies, within one expiry."""
+    bench = Bench(first_step_limit=1.0, silent_after=1.0)
+    bench.start("steady")
+    bench.steps(3, "steady")
+    names = 100_000 if leaves else 10_000
+    for number in range(names):
+        bench.say(JoinRounds(worker=f"w{number}"))
+        if leaves:
+            bench.say(LeaveRounds(worker=f"w{number}"))
+        elif number % 1000 == 999:
+            steps = bench.scheduler.workers["steady"].steps
+            bench.steps(100 - steps, "steady", first=steps + 1)
+            bench.arrive("steady")
+            bench.say(RoundStarted(worker="steady", round=bench.scheduler.round))
+    assert len(bench.scheduler.workers) <= 4096
+    assert len(bench.scheduler.state_dict()["step_times"]) <= 8192
