@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
+    CoordinatorError,
     LaunchOrderError,
     OptionError,
     RankFailedError,
@@ -48,6 +49,7 @@ __all__ = [
     "ByteSchedulerError",
     "ByteSchedulerStrategy",
     "CheckReport",
+    "CoordinatorError",
     "CreditTuner",
     "DiLoCoStrategy",
     "LaunchOrderError",

@@ -390,6 +390,8 @@ def options_by_name(cls: _Class) -> _Class:
 _PREFIX = "BYTESCHEDULER_"
 _OWN = (
     "BATCH_SIZE",
+    "COORDINATOR",
+    "COORDINATOR_TOKEN",
     "CREDIT",
     "CREDIT_TUNING",
     "DEBUG",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
+from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.lightning_api import pl
 

@@ -1,23 +1,20 @@
 """A worker's part in the rounds of a coordinator, where workers come and go.
 
-The training thread looks at the end of each batch whether there is something to do (:meth:`CoordinatedSession.is_due`),
-which takes no message. If there is (:meth:`CoordinatedSession.synchronise`), it sends what it has trained, waits for the
-end of the round, takes the outer steps that it is behind, and begins the next round. Nobody stands still for another
-worker's epoch or validation, and a worker's own end ends it alone.
+The training thread looks at the end of each batch whether there is something to do, which takes no message. If there
+is, it sends what it has trained, waits for the end of the round, takes the outer steps that it is behind, and begins
+the next round. Nobody stands still for another worker's epoch or validation, and a worker's own end ends it alone.
 
 While the coordinator is away there is nothing to do: the worker takes steps on the weights it has, and what was sent
 without an answer is sent again with what was trained since. Samples are counted as sent when the round that they were
 sent for is part of the weights here.
 
-The ranks of one worker go through the same calls in the same order. The first one is the session here, the others
-follow it (:class:`FollowingCoordinated`), and are told after each synchronisation what has changed.
+This is the session of the first rank of a worker; see ``coordinated_rounds`` for the others.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
+from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds, Outcome
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
     FromWorker,
@@ -49,25 +47,15 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
-__all__ = ["CoordinatedRounds", "CoordinatedSession", "FollowingCoordinated"]
+__all__ = ["CoordinatedSession"]
 
 log = logging.getLogger(__name__)
 
 _RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
 _KEPT_ENDS = 16
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    """What the first rank tells the worker's others after a synchronisation."""
-
-    changed: list[int]  # fragments whose weights it has others of now
-    version: int
-    over: bool
-    ended: RoundEnded | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,149 +69,6 @@ class _Sent:
     samples: int
     tokens: int
     steps_since: int = 0
-
-
-class CoordinatedRounds(ABC):
-    """One rank of a worker in a coordinator's run. All but :meth:`fail` is for the training thread.
-
-    Args:
-        worker: The worker's name.
-        group: The worker's ranks.
-
-    Attributes:
-        worker: As given; the coordinator may give another one.
-        statistics: Of this rank.
-        round_end: The last one.
-        over: Whether the run is over.
-        version: Of the global weights, as all ranks of the worker know it.
-    """
-
-    def __init__(self, *, worker: str, group: WorkerGroup) -> None:
-        self.worker = worker
-        self.statistics = SessionStatistics()
-        self.round_end: RoundEnded | None = None
-        self.over = False
-        self.version = 0
-        self._group = group
-        self._failure: BaseException | None = None
-
-    @property
-    @abstractmethod
-    def round(self) -> int:
-        """The round this worker is in."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank's worker validates, logs and saves for all, as far as this rank says it."""
-        return False
-
-    def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known on this rank is left out."""
-        if self.round_end is None:
-            return {}
-        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing is to be expected any more: raise ``error`` from whatever is waited for."""
-        if self._failure is None:
-            self._failure = error
-        self._group.abort(error)
-
-    def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
-
-    def begin(self) -> None:
-        """Take the global weights, and wait for the first round."""
-        self._take_in(self._begin())
-
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """Take note of a step, and report it without waiting; see ``WorkerSession.count``."""
-        self.check()
-        self.statistics.steps += 1
-        self.statistics.samples += samples
-
-    def is_due(self) -> bool:
-        """Whether there is something to do before another step: as the first rank knows it now."""
-        return self._group.any(self._is_due())
-
-    def synchronise(self) -> None:
-        """Do it: send, merge, catch up, and begin the next round."""
-        self._take_in(self._synchronise())
-
-    def pause(self) -> None:
-        """Send what was trained, have the global weights, and do something else until :meth:`resume`."""
-        self._take_in(self._pause())
-
-    def resume(self) -> None:
-        """Go on with the rounds: where the others are by now."""
-        self._take_in(self._resume())
-
-    def leave(self, *, quickly: bool) -> None:
-        """Take part no more, and have the global weights. What was trained counts.
-
-        Args:
-            quickly: Whether not to wait for the end of the round.
-        """
-        self._take_in(self._leave(quickly))
-
-    def _take_in(self, own: _Outcome | None) -> None:
-        text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
-        outcome = msgspec.json.decode(text, type=_Outcome)
-        if outcome.ended is not None and outcome.ended is not self.round_end:
-            self.round_end = outcome.ended
-        self.version = outcome.version
-        self.over = outcome.over
-        trained = self._trained
-        for fragment in outcome.changed:
-            self._group.share(trained.of(fragment))
-
-    @property
-    @abstractmethod
-    def _trained(self) -> TrainedWeights:
-        """What is trained."""
-
-    def _begin(self) -> _Outcome | None:
-        return None
-
-    def _is_due(self) -> bool:
-        return False
-
-    def _synchronise(self) -> _Outcome | None:
-        return None
-
-    def _pause(self) -> _Outcome | None:
-        return None
-
-    def _resume(self) -> _Outcome | None:
-        return None
-
-    def _leave(self, quickly: bool) -> _Outcome | None:
-        return None
-
-
-class FollowingCoordinated(CoordinatedRounds):
-    """Goes along with its first rank, and takes over the weights that it merges.
-
-    Args:
-        worker: The worker's name.
-        group: The worker's ranks.
-        trained: What is trained.
-    """
-
-    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
-        super().__init__(worker=worker, group=group)
-        self._own = trained
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return 0 if self.round_end is None else self.round_end.round + 1
-
-    @property
-    def _trained(self) -> TrainedWeights:
-        return self._own
 
 
 class CoordinatedSession(CoordinatedRounds):
@@ -386,7 +231,7 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ the end of a round
 
-    def _begin(self) -> _Outcome:
+    def _begin(self) -> Outcome:
         self._wait(lambda: self._transport.realign, "the coordinator")
         while not (self._align() and self._follow_others() and self._start_round()):
             self.check()
@@ -394,7 +239,7 @@ class CoordinatedSession(CoordinatedRounds):
         self._changed = set(range(len(self._samples)))
         return self._outcome()
 
-    def _synchronise(self) -> _Outcome:
+    def _synchronise(self) -> Outcome:
         self.check()
         self._flush()
         if self._sent is None:
@@ -553,20 +398,18 @@ class CoordinatedSession(CoordinatedRounds):
         welcome = transport.welcome
         if welcome is None:
             return False
-        if welcome.provide:
-            if not transport.provide(pack_state(self._full_state()), self._timeout):
-                return False
-            transport.aligned(welcome.version, welcome.chain)
-        else:
-            began = self._clock()
-            found = transport.fetch_state(self._timeout)
-            self.statistics.exchange_s += self._clock() - began
-            if isinstance(found, CatchUp):
-                return False
-            self._flush()
-            self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
-            self._take_global_weights()
-            transport.aligned(found.version, found.chain)
+        if welcome.provide and not transport.provide(pack_state(self._full_state()), self._timeout):
+            return False
+        # What was provided is fetched, too: all begin with what the coordinator has made of it.
+        began = self._clock()
+        found = transport.fetch_state(self._timeout)
+        self.statistics.exchange_s += self._clock() - began
+        if isinstance(found, CatchUp):
+            return False
+        self._flush()
+        self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+        self._take_global_weights()
+        transport.aligned(found.version, found.chain)
         for fragment in range(len(self._samples)):
             self._samples[fragment] = self._tokens[fragment] = 0
         with transport.changed:
@@ -624,7 +467,7 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ doing something else, and going
 
-    def _pause(self) -> _Outcome:
+    def _pause(self) -> Outcome:
         self._hand_in()
         with self._transport.changed:
             self._away = True
@@ -634,21 +477,25 @@ class CoordinatedSession(CoordinatedRounds):
         self._shown.enter_context(self._state.shown())
         return msgspec.structs.replace(outcome, changed=list(range(len(self._samples))))
 
-    def _resume(self) -> _Outcome:
+    def _resume(self) -> Outcome:
         self._shown.close()
-        with self._transport.changed:
+        transport = self._transport
+        with transport.changed:
             self._away = False
-            if self._sent is None:
-                self._counter = RoundCounter(self.worker)
             if self._joined:
-                self._transport.client.post(ResumeRounds(worker=self.worker))
-        self._conclude()
+                transport.client.post(ResumeRounds(worker=self.worker))
+            behind = transport.realign or transport.ended > transport.version
+            if transport.connected and not self._joined and not behind:  # it was away meanwhile
+                self._join()
+            stays = self._sent is None and not behind and self._counter.round == self.round
+        if not stays:
+            self._conclude()
         self._changed = set(range(len(self._samples)))
         return self._outcome()
 
-    def _leave(self, quickly: bool) -> _Outcome:
+    def _leave(self, quickly: bool) -> Outcome:
         self._shown.close()
-        if self._failure is None and not self._over_here:
+        if self._failure is None:
             if not quickly and self._sent is not None and self._transport.connected:
                 self._conclude()  # what travels beside the last steps
             self._hand_in()
@@ -668,14 +515,15 @@ class CoordinatedSession(CoordinatedRounds):
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
         self._flush()
-        if self._transport.connected and self._sent is None and self._samples[self._trained.fragment_of(self.round)]:
+        fragment = self._trained.fragment_of(self.round)
+        if self._transport.connected and not self._over_here and self._sent is None and self._samples[fragment]:
             self._send()
         if self._sent is not None:
             self._sent.exchange.await_receipt(_RECEIPT_S)
 
-    def _outcome(self) -> _Outcome:
+    def _outcome(self) -> Outcome:
         changed, self._changed = sorted(self._changed), set()
-        return _Outcome(changed, self._transport.version, self._over_here, self.round_end)
+        return Outcome(changed, self._transport.version, self._over_here, self.round_end)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> bool:
         return self._transport.wait(ready, what, self._timeout)

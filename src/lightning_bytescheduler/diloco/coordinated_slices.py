@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -20,16 +20,19 @@ from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Answer,
+    AskLater,
+    Assignment,
     BeginSlice,
     Call,
+    EpochOver,
     FinishSlice,
+    JoinAgain,
     Joined,
     JoinTracker,
     LeaveTracker,
     QuarantineSlice,
     Receipt,
     RenewLease,
-    Reply,
     ReportProgress,
     RequestSlice,
     decode,
@@ -40,7 +43,7 @@ from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["CoordinatedSlices", "coordinated_slices"]
 
-_T = TypeVar("_T", bound=Reply)
+_T = TypeVar("_T")
 _LOOK_S = 1.0
 
 
@@ -148,31 +151,30 @@ class _CoordinatorTracker:
 
     def join(self, message: JoinTracker) -> Joined:
         # The coordinator knows this worker by the name that it gave itself.
-        return self._ask(msgspec.structs.replace(message, worker=self._client.worker), Joined)
+        return self._ask(msgspec.structs.replace(message, worker=self._client.worker), (Joined,))
 
     def request(self, message: RequestSlice) -> Answer:
-        reply: Any = self._ask(message, object)
-        return reply  # type: ignore[no-any-return]
+        return cast(Answer, self._ask(message, (Assignment, AskLater, EpochOver, JoinAgain)))
 
     def begin(self, message: BeginSlice) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
     def progress(self, message: ReportProgress) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
     def done(self, message: FinishSlice) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
     def quarantine(self, message: QuarantineSlice) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
     def renew(self, message: RenewLease) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
     def leave(self, message: LeaveTracker) -> Receipt:
-        return self._ask(message, Receipt)
+        return self._ask(message, (Receipt,))
 
-    def _ask(self, message: Call, kind: type[Any]) -> Any:
+    def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
         future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
         waited = 0.0
         while True:
@@ -191,6 +193,6 @@ class _CoordinatorTracker:
         if answer.status != 200:
             raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
         reply = decode(answer.body)
-        if not isinstance(reply, kind):
+        if not isinstance(reply, kinds):
             raise CoordinatorError(f"The coordinator answers {type(reply).__name__} to {type(message).__name__}.")
         return reply

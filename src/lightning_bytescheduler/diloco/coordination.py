@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -33,12 +34,12 @@ class Coordination:
 
     Args:
         address: Of the coordinator.
-        given: The options of ``RunOptions`` that the user gave, by name.
+        given: The user's options of ``RunOptions``, by name; None for those that were left out.
     """
 
     def __init__(self, address: CoordinatorAddress, given: Mapping[str, Any]) -> None:
         self._address = address
-        self._given = given
+        self._given = {name: value for name, value in given.items() if value is not None}
         self._group = WorkerGroup()
         self._runtime: CoordinatedRuntime | None = None
         self._boundaries: CoordinatedBoundaries | None = None
@@ -59,13 +60,21 @@ class Coordination:
         self,
         module: nn.Module,
         *,
-        group: WorkerGroup,
+        inside: dist.ProcessGroup | None,
         board: FaultBoard,
         flush: Callable[[], None],
         timeout: float,
     ) -> CoordinatedRuntime:
-        """Become one of the run; see ``CoordinatedRuntime.connect``."""
-        self._group = group
+        """Become one of the run; see ``CoordinatedRuntime``.
+
+        Args:
+            module: What is trained.
+            inside: The ranks of this worker; ``None`` if it has but one.
+            board: See there.
+            flush: See there.
+            timeout: See there.
+        """
+        group = self._group = WorkerGroup(inside, timeout=timeout)
         self._runtime = runtime = CoordinatedRuntime(
             self._address, module, given=self._given, group=group, board=board, flush=flush, timeout=timeout
         )

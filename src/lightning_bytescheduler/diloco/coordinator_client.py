@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -330,10 +331,10 @@ class CoordinatorClient:
         while True:
             if not self._outbox:
                 self._changed.clear()
-                try:
+                with suppress(
+                    asyncio.TimeoutError, TimeoutError
+                ):  # a frame without messages says that this worker lives
                     await asyncio.wait_for(self._changed.wait(), self._lease / _SIGNS)
-                except (asyncio.TimeoutError, TimeoutError):
-                    pass  # a frame without messages says that this worker lives
             messages, self._outbox = coalesced(self._outbox), []
             self._sent += 1
             await socket.send_str(encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages))))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
+from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
 from lightning_bytescheduler.diloco.messages import Message

@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import options_by_name
-from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
@@ -26,10 +23,10 @@ from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundarie
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
+from lightning_bytescheduler.diloco.fit_start import meet_all, open_rounds_file, refuse_searches, slices_of
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
-    common_options,
     ddp_options,
     description,
     scheduler_options,
@@ -37,14 +34,13 @@ from lightning_bytescheduler.diloco.options import (
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
-from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
+from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -54,7 +50,6 @@ from lightning_bytescheduler.lightning_api import (
     default_pg_timeout,
     pl,
     rank_zero_info,
-    rank_zero_warn,
     reset_seed,
 )
 
@@ -109,6 +104,22 @@ class DiLoCoStrategy(WorkerStrategy):
     * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
     * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
 
+    With a ``coordinator``, workers are independent Trainers, which join and leave its run at any time. Then,
+
+    * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
+      coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
+      first global ones; one that joins later, or was away for long, fetches the state.
+    * Whoever misses the end of a round sends what it has, and catches up. While the coordinator is away, training goes
+      on.
+    * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
+      SIGTERM end that worker: what it has trained is sent, and it has the global weights at the end. The coordinator's
+      ``outer_steps`` end all.
+    * One worker, the leader, validates the global weights, saves checkpoints and logs. The others do not, and their
+      ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing. If the leader goes, another
+      is appointed.
+    * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
+      are seeded by the worker's name, unless ``seed_everything`` was called.
+
     Args:
         accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
         parallel_devices: See DDPStrategy.
@@ -146,9 +157,17 @@ class DiLoCoStrategy(WorkerStrategy):
         inner_options: For :class:`~torch.nn.parallel.DistributedDataParallel`; with ``"bytescheduler"`` also
             ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and ``debug`` of
             :class:`ByteSchedulerStrategy`, whose sizes are not tuned here.
+        coordinator: ``https://HOST:PORT`` of a coordinator, or several that stand by for one another, separated by
+            commas; ``BYTESCHEDULER_COORDINATOR`` if left out.
+        coordinator_ca: File of the certificates that sign the coordinator's, if the machine does not trust them.
+        coordinator_certificate: File of this worker's own certificate, for mutual TLS.
+        coordinator_key: File of its private key.
+        token_file: File with the coordinator's token; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if left out.
+        worker_name: In the run, the same after a restart; the host's name and a random part if left out.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
+        CoordinatorError: In ``fit``: if the coordinator refuses this worker.
     """
 
     own_names = OwnNames(
@@ -233,9 +252,7 @@ class DiLoCoStrategy(WorkerStrategy):
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._coordination: Coordination | None = None
         if address is not None:
-            self._coordination = Coordination(
-                address, {name: value for name, value in common.items() if value is not None}
-            )
+            self._coordination = Coordination(address, common)
         self._world: WorkerWorld | None = None
         self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
@@ -285,7 +302,7 @@ class DiLoCoStrategy(WorkerStrategy):
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            _refuse_searches(callbacks_of(trainer))
+            refuse_searches(callbacks_of(trainer))
             if self._world is not None and self._world.workers == 1 and self._coordination is None:
                 rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
             hooks = RoundHooks(self)
@@ -298,15 +315,10 @@ class DiLoCoStrategy(WorkerStrategy):
                 callbacks_of(trainer).insert(1, monitor)
                 self._added.append(monitor)
             if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
-                self._slices = self._share_slices(trainer, self._world)
-
-    def _share_slices(self, trainer: pl.Trainer, world: WorkerWorld) -> SharedSlices | CoordinatedSlices | None:
-        from lightning_bytescheduler.diloco.shared_slices import share_slices  # only with data, as it takes time
-
-        seconds = self._options.outer(self._timeout).timeout
-        if self._coordination is not None:
-            return self._coordination.share_slices(trainer, ranks=self.inner_size, timeout=seconds)
-        return share_slices(trainer, world, timeout=seconds, check=self._check_others)
+                seconds = self._options.outer(self._timeout).timeout
+                self._slices = slices_of(
+                    trainer, self._world, self._coordination, timeout=seconds, check=self._check_others
+                )
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -327,24 +339,11 @@ class DiLoCoStrategy(WorkerStrategy):
                 inner_size=self.inner_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
-                meet=partial(self._meet_all, watch),
+                meet=partial(meet_all, self._options, self.global_rank, self.ranks, self._timeout, watch),
                 device_id=device if device.type != "cpu" else None,
             )
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
-
-    def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store) -> None:
-        """Make sure with the other ranks that they are in the same training; before there are groups."""
-        own = introduce(self.global_rank, "diloco", common_options(self._options))
-        seconds = self._options.outer(self._timeout).timeout
-        ranks = hold_roll_call(
-            store,
-            own,
-            world_size=self.ranks,
-            timeout=seconds,
-            failure=lambda: None if watch is None else watch.difference,
-        )
-        require_alike(ranks, warn=rank_zero_warn)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
@@ -362,22 +361,17 @@ class DiLoCoStrategy(WorkerStrategy):
         with self._explained():
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
-            self._connect(module)
+            if self._coordination is not None and self._board is not None and self._world is not None:
+                seconds = self._options.outer(self._timeout).timeout
+                self._runtime = self._coordination.connect(
+                    module, inside=self._world.inside, board=self._board, flush=self.flush, timeout=seconds
+                )
+                self._open.enter_context(self._coordination.for_leader_only(module.trainer))
             if self.inner_size == 1:
                 return
             if self._gradients is not None and self._board is not None:
                 self._gradients.prepare(self._board)
             super().configure_ddp()
-
-    def _connect(self, module: pl.LightningModule) -> None:
-        """Become one of a coordinator's run, whose options hold here."""
-        coordination, world, board = self._coordination, self._world, self._board
-        if coordination is None or world is None or board is None or module.trainer.state.fn != TrainerFn.FITTING:
-            return
-        seconds = self._options.outer(self._timeout).timeout
-        group = WorkerGroup(world.inside, timeout=seconds)
-        self._runtime = coordination.connect(module, group=group, board=board, flush=self.flush, timeout=seconds)
-        self._open.enter_context(coordination.for_leader_only(module.trainer))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give training data this worker's batch size; see DDPStrategy."""
@@ -451,11 +445,7 @@ class DiLoCoStrategy(WorkerStrategy):
         options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
-        self._file = RoundFile(
-            self._rounds_path(trainer),
-            append=self._kept_state is not None,
-            option="" if options.rounds_file is None else "rounds_file",
-        )
+        self._file = open_rounds_file(trainer, options, append=self._kept_state is not None)
         self._runtime = make_runtime(
             module,
             options=options,
@@ -479,16 +469,6 @@ class DiLoCoStrategy(WorkerStrategy):
             self._runtime.start(self._kept_state)
             self._boundaries.attach()
         self._kept_state = None
-
-    def _rounds_path(self, trainer: pl.Trainer) -> Path | None:
-        """Where this rank records the rounds: as the user said, or in the run's folder. Trial runs record none."""
-        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
-            return None
-        # Asked for on all ranks, as the answer travels among the ranks of a worker.
-        folder = trainer.log_dir or trainer.default_root_dir
-        if not trainer.is_global_zero:
-            return None
-        return Path(folder) / RECORD_NAME if self._options.rounds_file is None else Path(self._options.rounds_file)
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
@@ -570,16 +550,3 @@ class DiLoCoStrategy(WorkerStrategy):
             self._slices.close(failed=True)
         if self._runtime is not None:
             self._runtime.fail(cause)
-
-
-def _refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
-    """Refuse Lightning's search for a learning rate, which has all ranks read one checkpoint and go back to it.
-
-    Raises:
-        UnsupportedError: Names the way out.
-    """
-    if any(isinstance(callback, pl.callbacks.LearningRateFinder) for callback in callbacks):
-        raise UnsupportedError(
-            "Strategy 'diloco' cannot look for a learning rate (Tuner.lr_find, LearningRateFinder), as its workers "
-            "train on their own. Find it before, with Trainer(devices=1)."
-        )

@@ -128,6 +128,9 @@ class RoundHooks(pl.Callback):
 class SharedData(Protocol):
     """Training data that is handed out to all workers as they need it, so that no worker has a share of its own."""
 
+    def settle(self) -> None:
+        """Wait until it is known where it stands here, as a checkpoint at the end of the round says it."""
+
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch."""
 
@@ -265,6 +268,8 @@ class RoundBoundaries:
         if stepped:
             self._count_step()
         stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
+        if self._shared_data is not None and (epoch or stop or session.is_due()):
+            self._shared_data.settle()
         if epoch and not stop:
             self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
             self._epoch_to_end = session.round_end is not None and not session.round_end.epoch

@@ -102,6 +102,7 @@ class TrackerPlan:
         self._waits = waits
         self._clock = clock
         self._stopped = threading.Event()
+        self._has_given = False  # in this iteration
         self._session: int | None = None
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
@@ -114,23 +115,31 @@ class TrackerPlan:
         self._handed = self._received = 0
 
     def __iter__(self) -> Iterator[SliceBatch]:
-        # What was handed out before is handed out again, as far as nobody has trained on it.
+        self.begin_pass()
+        while (found := self.poll()) is not None:
+            if isinstance(found, SliceBatch):
+                yield found
+            elif self._stopped.wait(found):
+                return
+
+    def begin_pass(self) -> None:
+        """Begin to iterate: what was handed out before is handed out again, as far as nobody has trained on it."""
         self._out.clear()
         self._received = self._handed
         for held in self._held.values():
             held.handed = held.trained
-        has_given = False
-        while True:
-            batch = self._next()
-            if batch is not None:
-                has_given = True
-                yield batch
-            elif has_given or not self._waits:
-                return
-            elif self._is_over:
-                self._go_on()
-            elif self._stopped.wait(max(self._ask_at - self._clock(), 0.0)):
-                return
+        self._has_given = False
+
+    def poll(self) -> SliceBatch | float | None:
+        """The next batch; or the seconds after which to ask again; or ``None``, as the iteration is over."""
+        while (batch := self._next()) is None:
+            if self._has_given or not self._waits:
+                return None
+            if not self._is_over:
+                return max(self._ask_at - self._clock(), 0.0)
+            self._go_on()
+        self._has_given = True
+        return batch
 
     # ------------------------------------------------------------------ what the training reports
 
@@ -146,10 +155,18 @@ class TrackerPlan:
             if self._session is not None:
                 self._heed(self._client.quarantine(QuarantineSlice(session=self._session, key=key, reason=reason)))
 
-    def trained(self) -> None:
-        """Report the first batch that was handed out and not trained on; nothing if there is none."""
-        number = next(iter(self._out), None)
-        for grant, trained in self._out.pop(number) if number is not None else ():
+    def trained(self, batches: int = 1) -> None:
+        """Report the first batches that were handed out and not trained on; nothing if there is none.
+
+        Args:
+            batches: How many. Of each slice only where the last of them leaves it is reported.
+        """
+        reached: dict[int, int] = {}
+        for _ in range(batches):
+            number = next(iter(self._out), None)
+            if number is not None:
+                reached.update(self._out.pop(number))
+        for grant, trained in reached.items():
             held = self._held.get(grant)
             if held is None or self._session is None:
                 continue  # taken away in the meantime

@@ -18,6 +18,7 @@ from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import SliceStatistics
 from lightning_bytescheduler.slices.lock_step import LockStepPlan
 from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.plan_thread import PlanThread
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
@@ -314,10 +315,10 @@ class TrackedTraining:
         self._ahead = ahead
         self._tracker: LocalTracker | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._plan: TrackerPlan | None = None
+        self._plan: PlanThread | None = None
 
     @property
-    def plan(self) -> TrackerPlan:
+    def plan(self) -> PlanThread:
         """The batches of this worker.
 
         Raises:
@@ -345,15 +346,17 @@ class TrackedTraining:
     def open(self, trainer: pl.Trainer | None) -> None:
         """Reach the tracker, once."""
         if self._plan is None:
-            self._plan = TrackerPlan(
-                self._host.connect(self._make_tracker),
-                worker=_name(self._host.worker),
-                incarnation=uuid.uuid4().hex,
-                batch_size=self._batch_size,
-                ahead=self._ahead,
-                slices=self._store.source.slices,
-                cached=self._store.cached,
-                waits=self._host.waits,
+            self._plan = PlanThread(
+                TrackerPlan(
+                    self._host.connect(self._make_tracker),
+                    worker=_name(self._host.worker),
+                    incarnation=uuid.uuid4().hex,
+                    batch_size=self._batch_size,
+                    ahead=self._ahead,
+                    slices=self._store.source.slices,
+                    cached=self._store.cached,
+                    waits=self._host.waits,
+                )
             )
 
     def received(self, report: ReadReport) -> None:
@@ -387,12 +390,21 @@ class TrackedTraining:
 
     def close(self) -> None:
         """Give back what this worker holds."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            try:
+                plan.leave()
+            finally:
+                plan.stop()
+
+    def settle(self) -> None:
+        """Wait until the tracker knows all that this worker has trained on."""
         if self._plan is not None:
-            self._plan.leave()
-            self._plan = None
+            self._plan.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The tracker's at worker 0; elsewhere nothing."""
+        """The tracker's at worker 0, with all that was trained on here; elsewhere nothing."""
+        self.settle()
         if self._tracker is not None:
             return {"tracker": self._tracker.state_dict()}
         return {} if self._pending is None else dict(self._pending)

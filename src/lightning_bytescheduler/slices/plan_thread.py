@@ -1,0 +1,260 @@
+"""The plan of a worker that takes slices from a tracker, on a thread of its own: nothing of it waits in a step.
+
+The thread, ``bytescheduler-slice-plan``, asks for slices, begins them and makes batches of them ahead of need, and
+reports what was trained on. The training takes batches that are there, and leaves notes. It waits for the thread where
+it waits for the data themselves (a pass has begun, or the tracker is slower than the training), and where it asks how
+things stand: at the end of a round or an epoch, and before a position is saved.
+
+What the tracker is promised holds as before, as the plan is the same: a slice's begin was accepted before a batch with
+its first sample is there to be taken.
+
+One lock; nothing is called with it held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
+from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+
+__all__ = ["PlanThread"]
+
+_T = TypeVar("_T")
+_NAME = "bytescheduler-slice-plan"
+_LOOK_S = 1.0
+_FEWEST, _MOST = 2, 64  # batches that are made ahead of need
+_LEAVE_S = 5.0
+_TRAINED = object()  # a note that a batch was trained on
+
+
+class PlanThread:
+    """A ``BatchPlan`` that is ahead of need. For the training thread, but for :meth:`stop`.
+
+    Args:
+        plan: Is this thread's alone from now on.
+        timeout: Longest wait for the tracker where something is asked, in seconds.
+
+    Raises:
+        Exception: What the tracker or its transport has raised, from whatever is called next.
+    """
+
+    def __init__(self, plan: TrackerPlan, *, timeout: float = 1800.0) -> None:
+        self._plan = plan
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        # What follows changes under it.
+        self._notes: deque[Any] = deque()  # _TRAINED, what readers report, or what is to be called
+        self._ready: deque[SliceBatch] = deque()
+        self._pass = 0
+        self._is_over = True
+        self._depth = _FEWEST
+        self._untrained = 0  # batches that were taken
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data that is trained on."""
+        return self._plan.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batches that are made from now on; may be changed at any time."""
+        return self._plan.batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self._plan.batch_size = size
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        with self._changed:
+            self._pass += 1
+            own = self._pass
+            self._ready.clear()
+            self._is_over = False
+            self._untrained = 0
+        self._note(lambda: self._begin_pass(own))
+        has_given = False
+        while True:
+            with self._changed:
+                if has_given and not self._ready and not self._is_over:
+                    self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
+                while not self._ready and not self._is_over and self._pass == own:
+                    self._check()
+                    if self._stopping:
+                        return
+                    self._changed.wait(_LOOK_S)
+                self._check()
+                if self._pass != own or not self._ready:
+                    return
+                batch = self._ready.popleft()
+                self._untrained += 1
+                self._changed.notify_all()
+            has_given = True
+            yield batch
+
+    # ------------------------------------------------------------------ notes
+
+    def received(self, report: ReadReport) -> None:
+        """Readers have answered for the next batch that was taken."""
+        if report.is_empty:
+            with self._changed:
+                self._untrained -= 1
+        self._note(report)
+
+    def trained(self) -> None:
+        """The first batch that was taken and not trained on has been; nothing if there is none."""
+        with self._changed:
+            if not self._untrained:
+                return
+            self._untrained -= 1
+        self._note(_TRAINED)
+
+    def keep_alive(self) -> None:
+        """Renew the lease, if nothing was said for a good part of it."""
+        if not self._notes:
+            self._note(self._plan.keep_alive)
+
+    # ------------------------------------------------------------------ questions
+
+    def settle(self) -> None:
+        """Wait until the tracker knows all that was trained on."""
+        if self._thread is not None:
+            self._ask(lambda: None)
+
+    def awaits_others(self) -> bool:
+        """See ``TrackerPlan``."""
+        return self._ask(self._plan.awaits_others)
+
+    def end_epoch(self) -> None:
+        """See ``TrackerPlan``."""
+        self._ask(self._plan.end_epoch)
+
+    def leave(self) -> None:
+        """Give back what is held, where it stands. An iteration after this joins again."""
+        with self._changed:
+            self._pass += 1  # whoever iterates gets no more
+            self._ready.clear()
+            self._is_over = True
+            if self._thread is None or self._error is not None:
+                return
+        with suppress(SchedulerTimeoutError):  # else the lease runs out
+            self._ask(self._plan.leave, timeout=_LEAVE_S)
+
+    def stop(self, timeout: float = _LEAVE_S) -> bool:
+        """End the thread after what was noted. For any thread; idempotent.
+
+        Returns:
+            Whether it ended within ``timeout`` seconds.
+        """
+        self._plan.stop()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _note(self, note: Any) -> None:
+        with self._changed:
+            self._check()
+            self._notes.append(note)
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _ask(self, question: Callable[[], _T], *, timeout: float | None = None) -> _T:
+        answers: list[_T] = []
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        self._note(lambda: answers.append(question()))
+        with self._changed:
+            while not answers:
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stopping:
+                    raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
+                self._changed.wait(min(left, _LOOK_S))
+        return answers[0]
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            wait = 0.0
+            while True:
+                with self._changed:
+                    if not self._notes and wait > 0:
+                        self._changed.wait(min(wait, _LOOK_S))
+                    while not self._notes and not self._makes and not self._stopping:
+                        self._changed.wait(_LOOK_S)
+                    notes, self._notes = self._notes, deque()
+                    if self._stopping and not notes:
+                        return
+                self._heed(notes)
+                wait = self._make()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    @property
+    def _makes(self) -> bool:
+        return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
+
+    _made_for = 0  # the pass that the plan is in
+
+    def _heed(self, notes: deque[Any]) -> None:
+        trained = 0
+        for note in notes:
+            if note is _TRAINED:
+                trained += 1
+            elif isinstance(note, ReadReport) and not note.corrupt:
+                self._plan.received(note)  # no call, and batches on either side of it may be reported together
+            else:
+                if trained:
+                    self._plan.trained(trained)
+                    trained = 0
+                self._plan.received(note) if isinstance(note, ReadReport) else note()
+        if trained:
+            self._plan.trained(trained)
+        if notes:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _begin_pass(self, number: int) -> None:
+        if number == self._pass:
+            self._plan.begin_pass()
+            self._made_for = number
+
+    def _make(self) -> float:
+        """Make batches as long as there is room; returns the seconds after which to ask again."""
+        while True:
+            with self._changed:
+                if not self._makes or self._stopping:
+                    return 0.0
+                number = self._pass
+            found = self._plan.poll()
+            with self._changed:
+                if self._pass == number:
+                    if isinstance(found, SliceBatch):
+                        self._ready.append(found)
+                    elif found is None:
+                        self._is_over = True
+                    self._changed.notify_all()
+            if isinstance(found, float):
+                return found

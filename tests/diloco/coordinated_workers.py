@@ -1,0 +1,209 @@
+"""Workers of a coordinator as threads of this process, without Lightning; and a link that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
+from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+
+__all__ = ["Link", "ThreadWorker", "until"]
+
+
+def until(ready: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.005)
+
+
+class _NoBoard:
+    def watch(self, watched: object) -> None:
+        pass
+
+    def unwatch(self, watched: object) -> None:
+        pass
+
+
+class ThreadWorker:
+    """Takes steps that are a function of its name, until the run or its own steps are over.
+
+    Args:
+        url: Of the coordinator.
+        name: Its wish.
+        seconds: That a step takes.
+        steps: After which it leaves.
+        given: Options of ``RunOptions``.
+        width: Of its model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        seconds: float = 0.002,
+        steps: int | None = None,
+        given: Mapping[str, Any] | None = None,
+        width: int = 5,
+        timeout: float = 20.0,
+        **address: Any,
+    ) -> None:
+        torch.manual_seed(zlib.crc32(name.encode()))
+        self.name = name
+        self.module = nn.Linear(width, 3)
+        self.seconds = seconds
+        self.steps = steps
+        self.taken = 0
+        self.error: BaseException | None = None
+        self.weights: list[Tensor] = []
+        self.versions: list[int] = []
+        self._ends = threading.Event()
+        self._dies = threading.Event()
+        made = resolve_coordinator(url, worker_name=name, environ={}, **address)
+        assert made is not None
+        self.runtime = CoordinatedRuntime(
+            made,
+            self.module,
+            given=given or {},
+            group=WorkerGroup(),
+            board=_NoBoard(),
+            flush=lambda: None,
+            timeout=timeout,
+        )
+        self._thread = threading.Thread(target=self._run, name=f"test-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self.runtime.session.version if hasattr(self.runtime, "session") else 0
+
+    def end(self) -> None:
+        """Have it leave politely."""
+        self._ends.set()
+
+    def die(self) -> None:
+        """End without a word."""
+        self._dies.set()
+        self.join()
+
+    def join(self, timeout: float = 30.0) -> None:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"{self.name} hangs"
+
+    def checked(self) -> ThreadWorker:
+        self.join()
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def _run(self) -> None:
+        runtime = self.runtime
+        try:
+            runtime.connect()
+            runtime.prepare()
+            runtime.start()
+            session = runtime.session
+            generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+            while not (session.over or self._ends.is_set() or self._dies.is_set() or self.taken == self.steps):
+                time.sleep(self.seconds)
+                with torch.no_grad():
+                    for parameter in self.module.parameters():
+                        parameter -= 0.01 * torch.randn(parameter.shape, generator=generator)
+                self.taken += 1
+                session.count(samples=2, seconds=self.seconds, loss=1.0)
+                while not session.over and session.is_due():
+                    session.synchronise()
+                    self.versions.append(session.version)
+            if not self._dies.is_set():
+                session.leave(quickly=self._ends.is_set())
+        except BaseException as error:
+            self.error = error
+        finally:
+            runtime.stop(failed=False)
+        self.weights = [parameter.detach().clone() for parameter in self.module.parameters()]
+
+
+class Link:
+    """Forwards connections to a port, until it is cut.
+
+    Args:
+        port: Where to.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._up = True
+        self._stop = asyncio.Event()
+        ready = threading.Event()
+
+        async def serve() -> None:
+            server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            ready.set()
+            await self._stop.wait()
+            server.close()
+            self._drop()
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        def run() -> None:
+            self._loop.run_until_complete(serve())
+            self._loop.close()
+
+        self._thread = threading.Thread(target=run, name="test-link", daemon=True)
+        self._thread.start()
+        assert ready.wait(5.0)
+
+    def cut(self) -> None:
+        self._up = False
+        self._loop.call_soon_threadsafe(self._drop)
+
+    def heal(self, port: int | None = None) -> None:
+        self.port = self.port if port is None else port
+        self._up = True
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(5.0)
+
+    def _drop(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            if not self._up:
+                return
+            there, back = await asyncio.open_connection("127.0.0.1", self.port)
+            self._writers.add(back)
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        except OSError:
+            pass
+        finally:
+            writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except (OSError, ConnectionError):
+            pass
+        finally:
+            writer.transport.abort()

@@ -1,0 +1,203 @@
+"""Trainers that are workers of a coordinator: the same training as that of ranks launched together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_bytescheduler import DiLoCoStrategy
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from tests.diloco.coordinated_fits import OwnData, alone, coordinator_options, fit_coordinated, fit_together
+from tests.diloco.fits import Result, diloco_trainer, fit_diloco, plain_sgd
+from tests.support.rank_pool import RankPool, RanksFailed
+
+
+def assert_equal(one: Result, other: Result) -> None:
+    assert list(one.weights) == list(other.weights)
+    for name, value in one.weights.items():
+        assert torch.equal(value, other.weights[name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wire_dtype": "fp32"}, {"wire_dtype": "bf16", "overlap_steps": 1}, {"wire_dtype": "bf16", "fragments": 2}],
+    ids=["fp32", "overlap", "fragments"],
+)
+def test_it_has_the_bits_of_workers_launched_together(
+    options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    options = {"inner_steps": 4, "equal_steps": True, "outer_steps": 4, **options}
+    together = diloco_ranks.run(fit_together, options=options, default_root_dir=str(tmp_path))
+    with CoordinatorServer(coordinator_options(rounds={"start_workers": 2}, **options)) as server:
+        workers = diloco_ranks.run(fit_coordinated, url=server.url, default_root_dir=str(tmp_path), timeout=60.0)
+        assert server.status().weights_version == 4
+    assert_equal(workers[0], workers[1])
+    if "fragments" not in options:  # else all fragments are synchronised once more where all stand still
+        assert_equal(workers[0], together[0])
+    assert [worker.global_step for worker in workers] == [one.global_step for one in together]
+    assert [worker.losses for worker in workers] == [one.losses for one in together]
+
+
+class Notes(Callback):
+    """What this worker did that is the leader's."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.validated: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated.append(float(sum(p.detach().double().sum() for p in pl_module.parameters())))
+
+    @property
+    def seen(self) -> tuple[list[float], list[str]]:
+        files = sorted(str(path.relative_to(self.folder)) for path in Path(self.folder).rglob("*") if path.is_file())
+        return self.validated, files
+
+
+class Plateaus(OwnData):
+    def configure_optimizers(self) -> Any:
+        optimizer = plain_sgd(self.parameters())
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "validation_loss", "interval": "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+
+def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any] | None = None) -> Result:
+    own = f"{folder}/{rank}"
+    Path(own).mkdir()
+    with alone():
+        return fit_diloco(
+            0,
+            options={"coordinator": url, "worker_name": f"w{rank}"},
+            model=partial(Plateaus, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
+            callbacks=(
+                partial(Notes, own),
+                partial(ModelCheckpoint, dirpath=own, monitor="validation_loss", filename="best", save_top_k=1),
+                partial(EarlyStopping, "validation_loss", patience=100),
+            ),
+            logger=CSVLogger(own, name="", version=""),
+            log_every_n_steps=1,
+            limit_val_batches=2,
+            enable_checkpointing=True,
+            default_root_dir=own,
+        )
+
+
+def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(
+        coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2, "grace": 5.0})
+    ) as server:
+        results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path), timeout=60.0)
+    assert_equal(*results)
+    notes = [next(note for note in result.seen if isinstance(note, tuple)) for result in results]
+    (led, files), (idle, no_files) = sorted(notes, key=lambda note: -len(note[0]))
+    assert led
+    assert "best.ckpt" in files
+    assert "metrics.csv" in files
+    assert (idle, no_files) == ([], [])
+
+    # A run without a coordinator goes on from its checkpoint, with the outer state.
+    saved = next(tmp_path.rglob("best.ckpt"))
+    kept = torch.load(saved, weights_only=True)
+    version = kept["lightning_bytescheduler.diloco"]["rounds"]["round"]
+    assert 1 <= version <= 6
+    assert kept["lightning_bytescheduler.diloco"]["outer"]["optimizer"]["state"]
+    again = diloco_ranks.run(
+        fit_together,
+        options={"inner_steps": 4, "outer_steps": version + 2},
+        model={"samples": 32},
+        ckpt_path=str(saved),
+        default_root_dir=str(tmp_path / "0"),
+    )
+    assert [result.rounds for result in again] == [2, 2]
+
+
+def test_a_worker_ends_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=3, outer_steps=8, rounds={"start_workers": 2})) as server:
+        first, second = diloco_ranks.run(
+            fit_limited, url=server.url, folder=str(tmp_path), limits={0: {"max_epochs": 1}, 1: {}}, timeout=60.0
+        )
+        samples = server.call(lambda: server.service.run.samples)
+    assert (first.global_step, first.epoch) == (8, 1)
+    assert second.rounds == 8
+    assert samples == first.samples + second.samples  # the last ones of both are in it
+
+
+def fit_limited(rank: int, *, url: str, folder: str, limits: dict[int, dict[str, Any]]) -> Result:
+    return fit_coordinated(
+        rank, url=url, model={"samples": 32}, pauses={0: 0.005}, default_root_dir=folder, **limits[rank]
+    )
+
+
+class Terminates(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_terminated(rank: int, *, url: str, folder: str) -> int:
+    """Rank 1 gets a SIGTERM after seven steps."""
+    if rank == 0:
+        return fit_coordinated(rank, url=url, default_root_dir=folder, pauses={0: 0.005}).samples
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with alone():
+            module = OwnData(1, optimizer=plain_sgd, dropout=0.0)
+            strategy = DiLoCoStrategy(coordinator=url, worker_name="w1")
+            trainer = diloco_trainer(0, strategy, callbacks=[Terminates()], default_root_dir=folder)
+            with pytest.raises(SystemExit):
+                trainer.fit(module)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
+    return 28
+
+
+def test_a_signal_ends_a_worker_whose_samples_count(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=5, outer_steps=6, rounds={"start_workers": 2})) as server:
+        samples = diloco_ranks.run(fit_terminated, url=server.url, folder=str(tmp_path), timeout=60.0)
+        assert server.call(lambda: server.service.run.samples) == sum(samples)
+        assert server.status().counters.get("left") == 2
+
+
+def fit_group(rank: int, *, url: str, folder: str, inner: str) -> Result:
+    return fit_diloco(
+        rank,
+        options={"coordinator": url, "inner": inner},
+        model=partial(OwnData, rank, optimizer=plain_sgd, dropout=0.0),
+        default_root_dir=folder,
+        limit_val_batches=2,
+        val_check_interval=4,
+    )
+
+
+@pytest.mark.parametrize("inner", ["ddp", "bytescheduler"])
+def test_the_processes_of_a_trainer_are_one_worker(inner: str, diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=4, outer_steps=3)) as server:
+        results = diloco_ranks.run(fit_group, url=server.url, folder=str(tmp_path), inner=inner, timeout=60.0)
+        assert [worker.ranks for worker in server.status().workers] in ([2], [])
+        assert server.call(lambda: server.service.run.samples) == results[0].samples
+    assert_equal(*results)
+    assert [result.rounds for result in results] == [3, 0]
+    assert [result.global_step for result in results] == [12, 12]
+    assert results[0].samples == 12 * 2 * 4
+    assert all(result.notes for result in results)  # both validated
+
+
+def fit_in_two(rank: int, *, url: str) -> None:
+    fit_diloco(rank, options={"coordinator": url})
+
+
+def test_several_processes_need_to_know_how_they_train_together(diloco_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"devices=2 is not allowed.*inner='ddp'"):
+        diloco_ranks.run(fit_in_two, url="http://127.0.0.1:1")

@@ -1,0 +1,170 @@
+"""A worker's life in a coordinator's run: it joins late, leaves, dies, is cut off, and meets another coordinator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.serving import ServerAccess
+from tests.diloco.coordinated_fits import coordinator_options
+from tests.diloco.coordinated_workers import Link, ThreadWorker, until
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-coord")]
+
+
+@pytest.fixture
+def serve(stack: ExitStack) -> Callable[..., CoordinatorServer]:
+    def start(*, port: int = 0, access: ServerAccess | None = None, **given: Any) -> CoordinatorServer:
+        return stack.enter_context(CoordinatorServer(coordinator_options(**given), access=access, port=port))
+
+    return start
+
+
+def port_of(server: CoordinatorServer) -> int:
+    return int(server.url.rstrip("/").rsplit(":", 1)[1])
+
+
+def weights_of(server: CoordinatorServer) -> list[Tensor]:
+    return server.call(lambda: [tensor.clone() for tensor in server.service.weights.weights.values()])
+
+
+def assert_same(workers: list[ThreadWorker]) -> None:
+    for worker in workers[1:]:
+        assert all(map(torch.equal, workers[0].weights, worker.weights)), (workers[0].name, worker.name)
+
+
+def test_a_late_worker_takes_the_state_and_all_end_with_the_same_weights(serve: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=12, outer_momentum=0.9)
+    first = ThreadWorker(server.url, "first")
+    until(lambda: first.version >= 2, "the second round")
+    late = ThreadWorker(server.url, "late")
+    assert_same([first.checked(), late.checked()])
+    assert first.version == late.version == 12
+    assert late.taken < first.taken
+    assert late.versions[0] > 2
+
+
+def test_a_worker_that_leaves_counts_and_the_others_go_on(serve: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=10, rounds={"start_workers": 2})
+    stays = ThreadWorker(server.url, "stays")
+    goes = ThreadWorker(server.url, "goes", steps=12)
+    goes.checked()
+    assert goes.version < 10
+    stays.checked()
+    assert stays.version == 10
+    # What it had trained in its last round is in the weights: it left with those of the end of that round.
+    assert goes.taken == 12
+    assert server.status().counters.get("left") == 2
+
+
+def test_a_worker_that_dies_is_not_waited_for_and_may_come_back(serve: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=30, lease=0.6, rounds={"grace": 0.2, "first_step_limit": 1.0})
+    stays = ThreadWorker(server.url, "stays")
+    dies = ThreadWorker(server.url, "dies")
+    until(lambda: dies.version >= 2, "the second round")
+    dies.die()
+    again = ThreadWorker(server.url, "dies")
+    assert_same([stays.checked(), again.checked()])
+    assert stays.version == again.version == 30
+
+
+def test_training_goes_on_while_the_coordinator_is_away(serve: Any, stack: ExitStack) -> None:
+    server = serve(inner_steps=5, outer_steps=10)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    worker = ThreadWorker(link.url, "worker")
+    until(lambda: worker.version >= 2, "the second round")
+    link.cut()
+    taken = worker.taken
+    until(lambda: worker.taken >= taken + 50, "fifty steps without a coordinator")
+    version = worker.version
+    assert worker.taken > taken + 5
+    link.heal()
+    worker.checked()
+    assert worker.version == 10 > version
+    # All that it did meanwhile was one round: no sample of it was lost.
+    assert server.call(lambda: server.service.run.samples) == 2 * worker.taken
+
+
+def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: Any, stack: ExitStack) -> None:
+    server = serve(inner_steps=5)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    workers = [ThreadWorker(link.url, name) for name in ("one", "two")]
+    until(lambda: all(worker.version >= 2 for worker in workers), "the second round")
+    link.cut()
+    server.close()
+    other = serve(inner_steps=5, outer_steps=6)
+    for worker in workers:
+        worker.runtime.client._term = 0  # its term is not a later one
+    link.heal(port_of(other))
+    assert_same([worker.checked() for worker in workers])
+    assert [worker.version for worker in workers] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"given": {"inner_steps": 7}}, "inner_steps=7 .* inner_steps=5"),
+        ({"given": {"wire_dtype": "bf16"}}, "wire_dtype='bf16'"),
+        ({"width": 6}, "shape of parameter 0"),
+    ],
+)
+def test_who_does_not_fit_is_told_what_differs(options: dict[str, Any], says: str, serve: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=20)
+    first = ThreadWorker(server.url, "first")
+    until(lambda: first.version >= 1, "the first round")
+    with pytest.raises(CoordinatorError, match=says):
+        ThreadWorker(server.url, "other", **options).checked()
+    first.end()
+    first.checked()
+
+
+def test_a_wrong_token_is_said_and_never_shown(serve: Any, tmp_path: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=1, access=ServerAccess(token="the-right-one"))
+    file = tmp_path / "token"
+    file.write_text("the-wrong-one")
+    file.chmod(0o600)
+    worker = ThreadWorker(server.url, "worker", token_file=str(file))
+    with pytest.raises(CoordinatorError, match="token") as raised:
+        worker.checked()
+    assert "the-wrong-one" not in str(raised.value) + repr(worker.runtime._address)
+    file.write_text("the-right-one\n")
+    assert ThreadWorker(server.url, "worker", token_file=str(file)).checked().version == 1
+
+
+def test_nobody_there_is_said_in_time(serve: Any) -> None:
+    server = serve()
+    server.close()
+    with pytest.raises(SchedulerTimeoutError, match=r"No coordinator answered at http://127\.0\.0\.1"):
+        ThreadWorker(server.url, "worker", timeout=0.3).checked()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("ftp://host", {}, "coordinator"),
+        ("http://user:secret@host:1", {}, "coordinator"),
+        ("http://127.0.0.1:1", {"coordinator_ca": "x.pem"}, "coordinator_ca"),
+        (None, {"worker_name": "w"}, "worker_name"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(url: str | None, options: dict[str, Any], named: str) -> None:
+    from lightning_bytescheduler import DiLoCoStrategy
+
+    with pytest.raises(OptionError, match=named) as raised:
+        DiLoCoStrategy(coordinator=url, **options)
+    assert "secret" not in str(raised.value)

@@ -1,0 +1,128 @@
+"""The tracker is asked from a thread of its own: the training makes no call, and what was promised holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
+from lightning_bytescheduler.slices.messages import BeginSlice, Verdict
+from lightning_bytescheduler.slices.plan_thread import PlanThread
+from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from tests.slices.tracker_workers import make_tracker
+
+
+class SlowTracker:
+    """A tracker that takes its time, and notes on which thread it was called, and what was begun when."""
+
+    def __init__(self, tracker: Any, seconds: float = 0.05) -> None:
+        self.tracker = tracker
+        self.seconds = seconds
+        self.threads: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        self.begun: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.tracker, name)
+
+        def call(message: Any) -> Any:
+            self.threads.add(threading.current_thread().name)
+            self.calls[name] += 1
+            time.sleep(self.seconds)
+            reply = method(message)
+            if isinstance(message, BeginSlice) and reply.verdict is Verdict.ACCEPTED:
+                self.begun.add(message.grant)
+            return reply
+
+        return call
+
+
+@pytest.fixture
+def made() -> Iterator[list[PlanThread]]:
+    plans: list[PlanThread] = []
+    yield plans
+    for plan in plans:
+        assert plan.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-slice")]
+
+
+def plan_of(made: list[PlanThread], client: Any, slices: Any, *, worker: str = "w", **options: Any) -> PlanThread:
+    plan = PlanThread(TrackerPlan(client, worker=worker, incarnation="a", slices=slices, **options), timeout=10.0)
+    made.append(plan)
+    return plan
+
+
+def train(plan: PlanThread, batches: Iterator[SliceBatch], trained: Counter[Any], most: int = 1000) -> None:
+    for batch in batches:
+        plan.received(ReadReport({}, depth=2))
+        trained.update((run.slice_index, sample) for run in batch.runs for sample in range(run.start, run.stop))
+        plan.trained()
+        most -= 1
+        if not most:
+            return
+
+
+def test_the_training_thread_makes_no_call(made: list[PlanThread]) -> None:
+    tracker = make_tracker([6, 5, 4])
+    slow = SlowTracker(tracker)
+    plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=1)
+    trained: Counter[Any] = Counter()
+    train(plan, iter(plan), trained)
+    plan.settle()
+    assert trained == Counter((index, sample) for index, count in enumerate([6, 5, 4]) for sample in range(count))
+    assert slow.threads == {"bytescheduler-slice-plan"}
+    assert tracker.report().trained == 15
+    # What was trained on while a call was under way is reported together.
+    assert slow.calls["progress"] + slow.calls["done"] < 15
+    assert slow.calls["begin"] == slow.calls["done"] == 3
+
+
+def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[PlanThread]) -> None:
+    tracker = make_tracker([2, 2, 2, 2])
+    slow = SlowTracker(tracker, 0.01)
+    plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=2)
+    for taken, _ in enumerate(plan, start=1):
+        assert len(slow.begun) >= taken
+        plan.trained()
+
+
+def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[PlanThread]) -> None:
+    tracker = make_tracker([8])
+    plan = plan_of(made, tracker, tuple(tracker.catalogue), batch_size=1)
+    trained: Counter[Any] = Counter()
+    train(plan, iter(plan), trained, most=3)
+    plan.trained()  # nothing was taken that is not trained on
+    plan.leave()
+    assert tracker.report().trained == 3
+    train(plan, iter(plan), trained)
+    plan.settle()
+    assert trained == Counter((0, sample) for sample in range(8))
+
+
+def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[PlanThread]) -> None:
+    class Broken:
+        def join(self, message: Any) -> Any:
+            raise ConnectionError("on purpose")
+
+    tracker = make_tracker([3])
+    plan = plan_of(made, Broken(), tuple(tracker.catalogue), batch_size=1)
+    with pytest.raises(ConnectionError, match="on purpose"):
+        next(iter(plan))
+    plan.leave()  # does not hang
+
+
+def test_a_worker_that_waits_for_others_can_be_stopped(made: list[PlanThread]) -> None:
+    tracker = make_tracker([3])
+    slices = tuple(tracker.catalogue)
+    holder = plan_of(made, tracker, slices, worker="holder", batch_size=1)
+    next(iter(holder))
+    idle = plan_of(made, tracker, slices, worker="idle", batch_size=1)
+    timer = threading.Timer(0.3, idle.stop)
+    timer.start()
+    assert list(idle) == []
+    timer.join()
