@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,8 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
 def _rank(specification: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    jobs = json.loads(specification)
-    first_port = int(os.environ["MASTER_PORT"])
-    for number, asked in enumerate(jobs):
-        os.environ["MASTER_PORT"] = str(first_port + number)
+    for asked in json.loads(specification):
+        os.environ["MASTER_PORT"] = str(asked.pop("port"))
         result = train(asked)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -97,6 +97,11 @@ def main() -> int:
         for seed in options.seeds
         for wire in (_EXACT, *options.wires)
     ]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in jobs]
+        for job, free in zip(jobs, sockets, strict=True):
+            free.bind(("127.0.0.1", 0))
+            job["port"] = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.gradient_compression", "--rank", json.dumps(jobs)]
     results: list[dict[str, Any]] = []
     exact: dict[int, float] = {}

@@ -1,0 +1,100 @@
+"""What a user may say of compression, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.compression.feedback import ErrorFeedback
+from lightning_bytescheduler.compression.powersgd import PowerSGD
+from lightning_bytescheduler.compression.sparse import TopK
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.exceptions import OptionError
+
+
+def rules(compression: Any, min_size: int | None = None) -> CompressionRules:
+    made = CompressionRules.resolve(compression, min_size)
+    assert made is not None
+    return made
+
+
+def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
+    codec = rules(compression).codec_for(name, nn.Parameter(parameter, requires_grad=False))
+    return None if codec is None else codec.spec
+
+
+@pytest.mark.parametrize(
+    ("compression", "says"),
+    [
+        ("int9", "compression='int9' is not allowed"),
+        (8, "compression=8 is not allowed"),
+        ("topk", "'topk' has 1 to 2 parameters"),
+        ("powersgd:4", "PowerSGD needs matrices"),
+        (PowerSGD(2), "PowerSGD needs matrices"),
+        (ErrorFeedback(TopK(0.1)), "Error feedback is the strategy's own"),
+        ({}, "patterns of parameter names"),
+        ({"*.weight": "int3"}, "compression['*.weight']='int3' is not allowed"),
+        ({3: "int8"}, "patterns of parameter names"),
+    ],
+)
+def test_what_is_not_allowed_is_said_at_once(compression: Any, says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        ByteSchedulerStrategy(compression=compression)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"compression_min_size": 5}, {"compression": "int8", "compression_min_size": -1}])
+def test_a_size_that_means_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="compression_min_size"):
+        ByteSchedulerStrategy(**options)
+
+
+def test_nothing_is_compressed_unless_somebody_says_so() -> None:
+    for nothing in (None, "none", {"*": None}):
+        assert CompressionRules.resolve(nothing) is None
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    by_name = {"head.*": None, "*.weight": "bf16", "layers.*": TopK(0.01)}
+    large = torch.zeros(40, 40)
+    assert spec_of(by_name, "head.weight", large) is None
+    assert spec_of(by_name, "layers.0.weight", large) == "bf16"
+    assert spec_of(by_name, "layers.0.scale", large) == "topk:0.01"
+    assert spec_of(by_name, "other", large) is None
+    assert rules(by_name).spec == "head.*: none, *.weight: bf16, layers.*: topk:0.01 (min_size 1024)"
+
+
+def test_what_would_not_shrink_travels_as_it_is() -> None:
+    assert spec_of("int8", "small", torch.zeros(1023)) is None
+    assert spec_of("int8", "large", torch.zeros(1024)) == "int8:nearest"
+    assert spec_of("bf16", "half", torch.zeros(2000, dtype=torch.bfloat16)) is None
+    assert spec_of("int8", "half", torch.zeros(2000, dtype=torch.bfloat16)) == "int8:nearest"
+    assert spec_of("int8", "complex", torch.zeros(2000, dtype=torch.complex64)) is None
+    assert spec_of("int8", "whole", torch.zeros(2000, dtype=torch.int64)) is None
+    assert spec_of("int8:stochastic", "large", torch.zeros(2000)) == "int8"
+
+
+def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
+    ranks = [Residuals() for _ in range(2)]
+    for rank, residuals in enumerate(ranks):
+        residuals.scale_to(4.0)
+        residuals.of("a", 3).add_(rank + 1)
+    total = torch.stack([residuals.of("a", 3) for residuals in ranks]).sum(dim=0)
+    state = ranks[0].total(lambda tensor: tensor.copy_(total), keep=True)
+    assert state is not None
+    assert ranks[0].total(lambda tensor: None, keep=False) is None
+    assert torch.equal(ranks[0].of("a", 3), torch.ones(3)), "saving changes a training"
+
+    resumed = [Residuals() for _ in range(3)]
+    for residuals in resumed:
+        residuals.load(state, 3)
+        residuals.scale_to(8.0)  # the loss scale has doubled
+    assert torch.equal(sum(residuals.of("a", 3) for residuals in resumed), 2 * total)
+    assert torch.equal(resumed[0].of("new", 2), torch.zeros(2))
+    with pytest.raises(ValueError, match="reads format 1"):
+        resumed[0].load({**state, "format": 7}, 3)
