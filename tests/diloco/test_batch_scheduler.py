@@ -24,7 +24,7 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
     WaitForRound,
 )
-from lightning_bytescheduler.diloco.round_end import FastestSteps, RoundOptions
+from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.bench import Bench
 
@@ -151,13 +151,50 @@ def test_the_cap_is_told_at_the_start() -> None:
     assert Bench(FastestSteps(5), step_cap=3).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=3)]}
 
 
-def test_a_joiner_waits_for_the_next_round() -> None:
+def test_a_joiner_begins_in_the_round_that_is_on() -> None:
     bench = Bench()
     bench.start("a")
+    bench.steps(40, "a")
+    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=1)]}
+    assert bench.say(bench.report("b", 3)) == {"b": [Acknowledge(round=1, reported=3)]}
+    assert bench.scheduler.left == 57
+    for step in range(4, 32):
+        bench.now += 1.0
+        bench.say(bench.report("a", 37 + step))
+        bench.say(bench.report("b", step))
+    bench.arrive("a")
+    bench.arrive("b")
+    assert bench.records[0].merged == ("a", "b")
+
+
+def test_a_joiner_waits_for_the_next_round_if_the_end_is_decided() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(97, "a")
     assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
     assert bench.say(bench.report("b", 3)) == {"b": [WaitForRound(round=2)]}
-    bench.steps(100, "a")
+    bench.steps(3, "a", first=98)
     assert bench.arrive("a")["b"] == [StartRound(round=2)]
+
+
+@pytest.mark.parametrize("target", [SampleTarget(100), FastestSteps(100)])
+def test_nobody_waits_for_the_first_step_of_one_who_has_begun_late(target: RoundTarget) -> None:
+    bench = Bench(target)
+    bench.start("a")
+    bench.steps(20, "a")
+    bench.say(JoinRounds(worker="b"))
+    bench.say(RoundStarted(worker="b", round=1))
+    bench.steps(77, "a", first=21)
+    assert bench.scheduler.collecting
+    bench.steps(3, "a", first=98)
+    assert bench.arrive("a")["b"] == [StartRound(round=2, step_cap=target.step_cap)]
+    assert bench.records[0].merged == ("a",)
+
+
+def test_where_all_take_equally_many_steps_a_joiner_waits_for_the_next_round() -> None:
+    bench = Bench(FixedSteps(10))
+    bench.start("a")
+    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
 
 
 def test_a_worker_that_was_started_anew_has_lost_its_steps() -> None:
@@ -165,7 +202,7 @@ def test_a_worker_that_was_started_anew_has_lost_its_steps() -> None:
     bench.start("a", "b")
     bench.steps(5, "a", "b")
     assert bench.scheduler.left == 90
-    assert bench.say(JoinRounds(worker="b", session=2)) == {"b": [WaitForRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b", session=2)) == {"b": [StartRound(round=1)]}
     assert bench.scheduler.left == 95
     bench.say(JoinRounds(worker="b", session=2))
     assert bench.scheduler.workers["b"].step_time.seconds == 1.0  # the machine is the same
@@ -178,7 +215,7 @@ def test_one_who_has_left_does_not_come_back_with_an_old_report() -> None:
     bench.say(LeaveRounds(worker="b"))
     assert bench.say(bench.report("b", 3)) == {}
     assert set(bench.scheduler.workers) == {"a"}
-    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=1)]}
 
 
 def test_when_the_last_one_leaves_the_round_is_over_and_the_next_joiner_starts_another() -> None:

@@ -120,8 +120,8 @@ def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
     again.say(again.report("b", 23))
     assert again.scheduler.left == 57
     # Another round's steps do not count, and whoever joins with none begins with none.
-    assert again.say(JoinRounds(worker="c", round=7, steps=5, samples=5)) == {"c": [WaitForRound(round=2)]}
-    assert again.say(JoinRounds(worker="d")) == {"d": [WaitForRound(round=2)]}
+    assert again.say(JoinRounds(worker="c", round=7, steps=5, samples=5)) == {"c": [StartRound(round=1)]}
+    assert again.say(JoinRounds(worker="d")) == {"d": [StartRound(round=1)]}
     assert again.scheduler.left == 57
 
 

@@ -183,13 +183,16 @@ def test_rounds_of_one_step_of_equal_workers(target: RoundTarget) -> None:
     assert len(run.rounds) == ROUNDS
 
 
-def test_a_late_joiner_counts_from_the_next_round() -> None:
+def test_a_late_joiner_shortens_the_round_that_is_on() -> None:
     machines = [Machine(batch_size=8, step_seconds=0.1), Machine(batch_size=8, step_seconds=0.1, joins=25.0)]
     run = play(machines, SampleTarget(800), options={"start_workers": 1}, rounds=6)
-    before = [record for record in run.rounds if record.start <= 25.0]
+    before = [record for record in run.rounds if record.end <= 25.0]
     assert all(len(record.workers) == 1 for record in before)
     assert all(len(record.workers) == 2 for record in run.rounds[len(before) :])
-    assert len(before) == 3
+    assert len(before) == 2
+    joined = run.rounds[2]
+    assert joined.samples >= 800
+    assert joined.end - joined.start == pytest.approx(7.5, abs=0.5)  # five seconds alone, and half of the rest
     assert run.rounds[-1].end - run.rounds[-1].start == pytest.approx(5.0, abs=0.3)
 
 

@@ -50,7 +50,7 @@ from lightning_bytescheduler.diloco.messages import (
     WaitForRound,
     WorkerMessage,
 )
-from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget, worthwhile_wait
+from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import RoundRoster
 from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
@@ -304,13 +304,10 @@ class BatchScheduler:
             worker.take_up(join, now)
             if self._phase is _Phase.COLLECTING:
                 self._counted_on.add(worker.number)
-        elif join is None and self._may_start_late(worker):
-            worker.tell_to_start(now)
+        elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
+            # Nobody has to wait for it: others do what it does not.
+            worker.tell_to_start(now, late=True)
         self._roster.refresh(worker, now)
-
-    def _may_start_late(self, worker: WorkerProgress) -> bool:
-        # Nobody has to wait for it: others do what it does not. Were its speed unknown, the decision would wait for it.
-        return self._phase is _Phase.TRAINING and self._target.step_cap is None and worker.step_time.is_known
 
     def _follow(
         self,
@@ -409,13 +406,12 @@ class BatchScheduler:
             slowest = max((worker.step_time.seconds or 0.0 for worker in training), default=0.0)
             self._collect({}, slowest * max(worker.in_flight + 1 for worker in training), now)
         elif roster.all_timed and not roster.is_far(left, now=now):
-            training = roster.counted_training()
-            paces = [pace for worker in training if (pace := worker.pace(self._step_cap)) is not None]
-            plan = self._target.plan(left, paces, now=now, within=roster.lead)
+            paces = [(one, pace) for one in roster.counted_training() if (pace := roster.pace(one)) is not None]
+            plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=roster.lead) if paces else None
             if plan is not None:
                 counters = {
                     worker.number: pace.steps + max(steps, pace.sure)
-                    for worker, pace, steps in zip(training, paces, plan.steps, strict=True)
+                    for (worker, pace), steps in zip(paces, plan.steps, strict=True)
                 }
                 self._collect(counters, plan.seconds, now)
 
@@ -430,6 +426,10 @@ class BatchScheduler:
             self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
         else:
             self._longest_grace = self._options.grace
+        for worker in self._roster.members():
+            if worker.began_late and worker.is_training and not worker.steps:
+                worker.state = WorkerState.WAITING  # its first step may take any time, and is for the next round
+                self._roster.refresh(worker, now)
         members = self._roster.members()
         self._counted_on = {worker.number for worker in members}
         for worker in members:

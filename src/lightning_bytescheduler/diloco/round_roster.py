@@ -174,7 +174,7 @@ class RoundRoster:
             self._watch(worker, silent_at)
         elif key in self._watched:
             del self._watched[key], self._look_of[key]
-        pace = worker.pace(self._step_cap) if training else None
+        pace = self.pace(worker) if training else None
         self._foresee(worker, training, pace)
         is_sending = worker.state is WorkerState.SENDING and not worker.left
         (self._sending.add if is_sending else self._sending.discard)(key)
@@ -197,7 +197,17 @@ class RoundRoster:
             self._outlook.set(key, pace)
             # The end is decided some steps of the slowest before it; and each must hear of it before its last step.
             self._leads.set(key, max(self._options.lead_steps, pace.committed + 1) * pace.step_seconds)
-        (self._untimed.add if training and not worker.step_time.is_known else self._untimed.discard)(key)
+        untimed = training and not worker.step_time.is_known and not worker.began_late
+        (self._untimed.add if untimed else self._untimed.discard)(key)
+
+    def pace(self, worker: WorkerProgress) -> Pace | None:
+        """How a worker gets on, or ``None`` where the end of the round does not depend on it.
+
+        Steps of one who has begun late are taken as they come where the round ends with the fastest worker's.
+        """
+        if worker.began_late and self._step_cap is not None:
+            return None
+        return worker.pace(self._step_cap)
 
     def _watch(self, worker: WorkerProgress, silent_at: float) -> None:
         key = worker.number

@@ -166,6 +166,7 @@ class WorkerProgress:
         state: Where it is.
         heard: When it was last heard of.
         paused: It lives, and does something else.
+        began_late: Whether it was let into a round that others had begun before: nobody waits for what it does.
         left: It has left; what it has sent is waited for no more, and counts if it comes.
         resumed: What it had done, by its own account, in a round that is to begin, when it joined.
         step_time: Survives the round.
@@ -189,6 +190,7 @@ class WorkerProgress:
     session: int = 0
     state: WorkerState = WorkerState.WAITING
     paused: bool = False
+    began_late: bool = False
     left: bool = False
     resumed: JoinRounds | None = None
     step_time: StepTime = field(default_factory=StepTime)
@@ -205,9 +207,15 @@ class WorkerProgress:
     sending: float | None = None
     arrived: float | None = None
 
-    def tell_to_start(self, now: float) -> None:
-        """Begin a round anew."""
+    def tell_to_start(self, now: float, *, late: bool = False) -> None:
+        """Begin a round anew.
+
+        Args:
+            now: In seconds.
+            late: Whether the others have begun before.
+        """
         self.state = WorkerState.STARTING
+        self.began_late = late
         self.steps = self.samples = self.tokens = 0
         self.send_after = self.began = self.sending = self.arrived = None
         self.told = self.reported = self.heard = now
