@@ -238,12 +238,12 @@ class Run:
         self.tallies.pop(member.name, None)
         self._at_hand.pop(member.name, None)
         self._told.pop(member.name, None)
-        if self._provider is member:
-            self._provider = None
-            self._on_no_provider()
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
         self._on_leave(member)
+        if self._provider is member:
+            self._provider = None
+            self._on_no_provider()
         self._handle(LeaveRounds(worker=member.name), now)
         self._appoint()
 
