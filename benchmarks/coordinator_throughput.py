@@ -186,7 +186,7 @@ def _model(parameters: int) -> tuple[protocol.ModelParameter, ...]:
 
 def updates(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a push and a pull, with and without work."""
-    found = {}
+    found: dict[str, Any] = {}
     for wire_dtype in WIRE_DTYPES:
         if wire_dtype not in options.wire_dtypes.split(","):
             continue
