@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -168,3 +171,47 @@ def test_an_address_that_is_none_is_refused(url: str | None, options: dict[str, 
     with pytest.raises(OptionError, match=named) as raised:
         DiLoCoStrategy(coordinator=url, **options)
     assert "secret" not in str(raised.value)
+
+
+def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitStack, tmp_path: Any) -> None:
+    def start(**given: Any) -> CoordinatorServer:
+        keeper = StateKeeper(str(tmp_path), lease=1.0)
+        options = coordinator_options(inner_steps=5, outer_steps=25, **given)
+        return stack.enter_context(CoordinatorServer(options, keeper=keeper))
+
+    server = start()
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    workers = [ThreadWorker(link.url, name) for name in ("one", "two")]
+    until(lambda: all(worker.version >= 4 for worker in workers), "the fourth round")
+    link.cut()
+    server.close()
+    before = [worker.taken for worker in workers]
+    until(lambda: all(worker.taken > taken + 10 for worker, taken in zip(workers, before, strict=True)), "ten steps")
+    other = start()
+    link.heal(port_of(other))
+    assert_same([worker.checked() for worker in workers])
+    assert [worker.version for worker in workers] == [25, 25]
+    assert all(after > before for worker in workers for before, after in pairwise(worker.versions) if after != before)
+
+
+def live(url: str) -> None:
+    """In a process of its own, until it is killed."""
+    ThreadWorker(url, "victim", timeout=20.0).join(60.0)
+
+
+def test_a_worker_that_is_killed_is_given_up_and_its_name_comes_back(serve: Any) -> None:
+    server = serve(inner_steps=5, outer_steps=200, lease=1.0, rounds={"grace": 0.2, "first_step_limit": 1.0})
+    stays = ThreadWorker(server.url, "stays")
+    process = multiprocessing.get_context("forkserver").Process(target=live, args=(server.url,), daemon=True)
+    process.start()
+    until(lambda: any(w.name == "victim" and w.merged for w in server.status().workers), "its first round", 60.0)
+    process.kill()  # SIGKILL
+    process.join()
+    version = stays.version
+    until(lambda: stays.version > version + 3, "three rounds without it")
+    again = ThreadWorker(server.url, "victim")
+    until(lambda: again.version > version + 3, "its return")
+    for worker in (again, stays):
+        worker.end()
+        worker.checked()

@@ -275,7 +275,7 @@ class CoordinatorService:
             self.slices.release(member)
         connection = self._connections.pop(member.name, None)
         if connection is not None:
-            connection.cut("It was not heard of for too long, or has left.")
+            connection.end("It was not heard of for too long, or has left.")
 
     def _ask_another(self) -> None:
         for connection in self._all_connections():
@@ -320,7 +320,7 @@ class CoordinatorService:
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 self._note_boundary()
-                await weights.step(merge.fragment, decoded)
+                await weights.step(merge.fragment, decoded, sums)
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
 

@@ -60,6 +60,7 @@ class CoordinatedBoundaries:
         self._validates = False
         self._ended = False  # for the ranks of this worker, which have agreed on it
         self._left = False
+        self._aside = False
 
     def attach(self) -> None:
         """Begin to decide."""
@@ -103,6 +104,26 @@ class CoordinatedBoundaries:
         if self._session.over:
             self._stop()
         self._began = self._clock()
+
+    def wait_aside(self) -> bool:
+        """There is nothing to train on here for now; returns whether training is over."""
+        session = self._session
+        session.check()
+        if not self._aside:
+            self._aside = True
+            session.pause(shows=False)
+        if session.is_over_elsewhere():
+            self.come_back()
+        return session.over
+
+    def come_back(self) -> None:
+        """There is something to train on again."""
+        if self._aside:
+            self._aside = False
+            self._session.resume()
+            if self._session.over:
+                self._stop()
+            self._began = self._clock()
 
     def before_end(self) -> None:
         """Training ends on this rank, and so on all ranks of its worker: leave, with the global weights."""

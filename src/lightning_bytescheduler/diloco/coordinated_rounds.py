@@ -97,9 +97,17 @@ class CoordinatedRounds(ABC):
         """Do it: send, merge, catch up, and begin the next round."""
         self._take_in(self._synchronise())
 
-    def pause(self) -> None:
-        """Send what was trained, have the global weights, and do something else until :meth:`resume`."""
-        self._take_in(self._pause())
+    def pause(self, *, shows: bool = True) -> None:
+        """Send what was trained, and do something else until :meth:`resume`.
+
+        Args:
+            shows: Whether to have the global weights meanwhile.
+        """
+        self._take_in(self._pause(shows))
+
+    def is_over_elsewhere(self) -> bool:
+        """Whether the run has ended while this worker did something else; looks only."""
+        return False
 
     def resume(self) -> None:
         """Go on with the rounds: where the others are by now."""
@@ -138,7 +146,7 @@ class CoordinatedRounds(ABC):
     def _synchronise(self) -> Outcome | None:
         return None
 
-    def _pause(self) -> Outcome | None:
+    def _pause(self, shows: bool) -> Outcome | None:
         return None
 
     def _resume(self) -> Outcome | None:

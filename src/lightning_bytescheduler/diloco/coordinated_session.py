@@ -467,13 +467,19 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ doing something else, and going
 
-    def _pause(self) -> Outcome:
+    def is_over_elsewhere(self) -> bool:
+        """See CoordinatedRounds."""
+        return self._last_round is not None
+
+    def _pause(self, shows: bool) -> Outcome:
         self._hand_in()
         with self._transport.changed:
             self._away = True
             if self._joined:
                 self._transport.client.post(PauseRounds(worker=self.worker))
         outcome = self._outcome()
+        if not shows:
+            return outcome
         self._shown.enter_context(self._state.shown())
         return msgspec.structs.replace(outcome, changed=list(range(len(self._samples))))
 

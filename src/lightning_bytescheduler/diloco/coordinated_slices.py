@@ -38,6 +38,7 @@ from lightning_bytescheduler.slices.messages import (
     decode,
     encode,
 )
+from lightning_bytescheduler.slices.plan_thread import Idle
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
 
@@ -53,8 +54,12 @@ class CoordinatedSlices:
     Args:
         data: Whose slices they are.
         client: The connection; not there before the worker has joined.
+        idle: Told while this worker has nothing to train on.
         timeout: Longest wait for an answer, in seconds.
         check: Raises what has ended the training, if anything.
+
+    Attributes:
+        idle: As given.
     """
 
     worker = 0
@@ -66,9 +71,11 @@ class CoordinatedSlices:
         data: SliceDataModule,
         client: Callable[[], CoordinatorClient | None],
         *,
+        idle: Idle,
         timeout: float,
         check: Callable[[], None],
     ) -> None:
+        self.idle = idle
         self._data = data
         self._client = client
         self._timeout = timeout
@@ -105,6 +112,7 @@ def coordinated_slices(
     trainer: pl.Trainer,
     client: Callable[[], CoordinatorClient | None],
     *,
+    idle: Idle,
     ranks: int,
     timeout: float,
     check: Callable[[], None],
@@ -114,6 +122,7 @@ def coordinated_slices(
     Args:
         trainer: Before the setup of its data.
         client: See :class:`CoordinatedSlices`.
+        idle: See :class:`CoordinatedSlices`.
         ranks: Of the worker.
         timeout: See :class:`CoordinatedSlices`.
         check: See :class:`CoordinatedSlices`.
@@ -130,7 +139,7 @@ def coordinated_slices(
             "one Trainer(devices=1) for each device, or use data loaders, whose samples are split among a worker's "
             "processes."
         )
-    slices = CoordinatedSlices(data, client, timeout=timeout, check=check)
+    slices = CoordinatedSlices(data, client, idle=idle, timeout=timeout, check=check)
     data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
     data.bind_tracker(slices)
     return slices

@@ -115,10 +115,20 @@ class Coordination:
         return coordinated_slices(
             trainer,
             lambda: None if self._runtime is None else self._runtime.client,
+            idle=self,
             ranks=ranks,
             timeout=timeout,
             check=lambda: None if self._runtime is None else self._runtime.session.check(),
         )
+
+    def waits(self) -> bool:
+        """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left."""
+        return self._boundaries is not None and self._boundaries.wait_aside()
+
+    def goes_on(self) -> None:
+        """See ``Idle``."""
+        if self._boundaries is not None:
+            self._boundaries.come_back()
 
     def seed_sampler(self, loader: object) -> None:
         """Have this worker go through a plain data loader in an order of its own, unless the user chose a seed."""

@@ -506,12 +506,14 @@ class DiLoCoStrategy(WorkerStrategy):
         """End the training for all workers, with the global weights on each."""
         if self._runtime is not None:
             with self._explained():
+                if self._coordination is not None and self._slices is not None:
+                    self._slices.finish()  # before this worker leaves the run
                 if self._boundaries is not None:
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):
                     self._runtime.session.finish()
-                if self._slices is not None:
-                    self._slices.finish()
+                    if self._slices is not None:
+                        self._slices.finish()
 
     def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""

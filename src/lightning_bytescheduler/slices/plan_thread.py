@@ -18,20 +18,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 
-__all__ = ["PlanThread"]
+__all__ = ["Idle", "PlanThread"]
 
 _T = TypeVar("_T")
 _NAME = "bytescheduler-slice-plan"
 _LOOK_S = 1.0
+_MOMENT_S = 0.2
 _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
 _LEAVE_S = 5.0
 _TRAINED = object()  # a note that a batch was trained on
+
+
+class Idle(Protocol):
+    """Whoever has to know that a worker has nothing to train on. Called by the training thread, without a lock."""
+
+    def waits(self) -> bool:
+        """Others hold what is left, and have for a moment; called again and again. Returns whether to give up."""
+
+    def goes_on(self) -> None:
+        """There is something again."""
 
 
 class PlanThread:
@@ -40,13 +51,15 @@ class PlanThread:
     Args:
         plan: Is this thread's alone from now on.
         timeout: Longest wait for the tracker where something is asked, in seconds.
+        idle: Told while a pass that has begun waits, and when it goes on.
 
     Raises:
         Exception: What the tracker or its transport has raised, from whatever is called next.
     """
 
-    def __init__(self, plan: TrackerPlan, *, timeout: float = 1800.0) -> None:
+    def __init__(self, plan: TrackerPlan, *, timeout: float = 1800.0, idle: Idle | None = None) -> None:
         self._plan = plan
+        self._idle = idle
         self._timeout = timeout
         self._changed = threading.Condition()
         # What follows changes under it.
@@ -82,17 +95,22 @@ class PlanThread:
             self._is_over = False
             self._untrained = 0
         self._note(lambda: self._begin_pass(own))
-        has_given = False
+        has_given = has_waited = False
         while True:
             with self._changed:
                 if has_given and not self._ready and not self._is_over:
                     self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
-                while not self._ready and not self._is_over and self._pass == own:
-                    self._check()
-                    if self._stopping:
+                is_there = self._await_batch(own, _LOOK_S if has_given or self._idle is None else _MOMENT_S)
+            if not is_there:
+                if self._idle is not None and not has_given:
+                    has_waited = True
+                    if self._idle.waits():
                         return
-                    self._changed.wait(_LOOK_S)
-                self._check()
+                continue
+            if has_waited and self._idle is not None:
+                has_waited = False
+                self._idle.goes_on()
+            with self._changed:
                 if self._pass != own or not self._ready:
                     return
                 batch = self._ready.popleft()
@@ -100,6 +118,18 @@ class PlanThread:
                 self._changed.notify_all()
             has_given = True
             yield batch
+
+    def _await_batch(self, own: int, seconds: float) -> bool:
+        """Wait for a batch, or the end of the pass; returns whether either is there. With the lock held."""
+        deadline = time.monotonic() + seconds
+        while not self._ready and not self._is_over and self._pass == own and not self._stopping:
+            self._check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(left)
+        self._check()
+        return True
 
     # ------------------------------------------------------------------ notes
 

@@ -356,7 +356,8 @@ class TrackedTraining:
                     slices=self._store.source.slices,
                     cached=self._store.cached,
                     waits=self._host.waits,
-                )
+                ),
+                idle=getattr(self._host, "idle", None),
             )
 
     def received(self, report: ReadReport) -> None:
