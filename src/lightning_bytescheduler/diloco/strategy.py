@@ -109,14 +109,12 @@ class DiLoCoStrategy(WorkerStrategy):
     * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
       coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
       first global ones; one that joins later, or was away for long, fetches the state.
-    * Whoever misses the end of a round sends what it has, and catches up. While the coordinator is away, training goes
-      on.
+    * Whoever misses the end of a round sends what it has, and catches up. Training goes on without the coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
       SIGTERM end that worker: what it has trained is sent, and it has the global weights at the end. The coordinator's
       ``outer_steps`` end all.
-    * One worker, the leader, validates the global weights, saves checkpoints and logs. The others do not, and their
-      ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing. If the leader goes, another
-      is appointed.
+    * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another is appointed.
+      The others' ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing.
     * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
       are seeded by the worker's name, unless ``seed_everything`` was called.
 
@@ -160,12 +158,11 @@ class DiLoCoStrategy(WorkerStrategy):
         inner_options: For :class:`~torch.nn.parallel.DistributedDataParallel`; with ``"bytescheduler"`` also
             ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and ``debug`` of
             :class:`ByteSchedulerStrategy`, whose sizes are not tuned here.
-        coordinator: ``https://HOST:PORT`` of a coordinator, or several that stand by for one another, separated by
-            commas; ``BYTESCHEDULER_COORDINATOR`` if left out.
+        coordinator: ``https://HOST:PORT``, or several, separated by commas; ``BYTESCHEDULER_COORDINATOR`` if left out.
         coordinator_ca: File of the certificates that sign the coordinator's, if the machine does not trust them.
         coordinator_certificate: File of this worker's own certificate, for mutual TLS.
         coordinator_key: File of its private key.
-        token_file: File with the coordinator's token; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if left out.
+        token_file: File with its token; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if left out.
         worker_name: In the run, the same after a restart; the host's name and a random part if left out.
 
     Raises:
@@ -320,9 +317,9 @@ class DiLoCoStrategy(WorkerStrategy):
                 callbacks_of(trainer).insert(1, monitor)
                 self._added.append(monitor)
             if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
-                seconds = self._options.outer(self._timeout).timeout
+                limit = self._options.outer(self._timeout).timeout
                 self._slices = slices_of(
-                    trainer, self._world, self._coordination, timeout=seconds, check=self._check_others
+                    trainer, self._world, self._coordination, timeout=limit, check=self._check_others
                 )
 
     def setup_distributed(self) -> None:
@@ -367,9 +364,9 @@ class DiLoCoStrategy(WorkerStrategy):
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
             if self._coordination is not None and self._board is not None and self._world is not None:
-                seconds = self._options.outer(self._timeout).timeout
+                limit = self._options.outer(self._timeout).timeout
                 self._runtime = self._coordination.connect(
-                    module, inside=self._world.inside, board=self._board, flush=self.flush, timeout=seconds
+                    module, inside=self._world.inside, board=self._board, flush=self.flush, timeout=limit
                 )
                 self._open.enter_context(self._coordination.for_leader_only(module.trainer))
             if self.inner_size == 1:
