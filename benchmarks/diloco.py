@@ -8,6 +8,7 @@ sleeping for what its arithmetic does not take. Figures:
   equal steps and by pace at each length of a grid, and for DiLoCo's defaults.
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
 - ``wire``: the loss after N steps with each wire dtype.
+- ``sparse`` (root): on a link of a tenth of the rate, seconds to the loss that the best of int4 has after a minute.
 - ``stall`` (root): the share of their time that workers wait for communication on a slow link, with the whole model
   sent after each round, and with fragments that are sent beside training.
 
@@ -38,9 +39,9 @@ from benchmarks.diloco_results import Kept, Row
 from benchmarks.diloco_summary import conclude, draw
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
-_ON_A_LINK = ("race", "stall")
+_ON_A_LINK = ("race", "stall", "sparse")
 _START_S = 90.0  # until all ranks train, and from their last step to their end
-_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1}
+_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "sparse": 1}
 
 
 def measure(
@@ -139,7 +140,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
     )
-    parser.add_argument("--mbit", type=float, default=50.0)
+    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in sparse, else 50)")
     parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
     parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
     parser.add_argument("--batch", type=int, default=1)
@@ -152,6 +153,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/diloco.json"))
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.mbit = options.mbit or (5.0 if options.figure == "sparse" else 50.0)
     options.steps = options.steps or _STEPS[options.figure]
     return options
 

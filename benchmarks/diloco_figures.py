@@ -11,6 +11,7 @@ __all__ = ["FIGURES", "SYNCHRONOUS"]
 SYNCHRONOUS = ("ddp", "ddp, bf16 on the wire", "bytescheduler")
 _VALIDATIONS = 12
 _WIRE_LENGTH = 20
+_SPARSE_S = 60
 _STALL_SAMPLES = 320  # of a round of the example
 _STALLS = (("example", 8, 0.5, 1, 0), ("example", 8, 0.5, 4, 2), ("5M", 1, 0.05, 1, 0), ("5M", 1, 0.05, 4, 10))
 
@@ -98,11 +99,25 @@ def stall(options: argparse.Namespace) -> list[Group]:
     return made
 
 
+def sparse(options: argparse.Namespace) -> list[Group]:
+    """Rounds by pace of each length on a very slow link, for as long: int4 with two outer optimizers, and sparse."""
+    averaging = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    made: list[Group] = []
+    for length in options.grid:
+        samples = round(length * options.batch * (1 + options.ratio))
+        for name, outer in (("int4", _tuned(options)), ("int4, plain averaging", averaging), ("sparse", averaging)):
+            strategy = {"samples_per_round": samples, **outer, "wire_dtype": name.split(",")[0]}
+            contender = _diloco(f"{name}, {samples} samples", round(length * options.ratio), strategy)
+            made.append([{**contender, "seconds": _SPARSE_S}])
+    return made
+
+
 FIGURES: dict[str, Callable[[argparse.Namespace], list[Group]]] = {
     "race": race,
     "gap": gap,
     "wire": wire,
     "stall": stall,
+    "sparse": sparse,
 }
 
 

@@ -96,9 +96,32 @@ def conclude(console: Console, options: argparse.Namespace, rows: Sequence[Row])
         losses = {row["name"]: [r["points"][-1][2] for r in rows if r["name"] == row["name"]] for row in rows}
         _table(console, f"loss after {options.steps} steps", losses)
         return {"loss": losses}
+    if options.figure == "sparse":
+        return _sparse(console, rows)
     shares = {row["name"]: [max(r["waited_in_rounds"]) for r in rows if r["name"] == row["name"]] for row in rows}
     _table(console, "share of its time that the worker that waits more has waited", shares)
     return {"waited": shares}
+
+
+def _sparse(console: Console, rows: Sequence[Row]) -> dict[str, Any]:
+    """How much sooner the best of sparse has the loss with which the best of int4 ends."""
+    found: dict[str, list[float]] = {"int4's own loss": [], "s to it, int4": [], "s to it, sparse": [], "sooner by": []}
+    for seed in sorted({row["seed"] for row in rows}):
+        curves = {row["name"]: row["points"] for row in rows if row["seed"] == seed}
+        ends = {name: points[-1][2] for name, points in curves.items()}
+        console.print(f"Seed {seed}, losses after a minute: {', '.join(f'{n}: {x:.3f}' for n, x in ends.items())}")
+        target = min(loss for name, loss in ends.items() if name.startswith("int4"))
+        reached = {name: at_loss(points, target) for name, points in curves.items()}
+        first = {
+            kind: min((at for name, at in reached.items() if at and name.startswith(kind)), default=None)
+            for kind in ("int4", "sparse")
+        }
+        if first["int4"] and first["sparse"]:
+            values = (target, first["int4"], first["sparse"], first["int4"] / first["sparse"])
+            for part, value in zip(found.values(), values, strict=True):
+                part.append(value)
+    _table(console, "sparse", found)
+    return dict(found)
 
 
 def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
