@@ -32,9 +32,9 @@ def max_difference(one: Outcome, other: Outcome) -> float:
 
 
 def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer={"accumulate_grad_batches": 2})
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"accumulate_grad_batches": 2})
     nothing = {**SIZES, "compression": {"no.such.*": "int8"}}
-    ddp, exact, overlapped, as_ddp, waiting = train_on(
+    ddp, exact, overlapped, as_ddp, waiting, tried = train_on(
         two_ranks,
         recipe,
         DDP,
@@ -42,11 +42,13 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
         Run(options=INT8, network="held"),
         Run(options={**INT8, "mode": "ddp"}),
         Run(options={**INT8, "cross_barrier": False}),
+        Run(options={**INT8, "mode": "auto"}),
     )
     assert_same(ddp, exact)
     assert_overlapped(overlapped)
     assert_same(overlapped, as_ddp)
     assert_same(overlapped, waiting)
+    assert_same(overlapped, tried)
     for rank in range(2):
         assert same_weights(overlapped[0], overlapped[rank]), "ranks drift apart"
         assert not same_weights(ddp[rank], overlapped[rank]), "nothing was compressed"
@@ -138,3 +140,11 @@ def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> Non
     for said in two_ranks.run(differ):
         assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
         assert "'int8:nearest (min_size 1024)' on rank 1" in said
+
+
+def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:
+    options = {**INT8, "compression_min_size": 1, "compression": {"*.bias": "lossless", "*": "int8"}}
+    ddp, ours = train_on(three_ranks, Recipe(model=Tower, steps=6), DDP, Run(options=options))
+    for rank in range(3):
+        assert same_weights(ours[0], ours[rank]), "ranks drift apart"
+        assert max_difference(ddp[rank], ours[rank]) < 0.02
