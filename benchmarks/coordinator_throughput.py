@@ -31,9 +31,10 @@ import xxhash
 from aiohttp import web
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_options import RoundOptions
@@ -185,8 +186,10 @@ def _model(parameters: int) -> tuple[protocol.ModelParameter, ...]:
 
 def updates(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a push and a pull, with and without work."""
-    found = {}
-    for wire_dtype in options.wire_dtypes.split(","):
+    found: dict[str, Any] = {}
+    for wire_dtype in WIRE_DTYPES:
+        if wire_dtype not in options.wire_dtypes.split(","):
+            continue
         payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
         server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=1, payload_bytes=payload_bytes)
         try:
@@ -210,14 +213,14 @@ def _shown(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s"
 
 
-async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype: str) -> dict[str, list[float]]:
+async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype: WireDtype) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ("idle", "coordinator", "push", "merge", "pull")}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=_CHUNK) as http:
         worker = _Worker(http, urls["coordinator"], "one", _model(options.parameters))
         await worker.join()
         await _provide(http, urls["coordinator"], worker)
         values = torch.randn(options.parameters)
-        body = memoryview(WireFormat(dtype=wire_dtype).encode(values).numpy())
+        body = view_of(WireFormat(dtype=wire_dtype).encode(values))
         digest = xxhash.xxh3_128_hexdigest(body)
         await worker.send(messages.JoinRounds(worker=worker.name))
         for _ in range(options.rounds + 1):
@@ -344,7 +347,7 @@ async def _report(worker: _Worker, round: int, begin: float, ends: float, rate: 
         await worker.socket.send_str(encoder(frame))
         frames += 1
         while True:
-            text = await worker.socket.receive_str()
+            text: str = await worker.socket.receive_str()  # type: ignore[assignment]  # it decodes
             worker._heard += 1
             # Read by hand: a client that decodes as carefully as the real one would be the slower side.
             if int(text[text.index('"heard":') + 8 :].partition(",")[0].rstrip("}")) >= worker._number:

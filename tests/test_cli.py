@@ -209,7 +209,19 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["timeline", "predict", "advise", "check", "tuning", "rounds", "slices", "slices make", "slices serve"]
+    "command",
+    [
+        "timeline",
+        "predict",
+        "advise",
+        "check",
+        "tuning",
+        "rounds",
+        "coordinator",
+        "slices",
+        "slices make",
+        "slices serve",
+    ],
 )
 def test_every_help_has_an_example_and_says_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

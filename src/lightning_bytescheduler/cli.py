@@ -379,6 +379,18 @@ def _certificates(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    from lightning_bytescheduler.coordinator.status import add_arguments
+
+    add_arguments(parser)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.coordinator.status import run
+
+    return run(options)
+
+
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -513,6 +525,13 @@ _COMMANDS = {
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
         _add_coordinator,
         _coordinator,
+    ),
+    "status": _Command(
+        "show how a coordinator's run stands",
+        "Show a coordinator's workers, rounds, data and traffic, in a table that follows them until Ctrl+C.",
+        "https://coordinator.example.org:7077 --ca certs/ca.pem --token-file token",
+        _add_status,
+        _status,
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",

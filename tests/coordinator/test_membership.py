@@ -64,6 +64,14 @@ def test_a_lease_is_renewed_by_signs_of_life_and_runs_out() -> None:
     assert members.expire(16.0) == (one,)
 
 
+def test_a_join_gives_nobody_up_unheard() -> None:
+    members = membership()
+    one = members.join(hello("one"), 0.0)
+    members.join(hello("two"), 50.0)
+    assert members.by_name("one") is one
+    assert members.expire(50.0) == (one,)
+
+
 def test_a_name_is_kept_for_the_one_who_was_given_up() -> None:
     members = membership()
     one = members.join(hello(), 0.0)
@@ -152,6 +160,7 @@ def test_there_is_room_for_so_many_and_no_more_is_kept() -> None:
     members = membership(most=20)
     for number in range(500):
         member = members.join(hello(f"w{number}"), number)
+        members.expire(number)
         if number % 2:
             members.leave(member)
     assert len(members) <= 20

@@ -1,107 +1,180 @@
-"""The service and a small worker: joining, rounds, updates and means."""
+"""The service and small workers: joining, rounds, updates, means, the state, and coming back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.diloco import coordinator_protocol as protocol
+from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
-from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
+from tests.coordinator.runs import ELEMENTS, in_a_run, options_of, updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
 
 
-def options_of(*, rounds: RoundOptions | None = None, lease: float = 60.0, **given: Any) -> CoordinatorOptions:
-    given.setdefault("inner_steps", 1)
-    own = {name: given.pop(name) for name in ("late", "spool_bytes", "spool_memory", "keep_rounds") if name in given}
-    return CoordinatorOptions(
-        run=run_options(**given), rounds=rounds or RoundOptions(quorum=0.0, grace=30.0), lease=lease, **own
+async def join_all(*workers: SmallWorker) -> None:
+    for worker in workers:
+        await worker.join()
+
+
+async def one_round(*workers: SmallWorker, samples: int = 2) -> None:
+    updates = updates_of(len(workers))
+    await asyncio.gather(
+        *(worker.take_part(update, samples=samples) for worker, update in zip(workers, updates, strict=True))
     )
 
 
-def weights_of(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"layer.weight": torch.randn(6, 4, generator=generator), "layer.bias": torch.randn(6, generator=generator)}
+def same_weights(*workers: SmallWorker) -> bool:
+    first = workers[0].outer.weights
+    return all(torch.equal(first[name], worker.outer.weights[name]) for worker in workers for name in first)
 
 
-def updates_of(workers: int, size: int = 30) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(size, generator=generator) for _ in range(workers)]
-
-
-def in_a_run(server: CoordinatorServer, workers: int, work: Callable[[list[SmallWorker]], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with AsyncExitStack() as stack:
-            made = [
-                await stack.enter_async_context(SmallWorker(server.url, f"w{n}", weights_of(n))) for n in range(workers)
-            ]
-            return await asyncio.wait_for(work(made), 20)
-
-    return asyncio.run(run())
-
-
-@pytest.fixture
-def server() -> Iterator[CoordinatorServer]:
-    with CoordinatorServer(options_of(rounds=RoundOptions(start_workers=3, quorum=0.0))) as made:
-        yield made
-
-
-def test_three_workers_take_rounds_and_have_the_coordinators_bits(server: CoordinatorServer) -> None:
+def test_workers_have_the_bits_of_the_exact_mean_in_any_order_of_arrival() -> None:
     updates = updates_of(3)
 
-    async def work(workers: list[SmallWorker]) -> list[dict[str, Tensor]]:
-        for worker in workers:
-            await worker.join()
-        for _ in range(3):
-            await asyncio.gather(
-                *(
-                    w.take_part(update, samples=n + 1)
-                    for n, (w, update) in enumerate(zip(workers, updates, strict=True))
-                )
-            )
-        assert len({worker.chain for worker in workers}) == 1
-        return [dict(worker.outer.weights) for worker in workers]
-
-    found = in_a_run(server, 3, work)
-
-    expected = OuterOptimizer(weights_of(0))
-    for _ in range(3):
-        mean = WeightedMean({"all": torch.empty(30)})
-        for weight, update in enumerate(updates, start=1):
-            mean.add({"all": update}, weight=weight)
+    async def work(*workers: SmallWorker) -> None:
+        await join_all(*workers)
+        for turn in range(3):
+            for worker in workers:
+                round = await worker.start()
+                await worker.step(1, samples=1)
+            order = [*range(turn, 3), *range(turn)]
+            for number in order:
+                status, _ = await workers[number].push(round, updates[number], samples=number + 1)
+                assert status == 200
+            for worker in workers:
+                ended = await worker.wait_for(messages.RoundEnded)
+                assert (ended.round, ended.samples) == (round, 6)
+                await worker.pull(round)
+        expected = OuterOptimizer(weights_of(0))
+        mean = WeightedMean({"all": torch.empty(ELEMENTS)})
+        for number, update in enumerate(updates):
+            mean.add({"all": update}, weight=number + 1)
         weight, bias = mean.mean()["all"].split([24, 6])
-        expected.step({"layer.weight": weight.view(6, 4), "layer.bias": bias})
-    for weights in found:
-        for name, tensor in expected.weights.items():
-            assert torch.equal(weights[name], tensor)
-    status = server.status()
+        for _ in range(3):
+            expected.step({"layer.weight": weight.view(6, 4), "layer.bias": bias})
+        assert len({worker.chain for worker in workers}) == 1
+        for worker in workers:
+            assert all(torch.equal(worker.outer.weights[name], tensor) for name, tensor in expected.weights.items())
+
+    with CoordinatorServer(options_of(workers=3)) as server:
+        in_a_run(server, 3, work)
+        status = server.status()
     assert (status.weights_version, status.samples) == (3, 18)
     assert [(one.round, one.samples, one.merged) for one in status.rounds] == [(1, 6, 3), (2, 6, 3), (3, 6, 3)]
 
 
 @pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "int4"])
 def test_smaller_wires_give_everybody_the_same_bits(wire_dtype: str) -> None:
-    options = options_of(rounds=RoundOptions(start_workers=2, quorum=0.0), wire_dtype=wire_dtype)
-    with CoordinatorServer(options) as made:
+    async def work(*workers: SmallWorker) -> None:
+        await join_all(*workers[:2])
+        await one_round(*workers[:2])
+        await workers[2].join()  # from the coordinator's own weights and momentum
+        await one_round(*workers[:2])
+        await workers[2].pull(2)
+        await one_round(*workers)
+        assert same_weights(*workers)
 
-        async def checked(workers: list[SmallWorker]) -> None:
-            for worker in workers:
-                await worker.join()
-            for _ in range(2):
-                updates = zip(workers, updates_of(2), strict=True)
-                await asyncio.gather(*(worker.take_part(update, samples=3) for worker, update in updates))
-            first, second = (worker.outer.weights for worker in workers)
-            assert all(torch.equal(first[name], second[name]) for name in first)
-            assert made.service.weights is not None
-            kept = made.service.weights._optimizer.weights
-            assert all(torch.equal(first[name], kept[name]) for name in first)
+    with CoordinatorServer(options_of(workers=2, wire_dtype=wire_dtype)) as server:
+        in_a_run(server, 3, work)
 
-        in_a_run(made, 2, checked)
+
+def test_fragments_take_turns() -> None:
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await join_all(one, other)
+        for round in (1, 2, 3):
+            size = one.size((round - 1) % 2)
+            updates = [torch.full((size,), 0.5), torch.full((size,), 1.5)]
+            await asyncio.gather(one.take_part(updates[0], samples=1), other.take_part(updates[1], samples=1))
+        assert same_weights(one, other)
+        status, answer = await one.push(3, torch.zeros(one.size(1)), samples=1, fragment=1)
+        assert status == 409
+        assert "fragment=1 is not allowed: fragment must be 0" in answer["error"]
+
+    with CoordinatorServer(options_of(workers=2, fragments=2)) as server:
+        in_a_run(server, 2, work)
+
+
+def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await join_all(one, other)
+        await one_round(one, other)
+        await other.say(protocol.PauseRounds(worker=other.name))
+        await one_round(one)
+        await other.socket.close()
+        assert not (await other.join()).fetch
+        assert (other.version, other.chain) == (2, one.chain)
+        await other.say(protocol.PauseRounds(worker=other.name))
+        for _ in range(4):
+            await one_round(one)
+        await other.socket.close()
+        assert (await other.join()).fetch
+        assert same_weights(one, other)
+
+    with CoordinatorServer(options_of(workers=2, keep_rounds=3)) as server:
+        in_a_run(server, 2, work)
+
+
+def test_the_last_round_is_the_last() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        assert (await one.take_part(updates_of(1)[0], samples=1)).stop
+        await one.wait_for(messages.TrainingOver)
+
+    with CoordinatorServer(options_of(outer_steps=1)) as server:
+        in_a_run(server, 1, work)
+        assert server.status().phase == "finished"
+
+
+@pytest.mark.parametrize(("late", "verdict", "weight"), [("drop", "dropped", 0), ("discount", "late", 2)])
+def test_a_late_update_counts_by_the_rule(late: str, verdict: str, weight: int) -> None:
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await join_all(one, other)
+        round = await one.start()
+        await other.start()
+        await other.say(protocol.PauseRounds(worker=other.name))
+        await one.step(1, samples=1)
+        await one.push(round, updates_of(1)[0], samples=1)
+        await one.wait_for(messages.RoundEnded)
+        status, receipt = await other.push(round, updates_of(1)[0], samples=4)
+        assert (status, receipt["verdict"], receipt["weight"]) == (200, verdict, weight)
+        assert (await other.push(round, updates_of(1)[0], samples=4))[1]["verdict"] == ("again" if weight else verdict)
+
+    with CoordinatorServer(options_of(workers=2, late=late)) as server:
+        in_a_run(server, 2, work)
+
+
+def test_a_restarted_coordinator_carries_on(tmp_path: Path) -> None:
+    def coordinator(port: int = 0) -> CoordinatorServer:
+        return CoordinatorServer(options_of(workers=2), port=port, keeper=StateKeeper(str(tmp_path), lease=1.0))
+
+    async def before(*workers: SmallWorker) -> None:
+        await join_all(*workers)
+        await one_round(*workers)
+        await one_round(*workers)
+        for worker in workers:
+            kept.append((worker.name, worker.session, worker.version, worker.chain, worker.outer, worker.wire))
+
+    async def after(*workers: SmallWorker) -> None:
+        for worker, (name, session, version, chain, outer, wire) in zip(workers, kept, strict=True):
+            worker.name, worker.session, worker.version, worker.chain = name, session, version, chain
+            worker.outer, worker.wire, worker.fragments = outer, wire, (tuple(worker.first_weights),)
+            welcome = await worker.join()
+            assert (welcome.worker, welcome.session, welcome.term, welcome.fetch) == (name, session, 2, False)
+        await one_round(*workers)
+        assert same_weights(*workers)
+
+    kept: list[tuple] = []  # type: ignore[type-arg]
+    with coordinator() as first:
+        in_a_run(first, 2, before)
+    with coordinator() as second:
+        assert second.status().weights_version == 2
+        in_a_run(second, 2, after)
+        status = second.status()
+    assert (status.weights_version, status.samples, status.rounds[-1].merged) == (3, 12, 2)

@@ -330,6 +330,28 @@ def test_one_long_transfer_is_forgotten() -> None:
     assert timeouts[3:] == [6.0 + 2 * 1.0 + 5.0] * 3
 
 
+def test_one_who_waits_for_large_weights_is_not_silent() -> None:
+    """A transfer takes 100 s here, either way."""
+    bench = Bench(first_step_limit=300.0)
+    bench.start("a")
+    bench.steps(100, "a")
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=100, samples=100))
+    bench.now += 100.0
+    bench.scheduler._deadline = bench.now
+    bench.say(PseudoGradientArrived(worker="a", round=1))
+    began = bench.now
+    assert bench.scheduler.next_tick == began + 3.0 + 10.0 + 200.0
+    bench.now += 150.0
+    bench.scheduler.note_alive("a", now=bench.now)
+    assert bench.scheduler.next_tick == began + 300.0  # alive and stuck, it is given up
+    bench.say(RoundStarted(worker="a", round=2))
+    assert bench.scheduler.next_tick == bench.now + 3.0 + 10.0
+    bench.now += 5.0
+    bench.scheduler.note_alive("a", now=bench.now)  # whoever trains is to report steps
+    bench.scheduler.note_alive("nobody", now=bench.now)
+    assert bench.scheduler.next_tick == bench.now - 5.0 + 3.0 + 10.0
+
+
 # ── Late ───────────────────────────────────────────────────────────
 
 

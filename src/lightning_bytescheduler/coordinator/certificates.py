@@ -255,6 +255,6 @@ def run(options: argparse.Namespace) -> int:
     for certificate, key in made.clients.values():
         print(f"  a client: {certificate} and {key}")
     if made.clients:
-        print(f"  coordinator, to let in only such clients: --client-authority {made.authority}")
+        print(f"  coordinator, to let in only such clients: --client-ca {made.authority}")
     print(f"Keep {made.authority.with_suffix('.key')} where it is: who has it can make more of them.")
     return 0

@@ -72,6 +72,7 @@ class Connection:
         self._sent = 0
         self._sending = False
         self._hearing = False
+        self._ends = False
         self._task: asyncio.Task[None] | None = None
         self._allowance = _BURST
         self._allowed_at = clock()
@@ -104,6 +105,13 @@ class Connection:
                 self._transport.abort()
         else:
             self._task = asyncio.get_running_loop().create_task(self.close(reason), name="bytescheduler-close")
+
+    def end(self, reason: str) -> None:
+        """End the connection; if the worker is being heard, with the answer to what it says."""
+        if self._hearing:
+            self._ends = True
+        else:
+            self.cut(reason)
 
     async def close(self, reason: str, *, code: int = WSCloseCode.POLICY_VIOLATION) -> None:
         """End the connection with a reason."""
@@ -144,6 +152,9 @@ class Connection:
             self._heard = frame.number
             await self._hold_back()
             await self._flush()
+            if self._ends:
+                await self.close("It has left.", code=WSCloseCode.OK)
+                return
 
     async def _hold_back(self) -> None:
         """Answer a worker that sends too many frames later: it sends no other before."""

@@ -143,14 +143,15 @@ class GlobalWeights:
             works = (loop.run_in_executor(self.executor, make, index) for index in range(len(pieced.pieces)))
             await asyncio.gather(*works)
             digest = await loop.run_in_executor(self.executor, digest_of, payload)
-            sums.reopen()
-            self._spare[fragment] = sums
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
         self._keep(mean)
         return mean, decoded
 
-    async def step(self, fragment: int, decoded: Tensor) -> None:
-        """Take the outer step along what :meth:`mean` has returned."""
+    async def step(self, fragment: int, decoded: Tensor, sums: UpdateSum | None) -> None:
+        """Take the outer step along what :meth:`mean` has returned, whose sum is not needed any more."""
+        if sums is not None:
+            await sums.reopen()
+            self._spare[fragment] = sums
         if decoded.numel():
             await asyncio.get_running_loop().run_in_executor(self.executor, self._step, fragment, decoded)
 

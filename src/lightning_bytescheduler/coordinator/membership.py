@@ -154,7 +154,7 @@ class Membership:
         Raises:
             OptionError: If there are as many members as there can be.
         """
-        self.expire(now)
+        self._forget_given_up(now)
         member = self._known(hello.session)
         if member is None:
             self._require_room()
@@ -200,24 +200,25 @@ class Membership:
     def expire(self, now: float) -> tuple[Member, ...]:
         """Give up everyone whose lease is over, and forget those who were given up long ago.
 
+        Nobody is given up by anything else, so that the caller hears of each one. Call it every now and then.
+
         Returns:
-            Who was given up.
+            Who was given up, whoever was silent for longest first.
         """
         if now < self._look_at:
             return ()
-        over = tuple(member for member in self._members.values() if now >= member.heard + self._lease)
+        over = [member for member in self._members.values() if now >= member.heard + self._lease]
+        over.sort(key=lambda member: member.heard)
         for member in over:
             self._given_up[member.name] = self._members.pop(member.name)
             member.connections = 0
-        for member in list(self._given_up.values()):
-            if now >= member.heard + self._lease + self._expiry or len(self._given_up) > self._most:
-                del self._given_up[member.name], self._by_digest[member.digest]
+        self._forget_given_up(now)
         # A sign of life only ever makes it later.
         leases = [member.heard + self._lease for member in self._members.values()]
         ends = [member.heard + self._lease + self._expiry for member in self._given_up.values()]
         self._look_at = min([*leases, *ends, now + self._lease])
         self._appoint()
-        return over
+        return tuple(over)
 
     def state_dict(self) -> MembershipState:
         """What to keep over a restart, without a secret."""
@@ -250,6 +251,13 @@ class Membership:
         self._incarnations = max([known["incarnations"], *(one.incarnation for one in members)])
         self._appointed = known["leader"] if known["leader"] in self._members else None
         self._look_at = -math.inf
+
+    def _forget_given_up(self, now: float) -> None:
+        while self._given_up:
+            first = next(iter(self._given_up.values()))
+            if len(self._given_up) <= self._most and now < first.heard + self._lease + self._expiry:
+                break
+            del self._given_up[first.name], self._by_digest[first.digest]
 
     def _known(self, session: str) -> Member | None:
         digest = _digest(session)

@@ -16,7 +16,8 @@ __all__ = ["PIECE", "PiecedFormat"]
 PIECE = 1 << 20
 """Elements of a piece: whole blocks of every format, and whole bytes."""
 
-_ELEMENT_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+_ELEMENT_BITS: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+"""Formats that can be cut; a payload of another one is one piece."""
 
 
 class PiecedFormat:
@@ -31,8 +32,9 @@ class PiecedFormat:
         self.wire = wire
         self.elements = elements
         self.payload_bytes: int = wire.payload_bytes(elements)
-        self.pieces = [(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
-        self._bits = _ELEMENT_BITS[wire.dtype]
+        self._bits = _ELEMENT_BITS.get(wire.dtype, 0)
+        piece = PIECE if self._bits else elements
+        self.pieces = [(start, min(start + piece, elements)) for start in range(0, elements, piece)]
         self._scales = self.payload_bytes - self._element_bytes(elements)
         self._scales_of_piece = wire.payload_bytes(PIECE) - self._element_bytes(PIECE)
 
@@ -40,6 +42,8 @@ class PiecedFormat:
         return -(-elements * self._bits // 8)
 
     def _sections(self, index: int) -> list[slice]:
+        if not self._bits:
+            return [slice(0, self.payload_bytes)]
         start, stop = self.pieces[index]
         elements = slice(self._scales + self._element_bytes(start), self._scales + self._element_bytes(stop))
         if not self._scales:

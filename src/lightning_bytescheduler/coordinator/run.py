@@ -23,6 +23,7 @@ from lightning_bytescheduler.coordinator.contributions import Contribution, Cont
 from lightning_bytescheduler.coordinator.lineage import Lineage
 from lightning_bytescheduler.coordinator.membership import Member, Membership
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
+from lightning_bytescheduler.coordinator.update_rules import Offer, UpdateRules
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -35,8 +36,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.late_updates import Alignment, late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.late_updates import Alignment
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     EndRound,
@@ -58,11 +58,10 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps
 from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
-from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
+from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Merge", "Offer", "Run", "Tally"]
+__all__ = ["Merge", "Run", "Tally"]
 
 log = logging.getLogger(__name__)
 
@@ -94,28 +93,6 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     fragment: int
     counts: bool
-
-
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that a worker wants to send.
-
-    Attributes:
-        member: Whose.
-        round: In which it was made.
-        fragment: That it is of.
-        steps: Taken in that round.
-        samples: Processed since the fragment was last sent.
-        tokens: The same in tokens.
-        round_samples: Processed in that round.
-    """
-
-    member: Member
-    round: int
-    fragment: int
-    steps: int
-    samples: int
-    tokens: int
-    round_samples: int
 
 
 @dataclass(slots=True)
@@ -163,7 +140,7 @@ class Run:
         target = target_of(options.run)
         self._equal = isinstance(target, FixedSteps)
         self.scheduler = BatchScheduler(target, options.rounds, observer=self._remember)
-        self._fragments = FragmentOptions(fragments=options.run.fragments)
+        self._rules = UpdateRules(options)
         self._post = post
         self._merge = merge
         self._on_round = on_round
@@ -261,12 +238,12 @@ class Run:
         self.tallies.pop(member.name, None)
         self._at_hand.pop(member.name, None)
         self._told.pop(member.name, None)
-        if self._provider is member:
-            self._provider = None
-            self._on_no_provider()
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
         self._on_leave(member)
+        if self._provider is member:
+            self._provider = None
+            self._on_no_provider()
         self._handle(LeaveRounds(worker=member.name), now)
         self._appoint()
 
@@ -381,47 +358,20 @@ class Run:
         Raises:
             OptionError: If there is no such round or fragment yet, or the worker has no part in it.
         """
-        if not self.has_weights or offer.round < 1 or offer.round > self.scheduler.round:
-            raise OptionError("round", offer.round, f"a round that has begun; the last one is {self.scheduler.round}")
-        if offer.fragment != self._fragments.fragment_of(offer.round):
-            expected = self._fragments.fragment_of(offer.round)
-            raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        is_open = offer.round == self.scheduler.round and not self.scheduler.finished
-        if is_open and (self._merging is None or self._merging.round != offer.round):
-            if not self.scheduler.expects(offer.member.name, offer.round):
-                raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return offer.round
-        if self.options.rounds.late == "drop" or self.scheduler.finished:
-            return None
-        fragments = self.options.run.fragments
-        return round_of_late(offer.round, current=self.scheduler.round, fragments=fragments)
+        if not self.has_weights:
+            raise OptionError("round", offer.round, "sent when there are weights and a round has begun")
+        merging = None if self._merging is None else self._merging.round
+        return self._rules.place_of(offer, self.scheduler, merging=merging)
 
     def seen(self, offer: Offer) -> int | None:
         """The weight with which the same update was counted before, or ``None``."""
+        if offer.round < 1 or offer.fragment != self._rules.fragment_of(offer.round):
+            return None
         return self.contributions.seen(offer.member.name, offer.member.incarnation, offer.round)
 
-    def weight_of(self, offer: Offer) -> int:
-        """The weight of an update that is in time.
-
-        Raises:
-            OptionError: If tokens are to count and none were.
-        """
-        return pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
-
-    def late_weight_of(self, offer: Offer, into: int, alignment: Alignment | None) -> int:
-        """The weight of an update that is late.
-
-        Args:
-            offer: The update.
-            into: The round that it is to be part of.
-            alignment: To the last mean of its fragment; only ``late="aligned"`` asks for it.
-        """
-        return late_weight(
-            self.options.rounds.late,
-            self.weight_of(offer),
-            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
-            alignment=alignment,
-        )
+    def weight_of(self, offer: Offer, into: int | None = None, alignment: Alignment | None = None) -> int:
+        """The weight of an update; see ``UpdateRules.weight_of``."""
+        return self._rules.weight_of(offer, into, alignment)
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""
@@ -461,7 +411,7 @@ class Run:
     def dropped(self, offer: Offer, now: float) -> None:
         """An update has come too late to count."""
         self.members.hear(offer.member, now)
-        into = round_of_late(offer.round, current=self.scheduler.round, fragments=self.options.run.fragments)
+        into = self._rules.round_of_late(offer, self.scheduler.round)
         self._note_late(offer, into, 0)
         self.count("updates_dropped")
         if offer.member.name in self.scheduler.workers:
@@ -470,14 +420,7 @@ class Run:
     def _note_late(self, offer: Offer, into: int, weight: int) -> None:
         self.tally(offer.member.name).late += 1
         self.count("updates_late")
-        update = LateUpdate(
-            worker=offer.member.name,
-            round=offer.round,
-            staleness=staleness(offer.round, into=into, fragments=self.options.run.fragments),
-            samples=offer.round_samples,
-            weight=weight,
-        )
-        self.scheduler.note_late(update, into=into)
+        self.scheduler.note_late(self._rules.late_update(offer, into, weight), into=into)
 
     def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
@@ -526,7 +469,7 @@ class Run:
                 self._post(envelope.to, envelope.message)
             elif isinstance(envelope.message, MergePseudoGradients):
                 round = envelope.message.round
-                fragment = self._fragments.fragment_of(round)
+                fragment = self._rules.fragment_of(round)
                 self._merging = Merge(round=round, fragment=fragment, counts=bool(envelope.message.workers))
                 self._merge(self._merging)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+
 __all__ = ["RoundSummary", "RunStatus", "SliceStatus", "WorkerStatus"]
 
 
@@ -120,9 +122,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``expired``,
             ``refused_hellos``, ``wrong_frames``, ``updates_added``, ``updates_late``, ``updates_dropped``,
             ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``, ``empty_rounds``, ``states_saved``,
-            ``states_failed``, ``bytes_in``, ``bytes_out``.
+            ``states_failed``, ``bytes_in``, ``bytes_out``, and ``refused_REASON`` as ``serving.Refusals``
+            counts who was not let in.
         spool_bytes: Held by updates that are not merged yet.
         saved_round: The last round that is part of a saved state, or ``None``.
+        timeline: What workers did in the last few rounds, oldest first; of many workers, some.
     """
 
     version: str
@@ -143,3 +147,4 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     spool_bytes: int = 0
     saved_round: int | None = None
+    timeline: tuple[RoundRecord, ...] = ()

@@ -15,12 +15,12 @@ from typing import TypeVar
 from aiohttp import web
 
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
 from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.coordinator.service import CoordinatorService
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import RunState
-from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
@@ -178,7 +178,7 @@ class CoordinatorServer:
     async def _start(self) -> None:
         self._service = service = self._make()
         service.refusals = self._refusals.counts
-        checked = guard(self._access, self._refusals, public=(HEALTH_PATH,), any_host=False)
+        checked = guard(self._access, self._refusals, public=PUBLIC_PATHS, any_host=False)
         application = service.application(checked)
         self._runner = web.AppRunner(
             application,

@@ -25,6 +25,7 @@ from lightning_bytescheduler.coordinator.connection import Connection, refuse
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.page import add_pages
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
@@ -34,7 +35,7 @@ from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.state_desk import StateDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import RunState
-from lightning_bytescheduler.coordinator.status_report import status_of, summary_of
+from lightning_bytescheduler.coordinator.status_report import drawable, status_of, summary_of
 from lightning_bytescheduler.coordinator.update_desk import UpdateDesk
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
@@ -65,6 +66,7 @@ _SLICE_BYTES = 1 << 22  # keys of all slices in a cache
 _STOP_SECONDS = 5.0
 _STALLED_SECONDS = 60.0
 _ROUNDS_SHOWN = 200
+_ROUNDS_DRAWN = 4
 _NUMBER = r"\d{1,15}"
 
 
@@ -118,6 +120,7 @@ class CoordinatorService:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self.rounds: deque[RoundSummary] = deque(maxlen=_ROUNDS_SHOWN)
+        self.timeline: deque[RoundRecord] = deque(maxlen=_ROUNDS_DRAWN)
         self.failed: asyncio.Future[BaseException] | None = None
 
     def application(self, *middlewares: Middleware) -> web.Application:
@@ -137,6 +140,7 @@ class CoordinatorService:
         router.add_post(SLICES_PATH, self._slices)
         router.add_get(STATUS_PATH, self._status)
         router.add_get(HEALTH_PATH, self._health)
+        add_pages(router, self.status)
         return application
 
     def start(self) -> None:
@@ -249,6 +253,7 @@ class CoordinatorService:
     def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
         summary = summary_of(record, metrics, time.time())
         self.rounds.append(summary)
+        self.timeline.append(drawable(record))
         self._rounds_file.write(record)
         loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
         log.info(
@@ -270,7 +275,7 @@ class CoordinatorService:
             self.slices.release(member)
         connection = self._connections.pop(member.name, None)
         if connection is not None:
-            connection.cut("It was not heard of for too long, or has left.")
+            connection.end("It was not heard of for too long, or has left.")
 
     def _ask_another(self) -> None:
         for connection in self._all_connections():
@@ -306,7 +311,7 @@ class CoordinatorService:
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 self._note_boundary()
-                await weights.step(merge.fragment, decoded)
+                await weights.step(merge.fragment, decoded, sums)
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
 

@@ -101,6 +101,8 @@ class StateDesk:
             response.content_type = "application/octet-stream"
             response.content_length = os.fstat(file.fileno()).st_size
             await response.prepare(request)
+            if request.method == "HEAD":
+                return response
             while chunk := await asyncio.get_running_loop().run_in_executor(None, file.read, _CHUNK * 4):
                 await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
                 self._run.count("bytes_out", len(chunk))

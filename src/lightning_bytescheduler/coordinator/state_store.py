@@ -249,7 +249,8 @@ class StateStore:
     def adopt(self, term: int) -> None:
         """Save the state that was loaded anew, under a term that has taken over; its tensors stay where they are.
 
-        From then on nothing that the former coordinator may still save is the newest state.
+        From then on nothing that the former coordinator may still save is the newest state. What it left
+        half-written is deleted.
 
         Args:
             term: Of this coordinator.
@@ -257,6 +258,7 @@ class StateStore:
         Raises:
             Exception: Whatever the file system raises.
         """
+        self._folder.sweep()
         if self._loaded is not None:
             self._publish_manifest(msgspec.structs.replace(self._loaded, term=term, saved=time.time()))
 

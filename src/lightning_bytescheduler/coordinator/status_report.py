@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import msgspec
+
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.options import target_in_words
 from lightning_bytescheduler.coordinator.run import Run
@@ -13,7 +15,9 @@ from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStat
 from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
-__all__ = ["StatusSource", "status_of", "summary_of"]
+__all__ = ["StatusSource", "drawable", "status_of", "summary_of"]
+
+_WORKERS_DRAWN = 40
 
 
 class StatusSource(Protocol):
@@ -21,6 +25,7 @@ class StatusSource(Protocol):
 
     slices: SliceDesk | None
     rounds: deque[RoundSummary]
+    timeline: deque[RoundRecord]
     refusals: Callable[[], Mapping[str, int]]
 
     @property
@@ -63,6 +68,11 @@ def summary_of(record: RoundRecord, metrics: Mapping[str, float], ended: float) 
     )
 
 
+def drawable(record: RoundRecord) -> RoundRecord:
+    """A round with as many of its workers as a page has room for."""
+    return msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN])
+
+
 def status_of(run: Run, source: StatusSource, *, now: float) -> RunStatus:
     """How a run stands.
 
@@ -90,6 +100,7 @@ def status_of(run: Run, source: StatusSource, *, now: float) -> RunStatus:
         counters={**run.counters, **{f"refused_{reason}": count for reason, count in source.refusals().items()}},
         spool_bytes=source.spool_taken,
         saved_round=source.saved_round,
+        timeline=tuple(source.timeline),
     )
 
 

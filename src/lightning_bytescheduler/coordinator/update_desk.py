@@ -19,9 +19,10 @@ from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, Ke
 from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.replies import problem
-from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
+from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.stalls import Stalls
+from lightning_bytescheduler.coordinator.update_rules import Offer
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
@@ -181,7 +182,7 @@ class UpdateDesk:
             run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
         is_late = place != offer.round
-        weight = run.late_weight_of(offer, place, alignment) if is_late else run.weight_of(offer)
+        weight = run.weight_of(offer, place, alignment)
         if weight:
             sums = self._sum(place, offer.fragment)
             sums.begin(extent=extent, weight=weight)

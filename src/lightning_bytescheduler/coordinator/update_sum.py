@@ -83,10 +83,13 @@ class UpdateSum:
         if sums is None:
             raise ValueError("There is no mean: nothing was added.")
         self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed), payload, index)
-        sums.clear()
 
-    def reopen(self) -> None:
-        """Begin anew, in the same memory, once every piece's mean was encoded."""
+    async def reopen(self) -> None:
+        """Begin anew, in the same memory."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(
+            *(loop.run_in_executor(self._executor, one.clear) for one in self._sums if one is not None)
+        )
         self._bound = 0.0
         self.weight = 0
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from lightning_bytescheduler.diloco.round_record import (
         Activity,
+        LateUpdate,
         RoundRecord,
         WorkerRound,
         read_rounds,
@@ -78,6 +79,7 @@ __all__ = [
     "FixedSteps",
     "FragmentOptions",
     "JoinRounds",
+    "LateUpdate",
     "LeaveRounds",
     "MergePseudoGradients",
     "Message",
@@ -137,6 +139,7 @@ _PLACES = {
     "FixedSteps": "round_end",
     "FragmentOptions": "fragments",
     "JoinRounds": "messages",
+    "LateUpdate": "round_record",
     "LeaveRounds": "messages",
     "MergePseudoGradients": "messages",
     "Message": "messages",

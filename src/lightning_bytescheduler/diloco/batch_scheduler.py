@@ -202,6 +202,17 @@ class BatchScheduler:
             self._hear(worker, message, now)
         return self._take_outgoing()
 
+    def note_alive(self, worker: str, *, now: float) -> None:
+        """A sign of life that is no message, such as an answer to a ping.
+
+        It counts for a worker that waits for weights, which may take long and has nothing to say meanwhile. Whoever
+        trains is expected to report steps.
+        """
+        known = self._roster.workers.get(worker)
+        if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
+            known.heard = now
+            self._roster.refresh(known, now)
+
     def note_late(self, update: LateUpdate, *, into: int) -> None:
         """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
 
@@ -271,7 +282,7 @@ class BatchScheduler:
             self._advance(now)
             return
         if isinstance(message, (JoinRounds, ResumeRounds)):
-            worker.paused = False
+            worker.resume(now)
             self._take_in(worker, message if isinstance(message, JoinRounds) else None, now)
         elif self._phase is _Phase.IDLE:
             self._begin_round(now)
@@ -290,7 +301,7 @@ class BatchScheduler:
             pass  # it has a place in the round
         elif join is not None and join.round == self._round:
             worker.tell_to_start(now)
-            worker.resume(join, now)
+            worker.take_up(join, now)
             if self._phase is _Phase.COLLECTING:
                 self._counted_on.add(worker.number)
         elif join is None and self._may_start_late(worker):
@@ -309,6 +320,7 @@ class BatchScheduler:
     ) -> None:
         """Take over what is new. What is overtaken or doubled is not; what is missing is inferred."""
         if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
+            worker.receiving.observe(now - worker.told)
             worker.start(now)
         if isinstance(message, StepReport) and worker.is_training and message.steps > worker.steps:
             worker.paused = False
@@ -369,7 +381,7 @@ class BatchScheduler:
         for worker in members:
             worker.tell_to_start(now)
             if worker.resumed is not None and worker.resumed.round == self._round:
-                worker.resume(worker.resumed, now)
+                worker.take_up(worker.resumed, now)
             worker.resumed = None
             self._roster.refresh(worker, now)
             self._answer(worker)

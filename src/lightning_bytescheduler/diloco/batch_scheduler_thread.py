@@ -11,7 +11,6 @@ to the scheduler it is sending.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -19,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
-from torchmetrics import MeanMetric
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
 from lightning_bytescheduler.diloco.messages import (
@@ -43,6 +41,7 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
+from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
 from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
 
 __all__ = ["BatchSchedulerThread"]
@@ -100,8 +99,7 @@ class BatchSchedulerThread:
         self._sent_at: dict[str, float] = {}
         self._told: dict[str, float] = {}
         self._looked = 0.0
-        self._rates: dict[str, MeanMetric] = {}
-        self._loss = _own_mean()
+        self._metrics = RoundMetrics()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
@@ -154,7 +152,8 @@ class BatchSchedulerThread:
         elif isinstance(message, PassedRoundEnd):
             self._take_passed(message)
         elif isinstance(message, StepMetrics):
-            self._take_step_metrics(message)
+            metrics = {"loss": message.loss, **message.metrics}
+            self._metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
         elif isinstance(message, (StepReport, SendingPseudoGradient, PseudoGradientArrived, RoundStarted)):
             if isinstance(message, SendingPseudoGradient):
                 self._sent_at[message.worker] = now
@@ -193,12 +192,6 @@ class BatchSchedulerThread:
             held = [Envelope(worker, TrainingOver(round=message.round)) for worker in self._workers]
         self._deliver(held)
 
-    def _take_step_metrics(self, message: StepMetrics) -> None:
-        rate = self._rates.setdefault(message.worker, _own_mean())
-        rate.update(message.seconds / message.batch_size, message.batch_size)
-        if message.loss is not None:
-            self._loss.update(message.loss, message.batch_size)
-
     def _deliver(self, envelopes: Sequence[Envelope]) -> None:
         over = any(isinstance(envelope.message, TrainingOver) for envelope in envelopes)
         for envelope in envelopes:
@@ -217,7 +210,7 @@ class BatchSchedulerThread:
             round=round,
             samples=samples,
             shares={one.worker: one.samples / samples for one in self._ended.workers} if samples else {},
-            metrics=self._take_metrics(),
+            metrics=self._metrics.take(),
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,
             stop="stop" in self._wishes or over,
@@ -228,17 +221,6 @@ class BatchSchedulerThread:
             self._post(worker, ended)
         if ended.halts:
             self._passing = {}
-
-    def _take_metrics(self) -> dict[str, float]:
-        metrics = {}
-        if self._rates:
-            seconds = [float(rate.compute()) for rate in self._rates.values()]
-            metrics["samples_per_second"] = sum(1 / one for one in seconds if one)
-        if self._loss.update_called:
-            metrics["loss"] = float(self._loss.compute())
-        self._rates = {}
-        self._loss.reset()
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # no other travels as JSON
 
     def _round_ended(self, record: RoundRecord) -> None:
         self._ended = _with_common_waiting(record, self._sent_at)
@@ -259,11 +241,6 @@ class BatchSchedulerThread:
         if silent:
             self._looked = now
             self._on_silence(silent)
-
-
-def _own_mean() -> MeanMetric:
-    """A mean that is not reduced over the default group, whose other ranks know nothing of it."""
-    return MeanMetric(sync_on_compute=False)
 
 
 def _with_common_waiting(record: RoundRecord, sent_at: Mapping[str, float]) -> RoundRecord:

@@ -170,6 +170,7 @@ class WorkerProgress:
         resumed: What it had done, by its own account, in a round that is to begin, when it joined.
         step_time: Survives the round.
         transfer: Seconds from its last step until its pseudo-gradient was there; survives the round.
+        receiving: Seconds from when it was told to start until it had the weights; survives the round.
         steps: Taken in this round.
         samples: Processed in this round.
         tokens: Processed in this round.
@@ -192,6 +193,7 @@ class WorkerProgress:
     resumed: JoinRounds | None = None
     step_time: StepTime = field(default_factory=StepTime)
     transfer: RobustMean = field(default_factory=RobustMean)
+    receiving: RobustMean = field(default_factory=RobustMean)
     steps: int = 0
     samples: int = 0
     tokens: int = 0
@@ -215,7 +217,13 @@ class WorkerProgress:
         self.state = WorkerState.TRAINING
         self.began = self.reported = now
 
-    def resume(self, join: JoinRounds, now: float) -> None:
+    def resume(self, now: float) -> None:
+        """It pauses no more: it begins a step now, or to fetch the weights."""
+        if self.paused:
+            self.paused = False
+            self.told, self.reported = (now if self.state is WorkerState.STARTING else self.told), now
+
+    def take_up(self, join: JoinRounds, now: float) -> None:
         """It is in the middle of the round, and says what it has done in it."""
         self.start(now)
         self.steps, self.samples, self.tokens = join.steps, join.samples, join.tokens
@@ -280,7 +288,13 @@ class WorkerProgress:
         seconds = self.step_time.seconds
         if seconds is None:
             return self.heard + options.first_step_limit
-        return self.heard + _SILENT_STEPS * seconds + options.silent_after
+        allowed = _SILENT_STEPS * seconds + options.silent_after
+        if self.state is not WorkerState.STARTING:
+            return self.heard + allowed
+        # It says nothing while weights are on their way. That may take as long as a transfer the other way, and in all
+        # no longer than a first step may.
+        allowed += 2 * max(self.receiving.mean or 0.0, self.transfer.mean or 0.0)
+        return min(self.heard + allowed, self.told + max(allowed, options.first_step_limit))
 
     def pace(self, step_cap: int | None) -> Pace | None:
         """How it gets on, or ``None`` before its first step is known."""

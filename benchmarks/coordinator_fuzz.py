@@ -1,0 +1,257 @@
+"""A coordinator under fire: malformed, oversized, replayed, half-sent and slow messages on every route.
+
+``python -m benchmarks.coordinator_fuzz --messages 100000`` runs a coordinator with a state, slices of data and an
+honest worker, sends it that many messages which are all wrong in some way, and then has the worker finish its round.
+It fails if the coordinator fails or answers with an error of its own, if anything of the run's state has changed, if
+memory has grown, or if a saved state does not load. Senders have no token, a wrong one, no session, somebody's, or one
+of their own: who has a token may still say nothing but what the protocol allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import torch
+
+from benchmarks.coordinator_attacks import Attacker, Failure
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.packed_state import pack, tensor_chunks
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.state_folder import StateFolder
+from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import StateStore
+from lightning_bytescheduler.diloco import coordinator_protocol as protocol
+from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.serving import ServerAccess
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.options import TrackerOptions
+from tests.coordinator.small_worker import SmallWorker
+
+__all__ = ["fuzz"]
+
+_SENDERS = 8
+_GROWTH = 96 * 2**20  # bytes; allocators keep some of what was used at the same time
+_WARM_UP = 0.2  # of the messages, before memory is looked at
+_LEASE = 3600.0
+
+
+class _Errors(logging.Handler):
+    """What was logged as an error: a handler of a request that failed, above all."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(self.format(record))
+
+
+def _digest(server: CoordinatorServer) -> str:
+    """Of everything that makes up the run: weights, momentum, rounds, members and slices."""
+
+    service = server.service
+    slices, weights = service.slices, service.weights
+    assert slices is not None
+    assert weights is not None
+
+    def plain() -> Any:
+        members = sorted((member.name, member.digest) for member in service.run.members)
+        return {
+            "lineage": [service.run.lineage.version, service.run.lineage.chain],
+            "round": service.run.scheduler.round,
+            "samples": service.run.samples,
+            "members": [f"{name} {digest}" for name, digest in members],
+            "outer": [snapshot.weights, snapshot.momentum] if (snapshot := weights._snapshot()) else [],
+            "slices": slices.tracker.state_dict(),
+            "spool": service.spool.taken,
+        }
+
+    packed = pack(server.call(plain))
+    digest = hashlib.sha256(msgspec.json.encode(packed.plain))
+    for chunk in tensor_chunks(packed.tensors):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
+    (folder / "a.txt").write_text("\n".join(f"line {number}" for number in range(400)))
+    make_slices(str(folder / "a.txt"), str(folder / "slices"), slice_bytes=500)
+    options = CoordinatorOptions(run=run_options(inner_steps=1000), lease=_LEASE, spool_bytes=2**20)
+    desk = SliceDesk([str(folder / "slices")], TrackerOptions(lease=_LEASE))
+    keeper = StateKeeper(str(folder / "state"))
+    with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=desk) as server:
+        yield server
+
+
+async def _assault(server: CoordinatorServer, token: str, count: int, seed: int, say: Callable[[str], None]) -> None:
+    headers = {"Authorization": f"Bearer {token}"}
+    weights = {"layer.weight": torch.ones(16, 8), "layer.bias": torch.zeros(16)}
+    update = torch.full((16 * 9,), 0.5)
+    async with SmallWorker(server.url, "anna", weights) as anna, SmallWorker(server.url, "mallory", weights) as mallory:
+        for worker in (anna, mallory):
+            await worker.http.close()
+            worker.http = aiohttp.ClientSession(headers=headers)
+        await anna.join()
+        round = await _round_of(anna, update)
+        await anna.start()
+        await mallory.hello()
+        await mallory.socket.close()
+        attackers = []
+        for number in range(_SENDERS):
+            sessions = {"anna": anna.session, "mallory": mallory.session}
+            size = int(anna.wire.encode(update, seed=0).numel())
+            one = Attacker(server.url, token, sessions, size, round + 1, random.Random(seed * 1000 + number))
+            one._welcome = protocol.encode_frame(
+                protocol.Hello(
+                    protocol=protocol.PROTOCOL,
+                    package=server.status().version,
+                    worker="mallory",
+                    session=mallory.session,
+                    model=protocol.decode_frame(protocol.encode_frame(_hello_of(anna)), sender="anna").model,  # type: ignore[union-attr]
+                )
+            )
+            attackers.append(one)
+        before = await asyncio.to_thread(_digest, server)
+        await _send_all(attackers, anna, count, say)
+        after = await asyncio.to_thread(_digest, server)
+        if after != before:
+            raise Failure("the run's state has changed")
+        answers: Counter[str] = sum((one.answers for one in attackers), Counter())
+        say(f"answers: {', '.join(f'{name} {count}' for name, count in sorted(answers.items()))}")
+        # All of that has done nothing to the worker's round.
+        anna.round = round + 1
+        await anna.step(1000, samples=8, batch_size=8)
+        status, receipt = await anna.push(round + 1, update, samples=8)
+        if (status, receipt.get("verdict")) != (200, "added"):
+            raise Failure(f"the worker's own update was answered with {status} {receipt}")
+        await anna.wait_for(messages.RoundEnded)
+        await anna.pull(round + 1)
+
+
+def _hello_of(worker: SmallWorker) -> protocol.Hello:
+    from tests.coordinator.small_worker import described
+
+    return protocol.Hello(
+        protocol=protocol.PROTOCOL, package="0", worker=worker.name, model=described(worker.first_weights)
+    )
+
+
+async def _round_of(worker: SmallWorker, update: torch.Tensor) -> int:
+    round = await worker.start()
+    await worker.step(1000, samples=8, batch_size=8)
+    await worker.push(round, update, samples=8)
+    await worker.wait_for(messages.RoundEnded)
+    await worker.pull(round)
+    return round
+
+
+async def _send_all(attackers: list[Attacker], anna: SmallWorker, count: int, say: Callable[[str], None]) -> None:
+    sent, base = 0, 0
+    began = time.monotonic()
+
+    async def send(one: Attacker, http: aiohttp.ClientSession) -> None:
+        nonlocal sent, base
+        while sent < count:
+            sent += 1
+            number = sent
+            await one.attack(http)
+            if number == max(int(count * _WARM_UP), 1):
+                base = _resident()
+            if number % max(count // 20, 1) == 0:
+                rate = number / (time.monotonic() - began)
+                say(f"{number:,} messages, {rate:,.0f} a second, {_resident() / 2**20:,.0f} MiB")
+                await anna.say()
+        await one.close()
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        await asyncio.gather(*(send(one, http) for one in attackers))
+    growth = _resident() - base
+    say(f"memory has grown by {growth / 2**20:.1f} MiB after the first {_WARM_UP:.0%}")
+    if growth > _GROWTH:
+        raise Failure(f"memory has grown by {growth / 2**20:.0f} MiB")
+
+
+def fuzz(count: int, *, seed: int = 0, say: Callable[[str], None] = lambda _: None) -> None:
+    """Send wrong messages to a coordinator of its own.
+
+    Args:
+        count: Of messages.
+        seed: Of what is sent.
+        say: Told how it goes.
+
+    Raises:
+        Failure: If the coordinator did what it must not.
+    """
+    token = "a-token-of-the-fuzzer"
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            with _target(folder, token) as server:
+                asyncio.run(_assault(server, token, count, seed, say))
+                if server.error is not None:
+                    raise Failure(f"the coordinator has failed: {server.error}")
+                counters = server.status().counters
+            _load_all(folder / "state", say)
+    finally:
+        logging.getLogger().removeHandler(errors)
+    say(f"counted: {', '.join(f'{name} {value}' for name, value in sorted(counters.items()))}")
+    if errors.said:
+        raise Failure(f"errors were logged: {errors.said[0]}")
+    if any(token in line for line in errors.said):
+        raise Failure("the token was logged")
+
+
+def _load_all(folder: Path, say: Callable[[str], None]) -> None:
+    """Each saved state loads, not only the newest."""
+    saved = sorted(folder.glob("state-*.json"), reverse=True)
+    for path in saved:
+        state = StateStore(StateFolder(str(folder))).load()
+        if state is None or path.name != f"state-{state.term:010d}-{state.version:010d}.json":
+            raise Failure(f"{path.name} does not load")
+        path.unlink()
+    say(f"{len(saved)} saved states load")
+
+
+def main() -> int:
+    """Run it; the exit code is 1 if the coordinator did what it must not."""
+    parser = argparse.ArgumentParser(description="Send wrong messages to a coordinator.")
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        fuzz(options.messages, seed=options.seed, say=lambda line: print(line, flush=True))
+    except Failure as failure:
+        print(f"FAILED: {failure}")
+        return 1
+    print("The run is as it was, and goes on.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

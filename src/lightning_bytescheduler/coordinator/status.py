@@ -1,0 +1,258 @@
+"""The body of ``lightning-bytescheduler status``: how a coordinator's run stands, as a table that follows it."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lightning_bytescheduler.checks import importing, require_positive
+from lightning_bytescheduler.coordinator.run_status import RunStatus, WorkerStatus
+from lightning_bytescheduler.diloco.coordinator_address import (
+    TOKEN_VARIABLE,
+    CoordinatorAddress,
+    resolve_coordinator,
+)
+from lightning_bytescheduler.diloco.coordinator_protocol import STATUS_PATH
+from lightning_bytescheduler.exceptions import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["add_arguments", "ask_status", "run", "status_view"]
+
+_EVERY_S = 2.0
+_TIMEOUT_S = 10.0
+_MOST_BYTES = 2**26
+_ROUNDS = 60  # of which the loss is drawn
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDE = 100  # columns
+_ARGUMENTS = {
+    "coordinator": "URL",
+    "coordinator_ca": "--ca",
+    "coordinator_certificate": "--cert",
+    "coordinator_key": "--key",
+    "authority": "--ca",
+    "certificate": "--cert",
+    "key": "--key",
+    "token_file": "--token-file",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("url", metavar="URL", help="of the coordinator, such as https://host:7077")
+    parser.add_argument("--once", action="store_true", help="print it once")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print it once, as JSON")
+    parser.add_argument("--every", type=float, default=_EVERY_S, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help=f"file with the coordinator's token; or {TOKEN_VARIABLE} has it"
+    )
+    parser.add_argument("--ca", metavar="FILE", help="certificates to know the coordinator by")
+    parser.add_argument("--cert", metavar="FILE", help="a certificate of one's own, for mutual TLS")
+    parser.add_argument("--key", metavar="FILE", help="its private key")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show what was asked for; returns the exit code."""
+    require_positive("--every", options.every, of="seconds")
+    try:
+        address = resolve_coordinator(
+            options.url,
+            authority=options.ca,
+            certificate=options.cert,
+            key=options.key,
+            token_file=options.token_file,
+        )
+    except OptionError as error:
+        raise OptionError(_ARGUMENTS.get(error.option, error.option), error.value, error.allowed, error.hint) from error
+    if address is None:  # it was given
+        raise OptionError("URL", options.url, "https://HOST:PORT")
+    if options.as_json:
+        print(_ask(address).decode())
+        return 0
+    with importing("status", extra="coordinator"):
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+    console = Console()
+    status = ask_status(address)
+    if options.once or not console.is_terminal:
+        with console.capture() as drawn:
+            console.print(status_view(status, console.width))
+        print(drawn.get(), end="")
+        return 0
+    with Live(status_view(status, console.width), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(options.every)
+                try:
+                    live.update(status_view(ask_status(address), console.width), refresh=True)
+                except OSError as error:
+                    live.update(Text(f"{error}\nIt is asked again every {options.every:g} s."), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def ask_status(address: CoordinatorAddress) -> RunStatus:
+    """The status of a run.
+
+    Args:
+        address: Of its coordinator; of several the first one that acts is asked.
+
+    Raises:
+        OptionError: If what answers is no coordinator.
+        OSError: If none answers, or none lets us in; says what it said.
+    """
+    text = _ask(address)
+    try:
+        return msgspec.json.decode(text, type=RunStatus)
+    except msgspec.DecodeError as error:
+        allowed = f"the address of a coordinator, of this release or a like one ({error})"
+        raise OptionError("URL", ", ".join(address.urls), allowed) from error
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the token to somewhere else."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _ask(address: CoordinatorAddress) -> bytes:
+    tls = address.tls()
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirects(), urllib.request.ProxyHandler({})]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls))
+    opener = urllib.request.build_opener(*handlers)
+    failure: OSError | None = None
+    for url in address.urls:
+        request = urllib.request.Request(f"{url}{STATUS_PATH}")
+        if address.token is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {address.token}")
+        try:
+            with opener.open(request, timeout=_TIMEOUT_S) as answer:
+                content: bytes = answer.read(_MOST_BYTES + 1)
+                if len(content) > _MOST_BYTES:
+                    raise OptionError("URL", url, "the address of a coordinator, and its answer has no end")
+                return content
+        except urllib.error.HTTPError as error:
+            with error:
+                failure = OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}")
+        except urllib.error.URLError as error:
+            failure = OSError(f"{url} cannot be asked: {_reason(error.reason)}.")
+        except OSError as error:
+            failure = OSError(f"{url} cannot be asked: {error}.")
+    raise failure or OSError("There is no address to ask.")
+
+
+def _way_out(code: int) -> str:
+    if code == 401:
+        return f" Give its token, with --token-file or {TOKEN_VARIABLE}."
+    return {404: " That is no coordinator.", 503: " It stands by for another one."}.get(code, "")
+
+
+def _reason(reason: object) -> str:
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted here ({reason.verify_message}); --ca names the file to know it by"
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    return str(reason)
+
+
+# ── What it looks like ───────────────────────────────────────────────────────────
+
+
+def status_view(status: RunStatus, width: int) -> RenderableType:
+    """A run's status for the terminal.
+
+    Args:
+        status: Of the run.
+        width: Columns of the terminal; a narrow one gets fewer columns of the table.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = [column for column in _COLUMNS if width >= _WIDE or column[2]]
+    table = Table(expand=width < _WIDE)
+    for index, (name, _, _) in enumerate(columns):
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="fold")
+    for worker in status.workers:
+        style = "dim" if not worker.connected else "red" if worker.state == "lost" else ""
+        # As Text: a name may hold what rich takes for markup.
+        table.add_row(*(Text(value(worker)) for _, value, _ in columns), style=style)
+    lines: list[RenderableType] = [Text(line) for line in _lines(status)]
+    losses = [ended.loss for ended in status.rounds if ended.loss is not None][-_ROUNDS:]
+    if len(losses) > 1:
+        lines.append(Text(f"loss {losses[0]:.4g} {_sparks(losses)} {losses[-1]:.4g}"))
+    return Group(*lines, table if status.workers else Text("Nobody is here."))
+
+
+def _lines(status: RunStatus) -> list[str]:
+    of = f" of {status.outer_steps:,}" if status.outer_steps else ""
+    here = [worker for worker in status.workers if worker.connected]
+    speed = sum(worker.samples_per_second or 0.0 for worker in here)
+    lines = [
+        f"Round {status.round:,}{of}, {status.phase}: {status.left:,} left of {status.target}.",
+        f"{len(here)} of {len(status.workers)} workers are connected"
+        + (f", {speed:,.0f} samples/s" if speed else "")
+        + f"; {status.samples:,} samples are in the weights.",
+    ]
+    if status.rounds:
+        last = status.rounds[-1]
+        loss = "" if last.loss is None else f", loss {last.loss:.4g}"
+        lines.append(f"Round {last.round:,} took {last.seconds:.1f} s, {last.merged} of {last.workers} merged{loss}.")
+    if status.slices is not None:
+        slices = status.slices
+        share = 100 * slices.trained / max(slices.samples, 1)
+        lines.append(
+            f"Epoch {slices.epoch + 1} of the data: {share:.0f} %, {slices.unfinished:,} slices to go"
+            + (f", {slices.quarantined} quarantined." if slices.quarantined else ".")
+        )
+    moved = f"{_bytes(status.counters.get('bytes_in', 0))} in, {_bytes(status.counters.get('bytes_out', 0))} out"
+    saved = "no round saved" if status.saved_round is None else f"round {status.saved_round:,} saved"
+    refused = sum(count for name, count in status.counters.items() if name.startswith("refused_"))
+    lines.append(f"{moved}; {saved}; term {status.term}" + (f"; {refused} refused." if refused else "."))
+    return lines
+
+
+def _sparks(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(int((value - low) / span * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in values)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def _rate(worker: WorkerStatus) -> str:
+    speed = worker.samples_per_second
+    return "–" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+_COLUMNS = (
+    ("worker", lambda worker: worker.name + (" (leads)" if worker.leads else ""), True),
+    ("state", lambda worker: worker.state if worker.connected else f"{worker.state}, away", True),
+    ("samples/s", _rate, True),
+    ("steps", lambda worker: f"{worker.steps:,}", True),
+    ("samples", lambda worker: f"{worker.samples:,}", False),
+    ("heard", lambda worker: f"{worker.heard_ago:.1f} s ago", False),
+    ("merged", lambda worker: f"{worker.merged:,}", True),
+    ("late", lambda worker: f"{worker.late:,}", False),
+    ("slices", lambda worker: f"{worker.slices:,}", False),
+    ("in", lambda worker: _bytes(worker.bytes_in), False),
+    ("out", lambda worker: _bytes(worker.bytes_out), False),
+)
+"""Heading, value, and whether a narrow terminal shows it."""

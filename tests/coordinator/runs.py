@@ -1,0 +1,51 @@
+"""Coordinators and small workers for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.diloco.round_options import RoundOptions
+from tests.coordinator.small_worker import SmallWorker
+
+ELEMENTS = 30
+
+
+def options_of(*, lease: float = 60.0, workers: int = 1, late: str = "drop", **given: Any) -> CoordinatorOptions:
+    """Rounds of one step; a time limit never decides."""
+    own = {name: given.pop(name) for name in ("spool_bytes", "spool_memory", "keep_rounds") if name in given}
+    given.setdefault("inner_steps", 1)
+    rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=30.0, late=late)  # type: ignore[arg-type]
+    return CoordinatorOptions(run=run_options(**given), rounds=rounds, lease=lease, **own)
+
+
+def weights_of(seed: int = 0) -> dict[str, Tensor]:
+    """A model of ``ELEMENTS`` numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"layer.weight": torch.randn(6, 4, generator=generator), "layer.bias": torch.randn(6, generator=generator)}
+
+
+def updates_of(workers: int) -> list[Tensor]:
+    """An update of each worker."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(ELEMENTS, generator=generator) for _ in range(workers)]
+
+
+def in_a_run(server: CoordinatorServer, workers: int, work: Callable[..., Awaitable[Any]]) -> Any:
+    """Call ``work`` with so many workers, that have not joined."""
+
+    async def run() -> Any:
+        async with AsyncExitStack() as stack:
+            made = [SmallWorker(server.url, f"w{number}", weights_of(number)) for number in range(workers)]
+            for worker in made:
+                await stack.enter_async_context(worker)
+            return await asyncio.wait_for(work(*made), 20)
+
+    return asyncio.run(run())

@@ -1,0 +1,87 @@
+"""``lightning-bytescheduler coordinator``: its options, the line that says how to join, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.slices.make import make_slices
+from lightning_bytescheduler.slices.messages import BeginSlice, FinishSlice, Joined, JoinTracker, RequestSlice, encode
+from lightning_bytescheduler.slices.messages import decode as decode_slices
+from tests.coordinator.runs import updates_of, weights_of
+from tests.coordinator.small_worker import SmallWorker
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--bind", "nowhere"], "--bind='nowhere' is not allowed"),
+        (["--bind", "0.0.0.0:0"], "--bind='0.0.0.0' is not allowed"),
+        (["--inner-steps", "0"], "--inner-steps=0 is not allowed"),
+        (["--samples-per-round", "8", "--inner-steps", "2"], "left out where samples_per_round ends a round"),
+        (["--overlap-steps", "200"], "--overlap-steps=200 is not allowed"),
+        (["--quorum", "2"], "--quorum=2.0 is not allowed"),
+        (["--grace-s", "soon"], "'soon' is neither a number of seconds nor auto"),
+        (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
+        (["--standby"], "--standby=True is not allowed"),
+        (["--late", "discount", "--weighting", "uniform"], "--late='discount' is not allowed"),
+        (["--cert", "c.pem"], "--key=None is not allowed"),
+        (["--spool", "missing"], "--spool='missing' is not allowed"),
+    ],
+)
+def test_options_are_checked(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", *argv]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("\n".join(f"row {number}" for number in range(40)))
+    make_slices([str(tmp_path / "rows.txt")], str(tmp_path / "slices"), slice_bytes=64)
+    argv = ["coordinator", "--bind", "127.0.0.1:0", "--state", str(tmp_path / "state"), "--inner-steps", "1"]
+    argv += ["--train", str(tmp_path / "slices"), "--rounds-file", str(tmp_path / "rounds.jsonl")]
+    command = [sys.executable, "-m", "lightning_bytescheduler", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = line.split(" at ")[1].split(". A worker")[0]
+        assert f'DiLoCoStrategy(coordinator="{url}")' in line
+        asyncio.run(asyncio.wait_for(_train(url), 20))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert "Round 1: 3 samples of 1 of 1 workers" in errors
+    assert any(name.startswith("state-") for name in os.listdir(tmp_path / "state"))
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
+
+
+async def _train(url: str) -> None:
+    async with SmallWorker(url, "one", weights_of()) as one, SmallWorker(url, "two", weights_of()) as two:
+        await one.join()
+        await two.hello()
+        status, joined = await _ask(one, JoinTracker(worker=one.name, incarnation="a"))
+        assert isinstance(joined, Joined), status
+        status, answer = await _ask(two, JoinTracker(worker=one.name, incarnation="b"))
+        assert (status, "worker='one' is not allowed" in answer["error"]) == (400, True)
+        _, given = await _ask(one, RequestSlice(session=joined.session, epoch=0))
+        _, foreign = await _ask(two, BeginSlice(session=joined.session, grant=given.grant))
+        assert foreign.verdict.value == "join_again"
+        assert (await _ask(one, BeginSlice(session=joined.session, grant=given.grant)))[1].accepted
+        assert (await _ask(one, FinishSlice(session=joined.session, grant=given.grant)))[1].accepted
+        await one.take_part(updates_of(1)[0], samples=3)
+
+
+async def _ask(worker: SmallWorker, message) -> tuple:  # type: ignore[no-untyped-def,type-arg]
+    async with worker.http.post(worker.url + "/v1/slices", data=encode(message), headers=worker.headers) as response:
+        text = await response.text()
+        return response.status, decode_slices(text) if response.status == 200 else await response.json()

@@ -1,0 +1,177 @@
+"""What is wrong gets an answer that says so, and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import WSMsgType
+
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.diloco import coordinator_protocol as protocol
+from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.serving import ServerAccess
+from tests.coordinator.runs import ELEMENTS, in_a_run, options_of, updates_of
+from tests.coordinator.small_worker import SmallWorker, described
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"protocol": 99}, "Install the same version everywhere"),
+        ({"package": "0.0.0"}, "This worker has lightning-bytescheduler 0.0.0"),
+        ({"options": {"outer_lr": 0.1}}, "outer_lr=0.1 is not what the coordinator was started with, outer_lr=0.7"),
+        ({"options": {"nope": 1}}, "knows no option 'nope'"),
+        (
+            {"model": described({"a": torch.zeros(2)})},
+            "the name of parameter 0 is 'a' here and 'layer.weight' in the run",
+        ),
+        (
+            {"model": described({"layer.weight": torch.zeros(6, 5), "layer.bias": torch.zeros(6)})},
+            "the shape of parameter 0 is (6, 5) ('layer.weight') here and (6, 4)",
+        ),
+        (
+            {"model": described({"layer.weight": torch.zeros(6, 4).half(), "layer.bias": torch.zeros(6)})},
+            "the dtype of parameter 0 is 'float16' ('layer.weight') here and 'float32'",
+        ),
+        (
+            {"model": described({"layer.weight": torch.zeros(6, 4)})},
+            "the first that is only in the run is 'layer.bias'",
+        ),
+    ],
+)
+def test_who_does_not_fit_hears_what_differs(changes: dict[str, Any], reason: str) -> None:
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await one.join()
+        answer = await other.hello(**changes)
+        assert isinstance(answer, protocol.Refusal)
+        assert reason in answer.reason
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 2, work)
+        assert [worker.name for worker in server.status().workers] == ["w0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("nonsense", "message of w0"),
+        ('{"kind":"Batch","number":1,"messages":[]}', "number=1 is not allowed: number must be 2"),
+        ('{"kind":"Batch","number":3,"messages":[]}', "number=3 is not allowed"),
+        ('{"kind":"Batch","number":2,"messages":[{"kind":"LeaveRounds","worker":"w1"}]}', "worker='w1' is not allowed"),
+        ('{"kind":"Batch","number":2,"messages":[{"kind":"SendNow","round":1}]}', "message='SendNow' is not allowed"),
+    ],
+)
+def test_a_wrong_frame_ends_the_connection_and_nothing_else(text: str, reason: str) -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        await one.socket.send_str(text)
+        while (received := await one.socket.receive(timeout=5)).type is WSMsgType.TEXT:
+            pass
+        assert one.socket.close_code == 1008
+        assert reason in str(received.extra)
+        await one.join()  # with its session: it is the same worker, in the same round
+        await one.say(messages.RoundStarted(worker=one.name, round=1))
+        assert (await one.push(1, updates_of(1)[0], samples=3))[1]["verdict"] == "added"
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+        assert server.status().counters["wrong_frames"] == 1
+
+
+def test_updates_that_are_wrong_add_nothing() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        round = await one.start()
+        good = updates_of(1)[0]
+        size = 4 * ELEMENTS
+        wrong: list[tuple[int, str, Any]] = [
+            (422, "infinities or NaN", {"body": torch.full((ELEMENTS,), float("nan")).numpy().tobytes()}),
+            (422, "weighted and summed", {"body": torch.full((ELEMENTS,), 1e38).numpy().tobytes()}),
+            (422, "came in damaged", {"body": bytes(size), protocol.DIGEST_HEADER: "0" * 32}),
+            (400, "32 hexadecimal digits", {"body": bytes(size), protocol.DIGEST_HEADER: "?"}),
+            (400, "the size of fragment 0", {"body": bytes(size - 4)}),
+            (400, "a whole number", {"body": bytes(size), protocol.SAMPLES_HEADER: "-1"}),
+            (409, "a round that has begun", {"body": bytes(size), "round": round + 1}),
+        ]
+        for status, reason, said in wrong:
+            body = said.pop("body")
+            found, answer = await one.push_bytes(said.pop("round", round), body, samples=3, **said)
+            assert (found, reason in answer["error"]) == (status, True), answer
+        url = one.url + protocol.update_path(round, 0)
+        async with one.http.put(url, data=b"", headers={protocol.SESSION_HEADER: "0" * 32}) as response:
+            assert response.status == 403
+        assert (await one.push(round, good, samples=3))[1] == {"kind": "UpdateReceipt", "verdict": "added", "weight": 3}
+        assert (await one.push(round, good, samples=3))[1]["verdict"] == "again"
+        await one.wait_for(messages.RoundEnded)
+        await one.pull(round)
+        expected = one.first_weights["layer.bias"] - 0.7 * 1.9 * good[24:]
+        assert torch.allclose(one.outer.weights["layer.bias"], expected)
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+        assert server.status().spool_bytes == 0
+
+
+def test_an_upload_that_dies_leaves_nothing() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        round = await one.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(one.url.rpartition(":")[2]))
+        head = f"PUT {protocol.update_path(round, 0)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {4 * ELEMENTS}\r\n"
+        said = {protocol.DIGEST_HEADER: "0" * 32, protocol.SAMPLES_HEADER: "1", protocol.STEPS_HEADER: "1"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**one.headers, **said}.items())
+        writer.write(f"{head}{lines}\r\n".encode() + b"half")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await one.push(round, updates_of(1)[0], samples=1))[1]["verdict"] == "added"
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+        assert server.status().spool_bytes == 0
+
+
+def test_an_update_that_never_has_room_is_refused_with_the_way_out() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        status, answer = await one.push(await one.start(), updates_of(1)[0], samples=1)
+        assert (status, "--spool-bytes" in answer["error"]) == (422, True)
+
+    with CoordinatorServer(options_of(spool_bytes=8)) as server:
+        in_a_run(server, 1, work)
+
+
+def test_another_worker_gives_the_weights_if_the_first_one_dies() -> None:
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        first = await one.hello()
+        assert isinstance(first, protocol.Welcome)
+        assert first.provide
+        second = await other.hello()
+        assert isinstance(second, protocol.Welcome)
+        assert (second.provide, second.fetch) == (False, True)
+        assert (await other.provide()).status == 409
+        await one.say(messages.LeaveRounds(worker=one.name))
+        assert (await other.socket.receive(timeout=5)).type is WSMsgType.CLOSE
+        assert (await other.join()).provide
+        await other.take_part(updates_of(1)[0], samples=1)
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 2, work)
+
+
+def test_without_the_token_nobody_gets_in() -> None:
+    async def work(one: SmallWorker) -> None:
+        for path in (protocol.WORKER_PATH, protocol.STATE_PATH, protocol.STATUS_PATH, protocol.METRICS_PATH):
+            async with one.http.get(one.url + path) as response:
+                assert response.status == 401
+        async with one.http.get(one.url + protocol.HEALTH_PATH) as response:
+            assert response.status == 200
+
+    with CoordinatorServer(options_of(), access=ServerAccess(token="secret-token")) as server:
+        in_a_run(server, 1, work)
+        status = server.status()
+    assert status.workers == ()
+    assert status.counters["refused_token"] == 4

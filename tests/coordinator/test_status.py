@@ -1,0 +1,221 @@
+"""How a run stands is seen in the terminal, on the page and by Prometheus: all of it, and no secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.coordinator.run_status import RunStatus
+from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
+from tests.coordinator.made_up_status import made_up_status
+
+web = pytest.importorskip("aiohttp.web")
+parser = pytest.importorskip("prometheus_client.parser")
+metrics = pytest.importorskip("lightning_bytescheduler.coordinator.metrics")
+page = pytest.importorskip("lightning_bytescheduler.coordinator.page")
+SECRET = "sesame-77aa"
+
+
+@contextmanager
+def served(status: RunStatus, access: ServerAccess | None = None):
+    """A server with the page, the metrics and the status; yields its address."""
+    access = access or ServerAccess()
+    loop = asyncio.new_event_loop()
+    started, addresses = threading.Event(), []
+
+    async def start():
+        application = web.Application(middlewares=[guard(access, Refusals(), public=page.PUBLIC_PATHS)])
+        page.add_pages(application.router, lambda: status)
+
+        async def answer(_):
+            return web.Response(body=msgspec.json.encode(status), content_type="application/json")
+
+        application.router.add_get("/v1/status", answer)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, access.host, 0, ssl_context=access.tls()).start()
+        addresses.append(access.url(runner.addresses[0][1]).rstrip("/"))
+        started.set()
+        return runner
+
+    def run():
+        runner = loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield addresses[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+
+
+def test_the_table_shows_everything(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with served(made_up_status()) as url:
+        assert main(["status", url, "--once"]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "Round 41 of 500, training: 23,120 left of 65536 samples of all workers.",
+        "7 of 8 workers are connected",
+        "anna (leads)",
+        "lost, away",
+        "Epoch 2 of the data: 32 %, 812 slices to go, 1 quarantined.",
+        "45 GB in, 61 GB out; round 40 saved; term 3; 4 refused.",
+        "▁",
+    ):
+        assert text in said
+
+
+def test_a_narrow_terminal_gets_less(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    with served(made_up_status()) as url:
+        assert main(["status", url, "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+
+
+def test_an_empty_run_has_a_status(capsys):
+    empty = RunStatus(
+        version="1",
+        uptime=0.0,
+        term=1,
+        round=0,
+        phase="waiting",
+        outer_steps=None,
+        target="100 steps of the fastest worker",
+        left=100,
+        weights_version=0,
+        chain="0" * 32,
+        parameters=0,
+        samples=0,
+        workers=(),
+        rounds=(),
+        slices=None,
+        counters={},
+    )
+    with served(empty) as url:
+        assert main(["status", url, "--once"]) == 0
+    assert "Nobody is here." in capsys.readouterr().out
+    assert b"bytescheduler_round 0.0" in metrics.metrics_text(empty)
+
+
+def test_json_is_the_status(capsys):
+    status = made_up_status()
+    with served(status) as url:
+        assert main(["status", url, "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=RunStatus) == status
+
+
+def test_a_token_and_a_certificate_are_asked_for(tmp_path, capsys, caplog, monkeypatch):
+    pytest.importorskip("cryptography")
+    from lightning_bytescheduler.coordinator.certificates import make_certificates
+
+    caplog.set_level(logging.DEBUG)
+    make_certificates(tmp_path / "c")
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    certificate, key = (str(tmp_path / "c" / name) for name in ("server.pem", "server.key"))
+    with served(made_up_status(), ServerAccess(token=SECRET, certificate=certificate, key=key)) as url:
+        trusted = ["status", url, "--json", "--ca", str(tmp_path / "c" / "ca.pem")]
+        assert main([*trusted, "--token-file", str(file)]) == 0
+        assert json.loads(capsys.readouterr().out)["round"] == 41
+        assert main(trusted) == 2
+        assert "answers 401" in capsys.readouterr().err
+        assert main(["status", url, "--json", "--token-file", str(file)]) == 2
+        assert "--ca names the file" in capsys.readouterr().err
+        monkeypatch.setenv("BYTESCHEDULER_COORDINATOR_TOKEN", SECRET)
+        assert main(trusted) == 0
+        assert SECRET not in capsys.readouterr().out
+    # Where others could read it, it is not sent.
+    assert main(["status", "http://coordinator.example.org:7077", "--json"]) == 2
+    assert "https://" in capsys.readouterr().err
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["http://127.0.0.1:1"], "Connection refused"),
+        (["ftp://x"], "URL="),
+        (["http://127.0.0.1:1", "--every", "0"], "--every="),
+        (["http://127.0.0.1:1", "--ca", "/missing"], "--ca="),
+    ],
+)
+def test_misuse_is_one_line(capsys, arguments, said):
+    assert main(["status", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_prometheus_reads_the_metrics():
+    families = {
+        family.name: family
+        for family in parser.text_string_to_metric_families(metrics.metrics_text(made_up_status()).decode())
+    }
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert samples["bytescheduler_round",] == 41
+    assert samples["bytescheduler_samples_total",] == 65_536 * 40
+    assert samples["bytescheduler_workers", "training"] == 3
+    assert samples["bytescheduler_workers", "lost"] == 1
+    assert samples["bytescheduler_events_total", "updates_added"] == 312
+    assert samples["bytescheduler_events_total", "refused_token"] == 3
+    assert samples["bytescheduler_loss",] == pytest.approx(made_up_status().rounds[-1].loss)
+    assert families["bytescheduler_events"].type == "counter"
+
+
+def test_names_from_outside_make_no_time_series():
+    """A thousand workers with names of their own, and events that nobody has, are as many series as one."""
+    few, many = made_up_status(1), made_up_status(1000)
+    strange = {f"evil {number}": 1 for number in range(1000)} | {f"x{number}": 1 for number in range(1000)}
+    many = msgspec.structs.replace(many, counters=few.counters)
+    text = metrics.metrics_text(many)
+    assert text.count(b"\n") == metrics.metrics_text(few).count(b"\n")
+    assert b"node-" not in text
+    text = metrics.metrics_text(msgspec.structs.replace(few, counters=strange))
+    assert text.count(b"bytescheduler_events_total{") == 60
+    assert b"evil" not in text
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_script():
+    import aiohttp
+
+    async def ask(url):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(url + "/") as answer:
+                text, headers = await answer.text(), answer.headers
+            async with session.get(url + "/metrics") as answer:
+                refused = answer.status
+            async with session.get(url + "/metrics", headers={"Authorization": f"Bearer {SECRET}"}) as answer:
+                return text, headers, refused, answer.status, answer.headers["Content-Type"]
+
+    with served(made_up_status(), ServerAccess(token=SECRET)) as url:
+        text, headers, refused, allowed, kind = asyncio.run(ask(url))
+    assert (refused, allowed) == (401, 200)
+    assert kind.startswith("text/plain; version=0.0.4")
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert SECRET not in text
+    assert "//" not in text.replace("http://www.w3.org/2000/svg", "").split("<script>")[0]
+    for forbidden in ("innerHTML", "src=", "@import", "url(", "eval(", "localStorage", "document.cookie", "style="):
+        assert forbidden not in text
