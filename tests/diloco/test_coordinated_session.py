@@ -176,13 +176,13 @@ def test_an_address_that_is_none_is_refused(url: str | None, options: dict[str, 
 def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitStack, tmp_path: Any) -> None:
     def start(**given: Any) -> CoordinatorServer:
         keeper = StateKeeper(str(tmp_path), lease=1.0)
-        options = coordinator_options(inner_steps=5, outer_steps=25, **given)
+        options = coordinator_options(inner_steps=5, outer_steps=30, **given)
         return stack.enter_context(CoordinatorServer(options, keeper=keeper))
 
     server = start()
     link = Link(port_of(server))
     stack.callback(link.close)
-    workers = [ThreadWorker(link.url, name) for name in ("one", "two")]
+    workers = [ThreadWorker(link.url, name, seconds=0.02) for name in ("one", "two")]
     until(lambda: all(worker.version >= 4 for worker in workers), "the fourth round")
     link.cut()
     server.close()
@@ -191,7 +191,7 @@ def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitSta
     other = start()
     link.heal(port_of(other))
     assert_same([worker.checked() for worker in workers])
-    assert [worker.version for worker in workers] == [25, 25]
+    assert [worker.version for worker in workers] == [30, 30]
     assert all(after > before for worker in workers for before, after in pairwise(worker.versions) if after != before)
 
 

@@ -111,9 +111,8 @@ class DiLoCoStrategy(WorkerStrategy):
       first global ones; one that joins later, or was away for long, fetches the state.
     * Whoever misses the end of a round sends what it has, and catches up. Training goes on without the coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
-      SIGTERM end that worker: what it has trained is sent, and it has the global weights at the end. The coordinator's
-      ``outer_steps`` end all.
-    * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another is appointed.
+      SIGTERM end that worker: it sends what it has, and ends with the global weights. ``outer_steps`` end all.
+    * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another one does.
       The others' ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing.
     * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
       are seeded by the worker's name, unless ``seed_everything`` was called.
