@@ -52,6 +52,7 @@ class Attacker:
         self._chance = chance
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._said = b""
         self.answers: Counter[str] = Counter()
         self._kinds: tuple[tuple[int, Callable[[], Awaitable[None]]], ...] = (
             (10, self.garbage),
@@ -115,7 +116,7 @@ class Attacker:
         status = int(head[0].split()[1])
         fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
         if has_body:
-            await reader.readexactly(int(fields.get("content-length", 0)))
+            self._said = await reader.readexactly(int(fields.get("content-length", 0)))
         if fields.get("connection") == "close":
             await self.close()
         self.answers[str(status)] += 1
@@ -245,7 +246,7 @@ class Attacker:
         before = self.answers["200"]
         await self._ask("PUT", path, self._headers(session, **headers), bytes(body), length=length)
         if self.answers["200"] > before and wrong not in (2, 9):  # these are told that they come again, or too late
-            raise Failure(f"an update was taken in spite of fault {wrong}")
+            raise Failure(f"an update was taken in spite of fault {wrong}: {self._said!r}")
 
     async def wrong_state(self) -> None:
         """Weights that nobody has asked for."""

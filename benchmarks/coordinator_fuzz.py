@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import torch
+from aiohttp.http_exceptions import HttpProcessingError
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
@@ -59,6 +60,8 @@ class _Errors(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+            return  # what is no HTTP is answered with 400
         self.said.append(self.format(record))
 
 

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The workers of one cluster: one for each GPU of this host. Start it on each host of both clusters:
+#   ./workers.sh https://coordinator.example.org:7077 cluster-a
+set -euo pipefail
+
+export BYTESCHEDULER_COORDINATOR=${1:?address of the coordinator}
+CLUSTER=${2:?cluster-a or cluster-b, whose certificate is in this folder}
+
+BYTESCHEDULER_COORDINATOR_TOKEN=$(cat token)
+export BYTESCHEDULER_COORDINATOR_TOKEN
+
+# train.py makes its strategy as
+#   DiLoCoStrategy(coordinator_ca="ca.pem", coordinator_certificate=..., coordinator_key=..., worker_name=...)
+# of these arguments; the address and the token come from the environment.
+pids=()
+gpus=$(nvidia-smi --list-gpus | wc -l)
+for ((gpu = 0; gpu < gpus; gpu++)); do
+  CUDA_VISIBLE_DEVICES=$gpu python train.py \
+    --ca ca.pem --certificate "client-$CLUSTER.pem" --key "client-$CLUSTER.key" \
+    --worker-name "$CLUSTER/$(hostname)/$gpu" &
+  pids+=($!)
+done
+trap 'kill -TERM "${pids[@]}"' TERM INT
+for pid in "${pids[@]}"; do
+  wait "$pid" || true
+done
