@@ -118,7 +118,7 @@ class ThreadWorker:
                 time.sleep(self.seconds)
                 with torch.no_grad():
                     for parameter in self.module.parameters():
-                        parameter -= 0.01 * torch.randn(parameter.shape, generator=generator)
+                        parameter.sub_(0.01 * torch.randn(parameter.shape, generator=generator))
                 self.taken += 1
                 session.count(samples=2, seconds=self.seconds, loss=1.0)
                 while not session.over and session.is_due():

@@ -273,6 +273,7 @@ def test_automatic_grace_follows_what_waiting_would_bring(others: str, late: str
     bench.steps(steps, "a", *others)
     bench.arrive(*others)
     decided = bench.scheduler._decided
+    assert decided is not None
     while not bench.records:
         before = bench.now
         bench.pass_time()
@@ -302,6 +303,7 @@ def test_automatic_grace_waits_on_where_the_quorum_is_missing() -> None:
     bench.steps(34, *"abc")
     bench.arrive("b", "c")
     decided = bench.scheduler._decided
+    assert decided is not None
     while not bench.records:
         bench.pass_time()
         bench.tick()
