@@ -201,7 +201,7 @@ def live(url: str) -> None:
 
 
 def test_a_worker_that_is_killed_is_given_up_and_its_name_comes_back(serve: Any) -> None:
-    server = serve(inner_steps=5, outer_steps=200, lease=1.0, rounds={"grace": 0.2, "first_step_limit": 1.0})
+    server = serve(inner_steps=5, lease=1.0, rounds={"grace": 0.2, "first_step_limit": 1.0})
     stays = ThreadWorker(server.url, "stays")
     process = multiprocessing.get_context("forkserver").Process(target=live, args=(server.url,), daemon=True)
     process.start()
