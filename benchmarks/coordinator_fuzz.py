@@ -39,6 +39,7 @@ from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import TrackerOptions
@@ -102,7 +103,9 @@ def _resident() -> int:
 def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
     (folder / "a.txt").write_text("\n".join(f"line {number}" for number in range(400)))
     make_slices(str(folder / "a.txt"), str(folder / "slices"), slice_bytes=500)
-    options = CoordinatorOptions(run=run_options(inner_steps=1000), lease=_LEASE, spool_bytes=2**20)
+    options = CoordinatorOptions(
+        run=run_options(inner_steps=1000), rounds=RoundOptions(grace=_LEASE), lease=_LEASE, spool_bytes=2**20
+    )
     desk = SliceDesk([str(folder / "slices")], TrackerOptions(lease=_LEASE))
     keeper = StateKeeper(str(folder / "state"))
     with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=desk) as server:

@@ -66,7 +66,7 @@ class Tab:
 async def browser(url: str) -> AsyncIterator[Tab]:
     """Open a page in a browser of its own."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # its children end a moment later
         process = subprocess.Popen(
             [
                 CHROMIUM,

@@ -34,6 +34,7 @@ _STOP_SECONDS = 90.0  # saving the last state may take a while
 _SHUTDOWN_SECONDS = 2.0
 _HANDLER_SECONDS = 75.0  # of aiohttp, between two requests of a connection
 _LONGEST_LINE = 8190
+_LINGER_SECONDS = 1.0  # that a refused body, or what follows a closed WebSocket, keeps its handler in memory
 _T = TypeVar("_T")
 
 
@@ -186,6 +187,7 @@ class CoordinatorServer:
             shutdown_timeout=_SHUTDOWN_SECONDS,
             keepalive_timeout=_HANDLER_SECONDS,
             max_line_size=_LONGEST_LINE,
+            lingering_time=_LINGER_SECONDS,
         )
         await self._runner.setup()
         try:
