@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -59,6 +59,7 @@ def agree_on_sizes(
     device: torch.device,
     *,
     in_shards: bool = False,
+    ratio: float = 1.0,
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
@@ -70,6 +71,8 @@ def agree_on_sizes(
         parameters: All of the model.
         device: Where gradients live.
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
+        ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
+            the link as long. The same on all ranks.
     """
     groups.warm_up(device)
     message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
@@ -84,13 +87,15 @@ def agree_on_sizes(
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link = probe_link(groups.data, device)
+        travels = max(round(width / ratio), 1)  # bytes of a parameter
         sizes = default_sizes(
             parameters=count,
-            bytes_per_parameter=width,
+            bytes_per_parameter=travels,
             link=link,
             busy_processor=device.type == "cpu",
             in_shards=bool(in_shards),
         )
+        sizes = replace(sizes, bucket_bytes=sizes.bucket_bytes * width // travels)
         if credit:
             sizes = SchedulerSizes(
                 partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
