@@ -78,7 +78,7 @@ class Overflows(Tower):
     """Its loss is far too large for fp16 in one step, and for the loss scale at first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
+        loss: Any = super().training_step(batch, batch_idx)
         return loss * 1e36 if batch_idx == 6 and self.trainer.global_rank == 1 else loss
 
 
