@@ -93,13 +93,19 @@ class _Named(dict[str, Contender]):
     """Makes what is asked for with sizes of its own: ``"bytescheduler, partition 65536, credit 131072"``."""
 
     def __missing__(self, name: str) -> Contender:
-        found = re.fullmatch(r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?", name)
+        found = re.fullmatch(
+            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4))?", name
+        )
         if found is None:
             raise KeyError(name)
         return Contender(
             name=name,
             strategy=partial(
-                ByteSchedulerStrategy, mode="overlapped", partition_size=int(found[1]), credit=int(found[2])
+                ByteSchedulerStrategy,
+                mode="overlapped",
+                partition_size=int(found[1]),
+                credit=int(found[2]),
+                compression=found[4],
             ),
             trainer=_CLIP if found[3] else {},
         )

@@ -31,6 +31,8 @@ def test_the_defaults_of_bytescheduler() -> None:
         "timeline": None,
         "log_metrics": True,
         "debug": None,
+        "compression": None,
+        "compression_min_size": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

@@ -45,7 +45,7 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
         Run(options={**INT8, "mode": "auto"}),
     )
     assert_same(ddp, exact)
-    assert_overlapped(overlapped)
+    assert_overlapped(overlapped, share=0.85)  # all but the first of 8 steps
     assert_same(overlapped, as_ddp)
     assert_same(overlapped, waiting)
     assert_same(overlapped, tried)

@@ -337,13 +337,7 @@ class GradientCompression:
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
         self.compressed = {name: codec.spec for name, codec in self._codecs.values()}
-        plain = sent = 0
-        for name, parameter in parameters.items():
-            codec = codecs[name]
-            nbytes = parameter.numel() * parameter.element_size()
-            plain += nbytes
-            sent += nbytes if codec is None or codec.exact else codec.payload_bytes(parameter.numel())
-        self.ratio = plain / sent if sent else 1.0
+        self.ratio = rules.ratio(parameters)
 
     def begin_step(self) -> None:
         """A backward pass has its first bucket, and nothing of the last one is under way."""

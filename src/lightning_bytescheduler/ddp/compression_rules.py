@@ -80,6 +80,21 @@ class CompressionRules:
                 return codec if fewer else None
         return None
 
+    def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
+        """How many times fewer bytes travel of all gradients, as far as that does not depend on what they are.
+
+        Args:
+            parameters: All that are reduced, by name.
+        """
+        plain = sent = 0
+        for name, parameter in parameters.items():
+            with torch._C.DisableTorchFunctionSubclass():
+                size, nbytes = parameter.numel(), parameter.numel() * parameter.element_size()
+            codec = self.codec_for(name, parameter)
+            plain += nbytes
+            sent += nbytes if codec is None or codec.exact else codec.payload_bytes(size)
+        return plain / sent if sent else 1.0
+
     @property
     def spec(self) -> str:
         """What has to be the same on all ranks, in words."""

@@ -59,6 +59,7 @@ def agree_on_sizes(
     device: torch.device,
     *,
     in_shards: bool = False,
+    ratio: float = 1.0,
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
@@ -70,6 +71,8 @@ def agree_on_sizes(
         parameters: All of the model.
         device: Where gradients live.
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
+        ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
+            the link as long. The same on all ranks.
     """
     groups.warm_up(device)
     message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
@@ -84,13 +87,20 @@ def agree_on_sizes(
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link = probe_link(groups.data, device)
+        travels = max(round(width / ratio), 1)  # bytes of a parameter
         sizes = default_sizes(
             parameters=count,
-            bytes_per_parameter=width,
+            bytes_per_parameter=travels,
             link=link,
             busy_processor=device.type == "cpu",
             in_shards=bool(in_shards),
         )
+        if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
+            sizes = SchedulerSizes(
+                partition_size=2 * sizes.partition_size,
+                credit=2 * sizes.credit,
+                bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
+            )
         if credit:
             sizes = SchedulerSizes(
                 partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -178,8 +179,9 @@ class ScheduledGradients:
             )
         self._known = set(map(id, parameters))
         groups = SchedulerGroups.create(timeout=self._timeout)
-        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin))
-        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards)
+        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or self._rules is not None
+        ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
+        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards, ratio=ratio)
         options = self._strategy._ddp_kwargs
         if not self._own_buckets:
             options["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
@@ -208,7 +210,7 @@ class ScheduledGradients:
     ) -> GradientCompression:
         self._compression = GradientCompression(
             rules,
-            {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad},
+            _trained(module),
             self.residuals,
             statistics=statistics,
             timeline=timeline,
@@ -426,6 +428,10 @@ class ScheduledGradients:
             stays = plan is not None and plan.as_ddp == found.ddp_mode
             say_found(found, stays=stays, tuned=tuned is not None)
         return tuned
+
+
+def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _loss_scale(strategy: DDPStrategy) -> float:
