@@ -67,8 +67,11 @@ def test_each_block_is_of_a_kind_that_is_checked() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A working directory with slices of text."""
+    """A working directory with slices of text, a token and certificates."""
     monkeypatch.chdir(tmp_path)
+    Path("token").write_text("secret")
+    Path("token").chmod(0o600)
+    assert main(["certificates", "certs", "--host", "coordinator.example.org"]) == 0
     Path("lines.txt").write_text("".join(f"line {number}\n" for number in range(200)))
     assert main(["slices", "make", "lines.txt", "data/slices"]) == 0
     return tmp_path
