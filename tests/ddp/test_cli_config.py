@@ -82,8 +82,8 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             DiLoCoStrategy,
             [
-                "--strategy.weighting {samples,tokens,uniform}",
-                "--strategy.wire_dtype {fp32,bf16,int8,int4,sparse}",
+                "Literal['samples', 'tokens', 'uniform']",
+                "Literal['fp32', 'bf16', 'int8', 'int4', 'sparse']",
                 "Literal['auto']",
                 "Literal['ddp', 'bytescheduler']",
                 "Literal['node']",
