@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -324,3 +325,9 @@ def test_what_is_no_compressor(spec: object, says: str) -> None:
     with pytest.raises(OptionError, match=r"^compression=") as caught:
         make_compressor(spec)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_it_can_be_sent_to_ranks_that_are_spawned(spec: str) -> None:
+    compressor = make_compressor(spec)
+    assert pickle.loads(pickle.dumps(compressor)).spec == compressor.spec

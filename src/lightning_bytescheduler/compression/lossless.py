@@ -61,6 +61,9 @@ class Lossless(Compressor):
 
                 self._library = lz4.block
 
+    def __reduce__(self) -> tuple[type[Lossless], tuple[str, int]]:
+        return type(self), (self.codec, self.level)  # a library is a module, which cannot be pickled
+
     @property
     def spec(self) -> str:
         """See Compressor."""

@@ -17,8 +17,8 @@ class RoundOptions:
 
     Attributes:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
-        start_workers: Workers that the first round waits for. Whoever joins later trains in the round that is on, until its
-            end is decided; where all take equally many steps, from the next round on.
+        start_workers: Workers that the first round waits for. Whoever joins later trains in the round that is on, if
+            its end is not decided; where all take equally many steps, from the next round on.
         restart_workers: The same for the first round after a restart.
         step_cap: Steps that no worker exceeds in a round, or ``None``. A worker that has raced ahead waits there.
         lead_steps: The end of a round is decided when it is this many steps of the slowest worker away. Fewer make a
