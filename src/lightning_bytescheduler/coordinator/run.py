@@ -449,13 +449,14 @@ class Run:
         ended = RoundEnded(
             round=merge.round,
             samples=samples,
-            shares={one.worker: one.samples / samples for one in own.values()} if samples else {},
             metrics=metrics,
             stop=self.scheduler.finished and merge.round == self.scheduler.round,
         )
         self._ending = None
-        for member in self.members:
-            self._post(member.name, ended)
+        for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
+            mine = own.get(member.name)
+            shares = {mine.worker: mine.samples / samples} if mine is not None and samples else {}
+            self._post(member.name, msgspec.structs.replace(ended, shares=shares))
         self._merging = None
         held, self._held = self._held, deque()
         self._deliver(held)
