@@ -287,7 +287,7 @@ class CoordinatorService:
             now = self._clock()
             for connection in self._connections.values():
                 if connection.is_open:  # aiohttp's pings have closed those that do not answer
-                    self.run.members.hear(connection.member, now)
+                    self.run.alive(connection.member, now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
