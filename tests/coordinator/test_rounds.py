@@ -103,6 +103,29 @@ def test_fragments_take_turns() -> None:
         in_a_run(server, 2, work)
 
 
+def test_the_first_weights_may_come_with_momentum() -> None:
+    momentum = {name: torch.full_like(tensor, 0.25) for name, tensor in weights_of(0).items()}
+
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await one.hello()
+        for wrong in ({"layer.bias": torch.zeros(5)}, {"layer.bias": torch.full((6,), float("nan"))}):
+            answer = await one.provide(wrong)
+            assert (answer.status, "momentum.layer.bias" in await answer.text()) == (422, True)
+        assert (await one.provide(momentum)).status == 200
+        await other.join()
+        state = other.outer.state_dict()["optimizer"]["state"]
+        assert [state[index]["momentum_buffer"].unique().item() for index in range(2)] == [0.25, 0.25]
+        await other.take_part(torch.zeros(ELEMENTS), samples=1)
+        await one.fetch()
+        assert same_weights(one, other)
+        # A mean of zero leaves the momentum as it was, but for its decay; the step goes along it.
+        expected = weights_of(0)["layer.bias"] - 0.7 * 0.9 * (0.9 * 0.25)
+        assert torch.allclose(one.outer.weights["layer.bias"], expected)
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 2, work)
+
+
 def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await join_all(one, other)

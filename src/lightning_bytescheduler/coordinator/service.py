@@ -22,7 +22,7 @@ from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Connection, refuse
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import add_pages
@@ -438,21 +438,22 @@ class CoordinatorService:
         if isinstance(tensors, web.Response):
             return tensors
         try:
-            weights = weights_in(tensors, self.run.model)
+            weights, momentum = weights_in(tensors, self.run.model), momentum_in(tensors, self.run.model)
         except OptionError as error:
             return problem(422, str(error))
         if not self.run.provides(member):
             return problem(409, "Another worker has sent the first weights meanwhile.")
-        await self.begin_with(weights)
+        await self.begin_with(weights, momentum)
         return web.json_response({"parameters": self.parameters})
 
-    async def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+    async def begin_with(self, weights: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
         """There are weights: rounds can begin.
 
         Args:
             weights: By name, of the run's model.
+            momentum: Of the outer optimizer, by name; a run that begins from a checkpoint has one.
         """
-        self._make_weights(weights)
+        self._make_weights(weights).load_momentum(momentum)
         self.run.provided(self._clock())
         self._note_boundary()
         await self._save()

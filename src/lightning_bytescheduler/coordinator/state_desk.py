@@ -37,14 +37,14 @@ _HEADER_BYTES = 4096  # of a safetensors file, and for each parameter
 
 
 def state_bytes(model: tuple[ModelParameter, ...]) -> int:
-    """The most bytes that weights of a model take as a safetensors file, in fp64."""
+    """The most bytes that weights and momentum of a model take as a safetensors file, in fp64."""
     numbers = 0
     for one in model:
         size = 1
         for length in one.shape:
             size *= length
         numbers += size
-    return 8 * numbers + _HEADER_BYTES * (len(model) + 1)
+    return 2 * 8 * numbers + _HEADER_BYTES * (2 * len(model) + 1)
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
