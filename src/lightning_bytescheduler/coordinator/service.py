@@ -29,14 +29,14 @@ from lightning_bytescheduler.coordinator.page import add_pages
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.stalls import Stalls
-from lightning_bytescheduler.coordinator.state_desk import StateDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_routes import StateRoutes
 from lightning_bytescheduler.coordinator.state_store import RunState
 from lightning_bytescheduler.coordinator.status_report import drawable, status_of, summary_of
-from lightning_bytescheduler.coordinator.update_desk import UpdateDesk
+from lightning_bytescheduler.coordinator.update_routes import UpdateRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
     SESSION_HEADER,
@@ -86,7 +86,7 @@ class CoordinatorService:
         options: CoordinatorOptions,
         *,
         keeper: StateKeeper | None = None,
-        slices: SliceDesk | None = None,
+        slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,8 +110,8 @@ class CoordinatorService:
         )
         self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
         self.stalls = Stalls(_STALLED_SECONDS, clock)
-        self.updates = UpdateDesk(self.run, self.spool, self.stalls, clock=clock)
-        self.states = StateDesk(self.run, options.spool)
+        self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
+        self.states = StateRoutes(self.run, options.spool)
         self.weights: GlobalWeights | None = None
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
@@ -299,7 +299,7 @@ class CoordinatorService:
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
 
-    def _take_back_slices(self, slices: SliceDesk, now: float) -> None:
+    def _take_back_slices(self, slices: SliceRoutes, now: float) -> None:
         """Let others have what a worker holds that is cut off: at an epoch's end they would wait for its lease."""
         for member in self.run.members:
             silent = not member.connected and now >= member.heard + self.options.rounds.silent_after

@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["StateDesk", "read_weights", "state_bytes"]
+__all__ = ["StateRoutes", "read_weights", "state_bytes"]
 
 _CHUNK = 1 << 18
 _STALLED_SECONDS = 60.0
@@ -62,7 +62,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise OptionError("weights", "what came in", f"a safetensors file ({error})") from error
 
 
-class StateDesk:
+class StateRoutes:
     """Hands out the state. On the event loop.
 
     Args:
