@@ -33,7 +33,7 @@ from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.packed_state import pack, tensor_chunks
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_folder import StateFolder
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import StateStore
@@ -106,9 +106,9 @@ def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
     options = CoordinatorOptions(
         run=run_options(inner_steps=1000), rounds=RoundOptions(grace=_LEASE), lease=_LEASE, spool_bytes=2**20
     )
-    desk = SliceDesk([str(folder / "slices")], TrackerOptions(lease=_LEASE))
+    slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
     keeper = StateKeeper(str(folder / "state"))
-    with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=desk) as server:
+    with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=slices) as server:
         yield server
 
 

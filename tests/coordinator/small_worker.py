@@ -83,7 +83,6 @@ class SmallWorker:
         assert isinstance(welcome, protocol.Welcome), welcome
         if welcome.provide:
             await self.provide()
-        if welcome.provide:
             self._begin(self.first_weights, {}, welcome.options)
             self.version, self.chain = welcome.version, welcome.chain
         elif welcome.fetch:
@@ -93,8 +92,9 @@ class SmallWorker:
         await self.say(messages.JoinRounds(worker=self.name))
         return welcome
 
-    async def provide(self) -> aiohttp.ClientResponse:
-        body = save({f"weights.{name}": tensor for name, tensor in self.first_weights.items()})
+    async def provide(self, momentum: dict[str, Tensor] | None = None) -> aiohttp.ClientResponse:
+        state = {f"weights.{name}": tensor for name, tensor in self.first_weights.items()}
+        body = save({**state, **{f"momentum.{name}": tensor for name, tensor in (momentum or {}).items()}})
         return await self.http.put(self.url + protocol.STATE_PATH, data=body, headers=self.headers)
 
     async def fetch(self) -> None:

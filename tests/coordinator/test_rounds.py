@@ -50,7 +50,8 @@ def test_workers_have_the_bits_of_the_exact_mean_in_any_order_of_arrival() -> No
                 assert status == 200
             for worker in workers:
                 ended = await worker.wait_for(messages.RoundEnded)
-                assert (ended.round, ended.samples) == (round, 6)
+                number = workers.index(worker)
+                assert (ended.round, ended.samples, ended.shares) == (round, 6, {f"w{number}": (number + 1) / 6})
                 await worker.pull(round)
         expected = OuterOptimizer(weights_of(0))
         mean = WeightedMean({"all": torch.empty(ELEMENTS)})
@@ -77,6 +78,7 @@ def test_smaller_wires_give_everybody_the_same_bits(wire_dtype: str) -> None:
         await one_round(*workers[:2])
         await workers[2].join()  # from the coordinator's own weights and momentum
         await one_round(*workers[:2])
+        await workers[2].wait_for(messages.RoundEnded)  # it was let into the round, and has not taken a step in it
         await workers[2].pull(2)
         await one_round(*workers)
         assert same_weights(*workers)
@@ -98,6 +100,29 @@ def test_fragments_take_turns() -> None:
         assert "fragment=1 is not allowed: fragment must be 0" in answer["error"]
 
     with CoordinatorServer(options_of(workers=2, fragments=2)) as server:
+        in_a_run(server, 2, work)
+
+
+def test_the_first_weights_may_come_with_momentum() -> None:
+    momentum = {name: torch.full_like(tensor, 0.25) for name, tensor in weights_of(0).items()}
+
+    async def work(one: SmallWorker, other: SmallWorker) -> None:
+        await one.hello()
+        for wrong in ({"layer.bias": torch.zeros(5)}, {"layer.bias": torch.full((6,), float("nan"))}):
+            answer = await one.provide(wrong)
+            assert (answer.status, "momentum.layer.bias" in await answer.text()) == (422, True)
+        assert (await one.provide(momentum)).status == 200
+        await other.join()
+        state = other.outer.state_dict()["optimizer"]["state"]
+        assert [state[index]["momentum_buffer"].unique().item() for index in range(2)] == [0.25, 0.25]
+        await other.take_part(torch.zeros(ELEMENTS), samples=1)
+        await one.fetch()
+        assert same_weights(one, other)
+        # A mean of zero leaves the momentum as it was, but for its decay; the step goes along it.
+        expected = weights_of(0)["layer.bias"] - 0.7 * 0.9 * (0.9 * 0.25)
+        assert torch.allclose(one.outer.weights["layer.bias"], expected)
+
+    with CoordinatorServer(options_of()) as server:
         in_a_run(server, 2, work)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options
 from tests.diloco.fits import FAST_AND_SLOW, Pause, diloco_trainer
@@ -42,9 +42,9 @@ def rows(tmp_path: Path) -> str:
 
 
 def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
-    desk = SliceDesk([rows], TrackerOptions())
+    slices = SliceRoutes([rows], TrackerOptions())
     options = coordinator_options(inner_steps=4, outer_steps=12, rounds={"start_workers": 2})
-    with CoordinatorServer(options, slices=desk) as server:
+    with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path), timeout=60.0)
         status = server.status().slices
     assert status is not None

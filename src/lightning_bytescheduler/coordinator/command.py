@@ -27,7 +27,7 @@ from lightning_bytescheduler.slices.command import _bytes
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
-    from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 
 __all__ = ["add_arguments", "run"]
 
@@ -179,14 +179,14 @@ def _server(
     )
 
 
-def _slices(options: argparse.Namespace) -> SliceDesk | None:
+def _slices(options: argparse.Namespace) -> SliceRoutes | None:
     if options.train is None:
         return None
-    from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
     from lightning_bytescheduler.slices.options import TrackerOptions
 
     tracker = TrackerOptions(seed=options.seed, delivery=options.delivery, lease=options.lease_s)
-    return SliceDesk(options.train, tracker)
+    return SliceRoutes(options.train, tracker)
 
 
 def _announce(server: CoordinatorServer, options: argparse.Namespace, access: ServerAccess) -> None:

@@ -27,7 +27,7 @@ from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["GlobalWeights", "KeptMean", "Snapshot", "digest_of", "weights_in"]
+__all__ = ["GlobalWeights", "KeptMean", "Snapshot", "digest_of", "momentum_in", "weights_in"]
 
 _WEIGHTS, _MOMENTUM = "weights.", "momentum."
 
@@ -219,13 +219,24 @@ def weights_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -
     Raises:
         OptionError: If one is missing, has another shape, or is not finite; names it.
     """
-    weights = {}
-    for one in model:
-        tensor = tensors.get(f"{_WEIGHTS}{one.name}")
-        if tensor is None or tuple(tensor.shape) != one.shape or not tensor.is_floating_point():
-            has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            raise OptionError(f"{_WEIGHTS}{one.name}", has, f"floating-point numbers of shape {one.shape}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise OptionError(f"{_WEIGHTS}{one.name}", "infinities or NaN", "finite")
-        weights[one.name] = tensor
-    return weights
+    return {one.name: _checked(f"{_WEIGHTS}{one.name}", tensors, one) for one in model}
+
+
+def momentum_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -> dict[str, Tensor]:
+    """The momentum among tensors of a state, in fp32: of those weights that have one, checked as they are.
+
+    Raises:
+        OptionError: If one has another shape than its weights, or is not finite; names it.
+    """
+    having = [one for one in model if f"{_MOMENTUM}{one.name}" in tensors]
+    return {one.name: _checked(f"{_MOMENTUM}{one.name}", tensors, one).float() for one in having}
+
+
+def _checked(key: str, tensors: Mapping[str, Tensor], like: ModelParameter) -> Tensor:
+    tensor = tensors.get(key)
+    if tensor is None or tuple(tensor.shape) != like.shape or not tensor.is_floating_point():
+        has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise OptionError(key, has, f"floating-point numbers of shape {like.shape}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise OptionError(key, "infinities or NaN", "finite")
+    return tensor

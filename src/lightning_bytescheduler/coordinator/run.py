@@ -151,7 +151,7 @@ class Run:
         self._holds = False  # after a restart, until those are back who were there, or their time is over
         self._awaited: set[str] = set()
         self._hold_until = 0.0
-        self._at_hand: dict[str, int] = {}  # the round that a worker may be in the middle of as it comes back
+        self._begin_anew: set[str] = set()  # who gets other weights as it joins, so that its steps so far do not count
         self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
         self._saved_rounds: BatchSchedulerState | None = None
         self._merging: Merge | None = None
@@ -187,7 +187,7 @@ class Run:
         provide = self.provides(member)
         self._appoint()
         fetch = not provide and not (self.has_weights and self._has_place(hello))
-        self._at_hand[member.name] = 0 if fetch or provide else hello.version + 1
+        (self._begin_anew.add if fetch or provide else self._begin_anew.discard)(member.name)
         return member, Welcome(
             worker=member.name,
             session=member.session,
@@ -236,7 +236,7 @@ class Run:
         self._ready.pop(member.name, None)
         self._awaited.discard(member.name)
         self.tallies.pop(member.name, None)
-        self._at_hand.pop(member.name, None)
+        self._begin_anew.discard(member.name)
         self._told.pop(member.name, None)
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
@@ -279,6 +279,11 @@ class Run:
         for message in messages:
             self._hear(member, message, now)
 
+    def alive(self, member: Member, now: float) -> None:
+        """A sign of life of a worker that says nothing, as while it fetches large weights."""
+        self.members.hear(member, now)
+        self.scheduler.note_alive(member.name, now=now)
+
     def _hear(self, member: Member, message: FromWorker | FromCoordinator, now: float) -> None:
         name = member.name
         if isinstance(message, JoinRounds):
@@ -303,13 +308,12 @@ class Run:
                 self._answer(name, message.round, now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
-        """What a worker says as it joins, for the scheduler: with its process, and with a round only if it is at it.
+        """What a worker says as it joins, for the scheduler: with its process, and with what it has done in a round.
 
-        A worker that is in the middle of a round has the weights that this one begins with if it did not have to fetch
-        any as it came back.
+        A worker says that only if its weights are those which the round begins with, and its steps count if that round
+        is on, or begins next. Whoever was told to take other weights has done nothing with them.
         """
-        round = joins.round if joins.round == self._at_hand.get(member.name, 0) else 0
-        if not round:
+        if member.name in self._begin_anew:
             return JoinRounds(worker=member.name, session=member.incarnation)
         return msgspec.structs.replace(joins, session=member.incarnation)
 
@@ -405,8 +409,7 @@ class Run:
         if into != offer.round:
             self._note_late(offer, into, weight)
         self.count("updates_added" if weight else "updates_dropped")
-        if member.name in self.scheduler.workers:
-            self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)
+        self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)  # also if it has left meanwhile
 
     def dropped(self, offer: Offer, now: float) -> None:
         """An update has come too late to count."""
@@ -414,8 +417,7 @@ class Run:
         into = self._rules.round_of_late(offer, self.scheduler.round)
         self._note_late(offer, into, 0)
         self.count("updates_dropped")
-        if offer.member.name in self.scheduler.workers:
-            self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
+        self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def _note_late(self, offer: Offer, into: int, weight: int) -> None:
         self.tally(offer.member.name).late += 1
@@ -449,13 +451,14 @@ class Run:
         ended = RoundEnded(
             round=merge.round,
             samples=samples,
-            shares={one.worker: one.samples / samples for one in own.values()} if samples else {},
             metrics=metrics,
             stop=self.scheduler.finished and merge.round == self.scheduler.round,
         )
         self._ending = None
-        for member in self.members:
-            self._post(member.name, ended)
+        for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
+            mine = own.get(member.name)
+            shares = {mine.worker: mine.samples / samples} if mine is not None and samples else {}
+            self._post(member.name, msgspec.structs.replace(ended, shares=shares))
         self._merging = None
         held, self._held = self._held, deque()
         self._deliver(held)

@@ -18,7 +18,7 @@ from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
 from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.coordinator.service import CoordinatorService
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_store import RunState
 from lightning_bytescheduler.diloco.round_record import RoundFile
@@ -64,7 +64,7 @@ class CoordinatorServer:
         port: int = 0,
         keeper: StateKeeper | None = None,
         standby: bool = False,
-        slices: SliceDesk | None = None,
+        slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
     ) -> None:
         self._access = ServerAccess() if access is None else access

@@ -22,21 +22,21 @@ from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Connection, refuse
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import add_pages
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.stalls import Stalls
-from lightning_bytescheduler.coordinator.state_desk import StateDesk
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_routes import StateRoutes
 from lightning_bytescheduler.coordinator.state_store import RunState
 from lightning_bytescheduler.coordinator.status_report import drawable, status_of, summary_of
-from lightning_bytescheduler.coordinator.update_desk import UpdateDesk
+from lightning_bytescheduler.coordinator.update_routes import UpdateRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
     SESSION_HEADER,
@@ -86,7 +86,7 @@ class CoordinatorService:
         options: CoordinatorOptions,
         *,
         keeper: StateKeeper | None = None,
-        slices: SliceDesk | None = None,
+        slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,8 +110,8 @@ class CoordinatorService:
         )
         self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
         self.stalls = Stalls(_STALLED_SECONDS, clock)
-        self.updates = UpdateDesk(self.run, self.spool, self.stalls, clock=clock)
-        self.states = StateDesk(self.run, options.spool)
+        self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
+        self.states = StateRoutes(self.run, options.spool)
         self.weights: GlobalWeights | None = None
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
@@ -287,7 +287,7 @@ class CoordinatorService:
             now = self._clock()
             for connection in self._connections.values():
                 if connection.is_open:  # aiohttp's pings have closed those that do not answer
-                    self.run.members.hear(connection.member, now)
+                    self.run.alive(connection.member, now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
@@ -299,7 +299,7 @@ class CoordinatorService:
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
 
-    def _take_back_slices(self, slices: SliceDesk, now: float) -> None:
+    def _take_back_slices(self, slices: SliceRoutes, now: float) -> None:
         """Let others have what a worker holds that is cut off: at an epoch's end they would wait for its lease."""
         for member in self.run.members:
             silent = not member.connected and now >= member.heard + self.options.rounds.silent_after
@@ -438,21 +438,22 @@ class CoordinatorService:
         if isinstance(tensors, web.Response):
             return tensors
         try:
-            weights = weights_in(tensors, self.run.model)
+            weights, momentum = weights_in(tensors, self.run.model), momentum_in(tensors, self.run.model)
         except OptionError as error:
             return problem(422, str(error))
         if not self.run.provides(member):
             return problem(409, "Another worker has sent the first weights meanwhile.")
-        await self.begin_with(weights)
+        await self.begin_with(weights, momentum)
         return web.json_response({"parameters": self.parameters})
 
-    async def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+    async def begin_with(self, weights: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
         """There are weights: rounds can begin.
 
         Args:
             weights: By name, of the run's model.
+            momentum: Of the outer optimizer, by name; a run that begins from a checkpoint has one.
         """
-        self._make_weights(weights)
+        self._make_weights(weights).load_momentum(momentum)
         self.run.provided(self._clock())
         self._note_boundary()
         await self._save()

@@ -12,7 +12,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.options import target_in_words
 from lightning_bytescheduler.coordinator.run import Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus, WorkerStatus
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
 __all__ = ["StatusSource", "drawable", "status_of", "summary_of"]
@@ -23,7 +23,7 @@ _WORKERS_DRAWN = 40
 class StatusSource(Protocol):
     """What is known beside the run's core."""
 
-    slices: SliceDesk | None
+    slices: SliceRoutes | None
     rounds: deque[RoundSummary]
     timeline: deque[RoundRecord]
     refusals: Callable[[], Mapping[str, int]]

@@ -90,7 +90,8 @@ the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHA
 if it is kept no longer."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
-``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the first weights, from the worker that was asked for them."""
+``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it
+has momentum only if it begins from a checkpoint."""
 SLICES_PATH = "/v1/slices"
 """``POST``: one message of ``slices/messages.py``; the answer is another."""
 STATUS_PATH = "/v1/status"

@@ -31,7 +31,7 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker
 
-__all__ = ["SliceDesk"]
+__all__ = ["SliceRoutes"]
 
 _CALLS = (
     JoinTracker,
@@ -45,7 +45,7 @@ _CALLS = (
 )
 
 
-class SliceDesk:
+class SliceRoutes:
     """A tracker whose workers are members of the run. For one thread.
 
     Args:

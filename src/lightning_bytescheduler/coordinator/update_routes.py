@@ -38,7 +38,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = ["UpdateDesk"]
+__all__ = ["UpdateRoutes"]
 
 _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
@@ -46,7 +46,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 2**53
 
 
-class UpdateDesk:
+class UpdateRoutes:
     """Takes updates and hands out means, for one run. On the event loop.
 
     Args:

@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["StateDesk", "read_weights", "state_bytes"]
+__all__ = ["StateRoutes", "read_weights", "state_bytes"]
 
 _CHUNK = 1 << 18
 _STALLED_SECONDS = 60.0
@@ -37,14 +37,14 @@ _HEADER_BYTES = 4096  # of a safetensors file, and for each parameter
 
 
 def state_bytes(model: tuple[ModelParameter, ...]) -> int:
-    """The most bytes that weights of a model take as a safetensors file, in fp64."""
+    """The most bytes that weights and momentum of a model take as a safetensors file, in fp64."""
     numbers = 0
     for one in model:
         size = 1
         for length in one.shape:
             size *= length
         numbers += size
-    return 8 * numbers + _HEADER_BYTES * (len(model) + 1)
+    return 2 * 8 * numbers + _HEADER_BYTES * (2 * len(model) + 1)
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise OptionError("weights", "what came in", f"a safetensors file ({error})") from error
 
 
-class StateDesk:
+class StateRoutes:
     """Hands out the state. On the event loop.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a worker holds that is cut off goes to others before its lease is over."""
+"""The run's slices for its workers: what one holds that is cut off goes to others before its lease is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.slice_desk import SliceDesk
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.slices.messages import AskLater, Assignment, JoinTracker, RequestSlice, decode, encode
@@ -29,7 +29,7 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
     options = CoordinatorOptions(
         run=run_options(inner_steps=1), rounds=RoundOptions(quorum=0.0, silent_after=0.2), lease=60.0
     )
-    desk = SliceDesk([rows], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([rows], TrackerOptions(lease=60.0))
 
     async def work(url: str) -> None:
         async with SmallWorker(url, "one", weights_of()) as one, SmallWorker(url, "two", weights_of()) as two:
@@ -43,5 +43,5 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
             while isinstance(await ask(two, RequestSlice(session=session, epoch=0)), AskLater):
                 await asyncio.sleep(0.05)
 
-    with CoordinatorServer(options, slices=desk) as server:
+    with CoordinatorServer(options, slices=slices) as server:
         asyncio.run(asyncio.wait_for(work(server.url), 20))

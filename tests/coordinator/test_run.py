@@ -1,0 +1,172 @@
+"""The core of a run, without a service: who joins in mid-round, who leaves with an update under way, and a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.run import Merge, Run
+from lightning_bytescheduler.coordinator.update_rules import Offer
+from lightning_bytescheduler.diloco import coordinator_protocol as protocol
+from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+from tests.coordinator.runs import options_of, weights_of
+from tests.coordinator.small_worker import described
+
+DIGEST = "d" * 32
+
+
+class Played:
+    """A run whose clock stands still unless it is told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = 0.0
+        self.posted: list[tuple[str, Any]] = []
+        self.merges: list[Merge] = []
+        self.records: list[RoundRecord] = []
+        self.run = Run(
+            options_of(**options),
+            post=lambda name, message: self.posted.append((name, message)),
+            merge=self.merges.append,
+            on_round=lambda record, metrics: self.records.append(record),
+        )
+
+    def hello(self, name: str, *, session: str = "", version: int = 0, chain: str = "0" * 32) -> Member:
+        hello = protocol.Hello(
+            protocol=protocol.PROTOCOL,
+            package=__version__,
+            worker=name,
+            session=session,
+            model=described(weights_of()),
+            version=version,
+            chain=chain,
+        )
+        answer = self.run.hello(hello, self.now)
+        assert isinstance(answer, tuple), answer
+        member, self.welcome = answer
+        if self.welcome.provide:
+            self.run.provided(self.now)
+        return member
+
+    def say(self, member: Member, *said: Any) -> list[Any]:
+        """Returns what the same worker is told."""
+        del self.posted[:]
+        self.run.hear(member, said, self.now)
+        return [message for name, message in self.posted if name == member.name]
+
+    def step(self, member: Member, round: int, steps: int) -> list[Any]:
+        return self.say(
+            member,
+            messages.StepReport(
+                worker=member.name, round=round, steps=steps, samples=steps, batch_size=1, seconds=0.01
+            ),
+        )
+
+    def offer(self, member: Member, round: int, steps: int) -> Offer:
+        return Offer(member=member, round=round, fragment=0, steps=steps, samples=steps, tokens=0, round_samples=steps)
+
+    def send(self, member: Member, round: int, steps: int) -> None:
+        offer = self.offer(member, round, steps)
+        self.run.sending(offer, self.now)
+        self.run.arrived(offer, self.now, into=round, weight=steps)
+
+    def merge(self) -> None:
+        merge = self.merges.pop()
+        total = sum(one.weight for one in self.run.contributions.of(merge.round)) if merge.counts else 0
+        digest = DIGEST if total else ""
+        self.run.merged(merge, self.now, digest=digest, total=total, oldest_mean=1)
+
+    def one_round(self, *members: Member, round: int, steps: int) -> None:
+        for member in members:
+            self.say(member, messages.RoundStarted(worker=member.name, round=round))
+            self.step(member, round, steps)
+        for member in members:
+            self.send(member, round, steps)
+        self.merge()
+
+
+def join(worker: Member, **done: int) -> messages.JoinRounds:
+    return messages.JoinRounds(worker=worker.name, **done)
+
+
+def begun(**options: Any) -> tuple[Played, Member, Member]:
+    """Two workers, after round 1."""
+    played = Played(samples_per_round=100, inner_steps=None, workers=2, **options)
+    one, other = played.hello("one"), played.hello("other")
+    played.say(one, join(one))
+    played.say(other, join(other))
+    played.one_round(one, other, round=1, steps=50)
+    return played, one, other
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_same_round(version: int) -> None:
+    played, one, other = begun()
+    session = other.session
+    played.now = 59.0
+    played.step(one, 2, 10)
+    played.now = 61.0
+    played.run.tick(played.now)
+    assert [member.name for member in played.run.members] == ["one"]
+    chain = played.run.lineage.chain_of(version) or "0" * 32
+    back = played.hello("other", session=session, version=version, chain=chain)  # if it is behind, it merges first
+    assert not played.welcome.fetch
+    told = played.say(back, join(back, round=2, steps=30, samples=30))
+    assert messages.Acknowledge(round=2, reported=30) in told
+    assert played.run.scheduler.left == 60
+
+
+def test_steps_with_other_weights_do_not_count() -> None:
+    played, one, other = begun()
+    played.now = 59.0
+    played.step(one, 2, 10)
+    played.now = 61.0
+    played.run.tick(played.now)
+    back = played.hello("other", session=other.session, version=1, chain="e" * 32)
+    assert played.welcome.fetch
+    played.say(back, join(back, round=2, steps=30, samples=30))
+    assert played.run.scheduler.left == 90
+
+
+def test_steps_of_the_open_round_count_after_a_restart() -> None:
+    played, one, other = begun()
+    sessions = one.session, other.session
+    state, chain = played.run.state_dict(), played.run.lineage.chain
+    again = Played(samples_per_round=100, inner_steps=None, workers=2)
+    again.run.load_state_dict(state, again.now)
+    one, other = (
+        again.hello(name, session=session, version=1, chain=chain)
+        for name, session in zip(("one", "other"), sessions, strict=True)
+    )
+    assert again.say(one, join(one, round=2, steps=30, samples=30)) == [messages.WaitForRound(round=2)]
+    again.step(one, 2, 31)
+    again.say(other, join(other, round=2, steps=40, samples=40))
+    assert (again.run.scheduler.round, again.run.scheduler.left) == (2, 30)
+    again.step(one, 2, 32)
+    assert again.run.scheduler.left == 28
+
+
+def test_an_update_that_was_under_way_when_its_worker_left_counts() -> None:
+    played, one, other = begun()
+    offer = played.offer(other, 2, 20)
+    played.run.sending(offer, played.now)
+    played.say(other, messages.LeaveRounds(worker="other"))
+    played.run.arrived(offer, played.now, into=2, weight=20)
+    played.say(one, messages.LeaveRounds(worker="one"))  # so that nobody else's is part of the round
+    assert [(merge.round, merge.counts) for merge in played.merges] == [(2, True)]
+    played.merge()
+    assert played.run.samples == 120
+
+
+def test_who_fetches_weights_and_answers_pings_is_counted_on() -> None:
+    played, one, other = begun()
+    for _ in range(4):
+        played.now += played.run.options.rounds.silent_after
+        played.step(one, 2, int(played.now))
+        played.run.alive(other, played.now)
+    played.say(one, protocol.PauseRounds(worker="one"))
+    assert not played.run.scheduler.collecting  # the other's update is still to come
+    assert played.merges == []
