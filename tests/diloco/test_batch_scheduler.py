@@ -191,6 +191,22 @@ def test_nobody_waits_for_the_first_step_of_one_who_has_begun_late(target: Round
     assert bench.records[0].merged == ("a",)
 
 
+def test_the_first_step_of_one_who_has_begun_late_is_not_counted_on() -> None:
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(20, "a", "b")
+    bench.say(LeaveRounds(worker="b"))  # its step times stay known
+    bench.steps(70, "a", first=21)
+    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=1)]}
+    bench.say(RoundStarted(worker="b", round=1))
+    step = 91
+    while not bench.scheduler.collecting:
+        bench.steps(1, "a", first=step)
+        step += 1
+    assert bench.scheduler.workers["a"].send_after == 100
+    assert not bench.scheduler.workers["b"].is_member
+
+
 def test_where_all_take_equally_many_steps_a_joiner_waits_for_the_next_round() -> None:
     bench = Bench(FixedSteps(10))
     bench.start("a")

@@ -25,8 +25,8 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
+from lightning_bytescheduler.diloco.fit_start import refuse_searches
 from lightning_bytescheduler.diloco.options import common_options
-from lightning_bytescheduler.diloco.strategy import _refuse_searches
 
 
 @pytest.mark.parametrize(
@@ -340,5 +340,5 @@ def test_a_monitor_without_rounds_is_told_of() -> None:
 
 def test_a_learning_rate_is_not_looked_for() -> None:
     with pytest.raises(UnsupportedError, match=r"cannot look for a learning rate .*Trainer\(devices=1\)"):
-        _refuse_searches([LearningRateFinder()])
-    _refuse_searches([PerformanceMonitor()])
+        refuse_searches([LearningRateFinder()])
+    refuse_searches([PerformanceMonitor()])

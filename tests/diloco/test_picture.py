@@ -21,7 +21,7 @@ def test_it_draws_the_last_rounds(tmp_path: Path) -> None:
     out = tmp_path / "new" / "rounds.svg"
     draw_rounds(small_run(), out)
     drawn = texts(out)
-    assert "Rounds 3 to 8: workers waited 2.1% of their time" in drawn
+    assert "Rounds 3 to 8: workers waited 2.6% of their time" in drawn
     assert [text for text in drawn if re.fullmatch(r"round \d", text)] == [f"round {n}" for n in range(3, 9)]
     assert {"w0", "w1", "w2", "training", "waiting for the others", "sending its pseudo-gradient", "not merged"} <= set(
         drawn

@@ -48,22 +48,29 @@ class Plain(BatchScheduler):
             for worker in members
             if worker.is_training and not worker.paused and now < worker.silent_at(self._options)
         ]
-        told = [worker for worker in members if worker.is_training]
+        # One who has begun late and has no step yet has its first one in the next round.
+        told = [worker for worker in members if worker.is_training and not (worker.began_late and not worker.steps)]
         sent = [worker.transfer.mean for worker in self.workers.values() if worker.state.value != "lost"]
         transfer = 2 * max((seconds for seconds in sent if seconds is not None), default=0.0)
         if not training:
             if members and all(worker.paused and not worker.has_ended for worker in members):
                 return None
             return {worker.name: None for worker in told}, pytest.approx(transfer)
-        paces = {worker.name: worker.pace(self._step_cap) for worker in training}
+        # One who has begun late is counted on for what it has shown, and not at all where steps are capped.
+        paces = {
+            worker.name: worker.pace(self._step_cap)
+            for worker in training
+            if not worker.began_late or (worker.steps and self._step_cap is None)
+        }
         known = {name: pace for name, pace in paces.items() if pace is not None}
-        slowest = max((pace.step_seconds for pace in known.values()), default=0.0)
         left = self.left_of([*training, *(worker for worker in members if worker.has_ended)])
         if left <= 0:
+            slowest = max(worker.step_time.seconds or 0.0 for worker in training)
             seconds = slowest * max(worker.in_flight + 1 for worker in training)
             return {worker.name: None for worker in told}, pytest.approx(2 * seconds + transfer)
-        if not all(worker.step_time.is_known for worker in training):
+        if not all(worker.step_time.is_known or worker.began_late for worker in training) or not known:
             return None
+        slowest = max(pace.step_seconds for pace in known.values())
         in_time = max((pace.committed + 1) * pace.step_seconds for pace in known.values())
         lead = max(self._options.lead_steps * slowest, in_time)
         plan = self._target.plan(left, list(known.values()), now=now, within=lead)

@@ -71,7 +71,7 @@ class UpdateRules:
         expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        if offer.round == scheduler.round and not scheduler.finished and merging != offer.round:
+        if offer.round == scheduler.round and scheduler.is_open and merging != offer.round:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
             return offer.round

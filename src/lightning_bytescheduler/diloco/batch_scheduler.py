@@ -148,9 +148,14 @@ class BatchScheduler:
         return self._phase is _Phase.COLLECTING
 
     @property
+    def is_open(self) -> bool:
+        """Whether the round is on; else it is over, or none has begun."""
+        return self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
+
+    @property
     def next_tick(self) -> float | None:
         """When ``tick`` may change something, if no message comes before; ``None`` if it cannot."""
-        if self._phase not in (_Phase.TRAINING, _Phase.COLLECTING):
+        if not self.is_open:
             return None
         self._roster.look_for_silence(self._now)
         silence = self._roster.next_silence
@@ -161,7 +166,7 @@ class BatchScheduler:
 
     def expects(self, worker: str, round: int) -> bool:
         """Whether a pseudo-gradient of a worker for a round would be part of it if it were there now."""
-        if round != self._round or self._phase not in (_Phase.TRAINING, _Phase.COLLECTING):
+        if round != self._round or not self.is_open:
             return False
         known = self._roster.workers.get(worker)
         if known is not None and known.is_member:
@@ -247,9 +252,8 @@ class BatchScheduler:
 
         The round that was on begins anew, with the steps that they then say they have taken in it.
         """
-        open_round = self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
         return {
-            "round": self._round - open_round,
+            "round": self._round - self.is_open,
             "samples": self._samples,
             "step_times": self._roster.step_times(),
         }
@@ -353,7 +357,7 @@ class BatchScheduler:
             self._tell(worker.name, Acknowledge(round=self._round, reported=worker.steps))
 
     def _join(self, join: JoinRounds, now: float, *, paused: bool = False) -> None:
-        open_round = self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
+        open_round = self.is_open
         is_back = open_round and join.round == self._round
         worker = self._roster.take_back(join.worker, join.session, now) if is_back else None
         worker = worker or self._roster.add(join.worker, join.session, now)

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport, Mean
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport, Mean
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.global_state import pack_state, unpack_state
 from lightning_bytescheduler.diloco.messages import (
@@ -48,7 +47,7 @@ from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.diloco.unsent_work import Sent, UnsentWork
 
 __all__ = ["CoordinatedSession"]
 
@@ -56,19 +55,6 @@ log = logging.getLogger(__name__)
 
 _RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
 _KEPT_ENDS = 16
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sent:
-    round: int
-    fragment: int
-    exchange: CoordinatedExchange
-    steps: int
-    round_samples: int
-    round_tokens: int
-    samples: int
-    tokens: int
-    steps_since: int = 0
 
 
 class CoordinatedSession(CoordinatedRounds):
@@ -117,9 +103,8 @@ class CoordinatedSession(CoordinatedRounds):
         self._away = False  # pauses, or has left
         self._report: StepReport | None = None
         # The training thread's own.
-        fragments = len(state.trained.fragments)
-        self._samples, self._tokens = [0] * fragments, [0] * fragments  # since a fragment was last sent
-        self._sent: _Sent | None = None
+        self._unsent = UnsentWork(len(state.trained.fragments))
+        self._sent: Sent | None = None
         self._changed: set[int] = set()
         self._shown = ExitStack()
 
@@ -141,6 +126,10 @@ class CoordinatedSession(CoordinatedRounds):
     @property
     def _trained(self) -> TrainedWeights:
         return self._state.trained
+
+    @property
+    def _fragments(self) -> range:
+        return range(len(self._trained.fragments))
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
@@ -199,9 +188,7 @@ class CoordinatedSession(CoordinatedRounds):
         """See CoordinatedRounds."""
         super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
         self._state.count(samples=samples, tokens=tokens)
-        for fragment in range(len(self._samples)):
-            self._samples[fragment] += samples
-            self._tokens[fragment] += tokens
+        self._unsent.count(samples=samples, tokens=tokens)
         with self._transport.changed:
             report = self._report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
             if self._joined:
@@ -235,8 +222,8 @@ class CoordinatedSession(CoordinatedRounds):
         self._wait(lambda: self._transport.realign, "the coordinator")
         while not (self._align() and self._follow_others() and self._start_round()):
             self.check()
-            self._await_connection()
-        self._changed = set(range(len(self._samples)))
+            self._transport.await_connection(self._timeout)
+        self._changed = set(self._fragments)
         return self._outcome()
 
     def _synchronise(self) -> Outcome:
@@ -273,7 +260,7 @@ class CoordinatedSession(CoordinatedRounds):
         """Send what was trained for the round that this worker is in, which may be over already."""
         transport, fragment = self._transport, self._trained.fragment_of(self.round)
         late = transport.realign or transport.ended > transport.version
-        if late and not self._samples[fragment]:
+        if late and not self._unsent.samples[fragment]:
             return
         with transport.changed:
             if self._counter.round != self.round:
@@ -283,6 +270,7 @@ class CoordinatedSession(CoordinatedRounds):
             self._report = None
             if self._joined and not late:
                 transport.post(message)
+        unsent = self._unsent
         pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
         exchange = transport.start(
             Contribution(
@@ -291,39 +279,53 @@ class CoordinatedSession(CoordinatedRounds):
                 fragment=fragment,
                 pseudo_gradient=pseudo_gradient,
                 weight=weight,
-                samples=self._samples[fragment],
-                tokens=self._tokens[fragment],
-                steps=message.steps,
-                round_samples=message.samples,
+                samples=unsent.samples[fragment],
+                tokens=unsent.tokens[fragment],
+                steps=message.steps + unsent.steps,
+                round_samples=message.samples + unsent.round_samples,
             )
         )
-        self._sent = _Sent(
+        self._sent = Sent(
             round=self.round,
             fragment=fragment,
             exchange=exchange,
             steps=message.steps,
             round_samples=message.samples,
             round_tokens=tokens,
-            samples=self._samples[fragment],
-            tokens=self._tokens[fragment],
+            samples=unsent.samples[fragment],
+            tokens=unsent.tokens[fragment],
         )
 
     def _merge(self, round: int, mean: Mean) -> None:
-        """Take the outer step of a round, and let the trained weights follow."""
+        """Take the outer step of a round, and let the trained weights follow.
+
+        A round without a quorum changes nothing: what was trained is carried into the next one, unless it is late and
+        counts there already.
+        """
+        transport, unsent = self._transport, self._unsent
         fragment = self._trained.fragment_of(round)
-        sent = self._sent
-        if sent is not None and sent.round == round:
-            # Steps since it was sent, beside which it travelled, are still to be sent.
-            self._samples[fragment] -= sent.samples
-            self._tokens[fragment] -= sent.tokens
-            self._sent = None
-        elif not self._trained.mixing:
-            self._samples[fragment] = self._tokens[fragment] = 0  # overwritten
-        self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
-        self._changed.add(fragment)
-        self._transport.took(round, mean)
-        with self._transport.changed:
+        with transport.changed:
             ended = self._round_ends.get(round)
+        sent, counts = self._sent, False
+        if sent is not None and sent.round == round:
+            self._sent = None
+            counts = sent.exchange.settle(total=mean.total, timeout=_RECEIPT_S)
+            if mean.total or counts:
+                unsent.taken(sent)
+            else:
+                unsent.carry(steps=sent.steps, samples=sent.round_samples)
+        elif not mean.total:
+            with transport.changed:
+                counter = self._counter
+                if counter.round == round:
+                    unsent.carry(steps=counter.steps, samples=counter.samples)
+                    counter.steps = counter.samples = counter.tokens = 0
+        elif not self._trained.mixing:
+            unsent.overwritten(fragment)
+        if mean.total or counts:
+            self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
+            self._changed.add(fragment)
+        transport.took(round, mean)
         self.statistics.rounds += 1
         if ended is not None:
             self.statistics.merged_samples += ended.samples
@@ -356,6 +358,11 @@ class CoordinatedSession(CoordinatedRounds):
                 self._join()
         return transport.connected
 
+    def _ask(self) -> None:
+        """Say that this worker waits for a round: it may have been taken for lost. With the lock held."""
+        if self._joined and not self._away:
+            self._transport.client.post(JoinRounds(worker=self.worker))
+
     def _start_round(self) -> bool:
         """Wait for the next round and begin it; returns whether it has begun, or the run is over."""
         transport = self._transport
@@ -369,7 +376,7 @@ class CoordinatedSession(CoordinatedRounds):
                 started = next_round is not None and next_round >= transport.version + 1
                 return started or transport.realign or transport.ended > transport.version or self._over_here
 
-            there = self._wait(told, "the next round")
+            there = transport.wait(told, "the next round", self._timeout, meanwhile=self._ask)
             self.statistics.start_s += self._clock() - began
             if not there:
                 return False
@@ -410,8 +417,7 @@ class CoordinatedSession(CoordinatedRounds):
         self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
         self._take_global_weights()
         transport.aligned(found.version, found.chain)
-        for fragment in range(len(self._samples)):
-            self._samples[fragment] = self._tokens[fragment] = 0
+        self._unsent.start_anew()
         with transport.changed:
             self._begun = True
             self._counter = RoundCounter(self.worker)
@@ -422,7 +428,7 @@ class CoordinatedSession(CoordinatedRounds):
         return {**self._state.state_dict(), "weights": dict(self._state.weights)}
 
     def _take_global_weights(self) -> None:
-        for fragment in range(len(self._samples)):
+        for fragment in self._fragments:
             self._state.merge(fragment, torch.empty(0), total=0, exactly=True)
             self._changed.add(fragment)
 
@@ -481,7 +487,7 @@ class CoordinatedSession(CoordinatedRounds):
         if not shows:
             return outcome
         self._shown.enter_context(self._state.shown())
-        return msgspec.structs.replace(outcome, changed=list(range(len(self._samples))))
+        return msgspec.structs.replace(outcome, changed=list(self._fragments))
 
     def _resume(self) -> Outcome:
         self._shown.close()
@@ -496,7 +502,7 @@ class CoordinatedSession(CoordinatedRounds):
             stays = self._sent is None and not behind and self._counter.round == self.round
         if not stays:
             self._conclude()
-        self._changed = set(range(len(self._samples)))
+        self._changed = set(self._fragments)
         return self._outcome()
 
     def _leave(self, quickly: bool) -> Outcome:
@@ -522,7 +528,7 @@ class CoordinatedSession(CoordinatedRounds):
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
         self._flush()
         fragment = self._trained.fragment_of(self.round)
-        if self._transport.connected and not self._over_here and self._sent is None and self._samples[fragment]:
+        if self._transport.connected and not self._over_here and self._sent is None and self._unsent.samples[fragment]:
             self._send()
         if self._sent is not None:
             self._sent.exchange.await_receipt(_RECEIPT_S)
@@ -533,15 +539,3 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _wait(self, ready: Callable[[], bool], what: str) -> bool:
         return self._transport.wait(ready, what, self._timeout)
-
-    def _await_connection(self) -> None:
-        began = self._clock()
-        with self._transport.changed:
-            while not self._transport.connected:
-                self._transport.check()
-                if self._clock() - began >= self._timeout:
-                    raise SchedulerTimeoutError(
-                        f"{self.worker} has lost the coordinator for {self._timeout:.0f} s, before its first round. "
-                        "Raise the strategy's timeout if it may be away for longer."
-                    )
-                self._transport.changed.wait(1.0)

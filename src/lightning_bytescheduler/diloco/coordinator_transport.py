@@ -56,6 +56,8 @@ START = "0" * 32
 _T = TypeVar("_T")
 _SLICE_S = 1.0
 _ASK_AGAIN_S = 0.2
+_ASK_AGAIN_MOST_S = 5.0
+_NOT_NOW = 409
 _CODEC = "bytescheduler-coordinator-codec"
 
 
@@ -131,6 +133,8 @@ class CoordinatorTransport:
         self._wire = wire
         self._sizes = sizes
         self._clock = clock
+        # What was left out of updates that count, by fragment; replaced, never changed.
+        self._residuals: dict[int, Tensor] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
         self._means: dict[int, Future[Mean | None]] = {}
         self._failure: BaseException | None = None
@@ -168,7 +172,9 @@ class CoordinatorTransport:
 
     def start(self, contribution: Contribution) -> CoordinatedExchange:
         """See ``Transport``: encodes and uploads, until there is an answer."""
-        return CoordinatedExchange(self, contribution.round, self._start(self._upload(contribution)))
+        encoded = _Encoded()
+        receipt = self._start(self._upload(contribution, encoded))
+        return CoordinatedExchange(self, contribution, receipt, encoded)
 
     def abort(self, cause: BaseException) -> None:
         """See ``Transport``."""
@@ -190,24 +196,36 @@ class CoordinatorTransport:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, ready: Callable[[], bool], what: str, timeout: float) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        timeout: float,
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Wait until something is so; returns whether it is, or the connection is lost.
 
         Args:
             ready: Called with the lock held.
             what: The same in words, for the error.
             timeout: Longest wait, in seconds.
+            meanwhile: Called about once a second of waiting, with the lock held.
 
         Raises:
             SchedulerTimeoutError: If it is not in time.
         """
-        began = self._clock()
+        began = asked = self._clock()
         with self.changed:
             while not ready():
                 self.check()
                 if not self.connected:
                     return False
-                waited = self._clock() - began
+                now = self._clock()
+                waited = now - began
+                if now - asked >= _SLICE_S:
+                    asked = now
+                    meanwhile()
                 if waited >= timeout:
                     raise SchedulerTimeoutError(
                         f"{self.client.worker} waited {waited:.0f} s for {what}, and the coordinator is there. Raise "
@@ -215,6 +233,23 @@ class CoordinatorTransport:
                     )
                 self.changed.wait(min(_SLICE_S, timeout - waited))
         return True
+
+    def await_connection(self, timeout: float) -> None:
+        """Wait until there is a connection.
+
+        Raises:
+            SchedulerTimeoutError: If there is none in time.
+        """
+        began = self._clock()
+        with self.changed:
+            while not self.connected:
+                self.check()
+                if self._clock() - began >= timeout:
+                    raise SchedulerTimeoutError(
+                        f"{self.client.worker} has lost the coordinator for {timeout:.0f} s, before its first round. "
+                        "Raise the strategy's timeout if it may be away for longer."
+                    )
+                self.changed.wait(_SLICE_S)
 
     def mean(self, round: int, timeout: float) -> Mean | CatchUp:
         """The mean of the round after this worker's version, once it has ended."""
@@ -295,20 +330,23 @@ class CoordinatorTransport:
             raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
         return self._wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self._sizes[fragment])
 
-    async def _upload(self, contribution: Contribution) -> UpdateReceipt | None:
-        body, digest = await self._coded(self._encode, contribution)
-        answer = await self.client.request(
-            "PUT",
-            update_path(contribution.round, contribution.fragment),
-            headers={
-                DIGEST_HEADER: digest,
-                SAMPLES_HEADER: str(contribution.samples),
-                TOKENS_HEADER: str(contribution.tokens),
-                STEPS_HEADER: str(contribution.steps),
-                ROUND_SAMPLES_HEADER: str(contribution.round_samples),
-            },
-            body=body,
-        )
+    async def _upload(self, contribution: Contribution, encoded: _Encoded) -> UpdateReceipt | None:
+        body, digest = await self._coded(self._encode, contribution, encoded)
+        path = update_path(contribution.round, contribution.fragment)
+        headers = {
+            DIGEST_HEADER: digest,
+            SAMPLES_HEADER: str(contribution.samples),
+            TOKENS_HEADER: str(contribution.tokens),
+            STEPS_HEADER: str(contribution.steps),
+            ROUND_SAMPLES_HEADER: str(contribution.round_samples),
+        }
+        pause = _ASK_AGAIN_S
+        answer = await self.client.request("PUT", path, headers=headers, body=body)
+        # A coordinator that was started again may not have begun this round yet, or not know this worker's part in it.
+        while answer.status == _NOT_NOW and self.ended < contribution.round:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _ASK_AGAIN_MOST_S)
+            answer = await self.client.request("PUT", path, headers=headers, body=body)
         if answer.status != 200:
             log.warning(
                 "coordinator: the pseudo-gradient of round %d was not taken: %s", contribution.round, answer.words
@@ -319,11 +357,28 @@ class CoordinatorTransport:
             log.info("coordinator: the pseudo-gradient of round %d: %s", contribution.round, receipt.verdict)
         return receipt
 
-    def _encode(self, contribution: Contribution) -> tuple[bytes, str]:
+    def _encode(self, contribution: Contribution, encoded: _Encoded) -> tuple[bytes, str]:
         place = f"{contribution.worker} {contribution.round} {contribution.fragment}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
-        body = self._wire.encode(contribution.pseudo_gradient, seed=seed).numpy().tobytes()
+        residual = None
+        if self._wire.keeps_residuals and contribution.samples:
+            known = self._residuals.get(contribution.fragment)
+            residual = torch.zeros_like(contribution.pseudo_gradient) if known is None else known.clone()
+        body = self._wire.encode(contribution.pseudo_gradient, seed=seed, residual=residual).numpy().tobytes()
+        encoded.residual = residual
         return body, self._digest(body)
+
+    def keep_residual(self, fragment: int, residual: Tensor | None) -> None:
+        """Send later what was left out of an update; ``None`` if that is not known."""
+        if residual is None:
+            self._residuals.pop(fragment, None)
+        else:
+            self._residuals[fragment] = residual
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether what is left out of an update is sent later."""
+        return self._wire.keeps_residuals
 
     async def _state(self) -> FetchedState:
         while True:
@@ -345,17 +400,33 @@ class CoordinatorTransport:
         return await asyncio.get_running_loop().run_in_executor(self._codec, function, *arguments)
 
 
+@dataclass(slots=True)
+class _Encoded:
+    """What was left out of an update; set by the thread that encodes it, before it is sent."""
+
+    residual: Tensor | None = None
+
+
 class CoordinatedExchange:
     """An update that is on its way, and the mean of its round; see ``Exchanging``.
 
     Args:
         transport: Carries it.
-        round: Of the update.
+        contribution: The update.
         receipt: What becomes of it.
+        encoded: What was left out of it, once it is encoded.
     """
 
-    def __init__(self, transport: CoordinatorTransport, round: int, receipt: Future[UpdateReceipt | None]) -> None:
-        self.round = round
+    def __init__(
+        self,
+        transport: CoordinatorTransport,
+        contribution: Contribution,
+        receipt: Future[UpdateReceipt | None],
+        encoded: _Encoded,
+    ) -> None:
+        self.round = contribution.round
+        self._fragment = contribution.fragment
+        self._encoded = encoded
         self._transport = transport
         self._receipt = receipt
         self.mean: Mean | None = None
@@ -393,6 +464,30 @@ class CoordinatedExchange:
         except SchedulerTimeoutError:
             return None
         return self.receipt
+
+    def settle(self, *, total: int, timeout: float) -> bool:
+        """Its round is over: keep what was left out of it to be sent later, if it counts.
+
+        Args:
+            total: The sum of the weights in the mean of its round. Without any there was no quorum, and of what was
+                sent nothing counts but what was late and is part of a later round.
+            timeout: Longest wait for the receipt, in seconds.
+
+        Returns:
+            Whether the update is part of a sum, as far as that is known; asked only where something depends on it.
+        """
+        transport = self._transport
+        if total and not transport.keeps_residuals:
+            return True
+        receipt = self.await_receipt(timeout)
+        if receipt is None:
+            self.cancel()
+            return False
+        counts = bool(receipt.weight) and (receipt.verdict == "late" or bool(total))
+        if counts and transport.keeps_residuals:
+            # What the coordinator had before may be another version of it, of which nothing is known any more.
+            transport.keep_residual(self._fragment, None if receipt.verdict == "again" else self._encoded.residual)
+        return counts
 
     def cancel(self) -> None:
         """Send it no more."""

@@ -203,9 +203,10 @@ class RoundRoster:
     def pace(self, worker: WorkerProgress) -> Pace | None:
         """How a worker gets on, or ``None`` where the end of the round does not depend on it.
 
-        Steps of one who has begun late are taken as they come where the round ends with the fastest worker's.
+        Steps of one who has begun late are taken as they come where the round ends with the fastest worker's. Its first
+        one is counted on nowhere: if it is not there when the end is decided, it is for the next round.
         """
-        if worker.began_late and self._step_cap is not None:
+        if worker.began_late and (self._step_cap is not None or not worker.steps):
             return None
         return worker.pace(self._step_cap)
 

@@ -1,0 +1,123 @@
+"""What is left out of an update on its way to the coordinator is part of the next one, if the update counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt, encode_frame
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
+from lightning_bytescheduler.diloco.transport import Contribution
+
+SIZE = 300
+
+
+class Client:
+    """Answers at once, as it was told."""
+
+    worker = "w"
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.answers: list[tuple[int, str]] = []
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(asyncio.run(work))
+        return future
+
+    async def request(self, method: str, path: str, *, headers: Any = None, body: bytes = b"") -> Any:
+        self.bodies.append(body)
+        status, verdict = self.answers.pop(0)
+        text = encode_frame(UpdateReceipt(verdict=verdict, weight=int(verdict != "dropped"))) if status == 200 else ""
+        return SimpleNamespace(status=status, body=text.encode(), words=verdict)
+
+    def stop(self, timeout: float) -> bool:
+        return True
+
+
+class Sender:
+    def __init__(self, dtype: Any) -> None:
+        self.client = Client()
+        self.wire = WireFormat(dtype=dtype)
+        self.transport = CoordinatorTransport(self.client, wire=self.wire, sizes=[SIZE])  # type: ignore[arg-type]
+        self.transport.connected = True
+        self.round = 0
+
+    def send(self, values: Tensor, *answers: tuple[int, str], total: int = 1) -> Tensor:
+        """What the coordinator gets of an update."""
+        self.round += 1
+        self.client.answers = list(answers)
+        update = Contribution(worker="w", round=self.round, fragment=0, pseudo_gradient=values, samples=8)
+        exchange = self.transport.start(update)
+        self.counts = exchange.settle(total=total, timeout=1.0)
+        return self.wire.decode(torch.frombuffer(bytearray(self.client.bodies[-1]), dtype=torch.uint8), SIZE)
+
+
+@pytest.fixture(params=["int8", "int4", "sparse"])
+def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
+    made = Sender(request.param)
+    yield made
+    made.transport.stop(1.0)
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_was_left_out_is_sent_later(sender: Sender) -> None:
+    sent = torch.zeros(SIZE)
+    for seed in range(20):
+        sent += sender.send(draw(seed), (200, "added"))
+        assert sender.counts
+    for _ in range(200):  # nothing new: only what was left out
+        sent += sender.send(torch.zeros(SIZE), (200, "added"))
+    assert torch.allclose(sent, sum(map(draw, range(20)), torch.zeros(SIZE)), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "total"), [((200, "dropped"), 1), ((500, "?"), 1), ((200, "added"), 0), ((500, "?"), 0)]
+)
+def test_of_what_does_not_count_nothing_is_left(sender: Sender, answer: tuple[int, str], total: int) -> None:
+    first = sender.send(draw(1), (200, "added"))
+    left = draw(1) - first
+    sender.send(draw(2), answer, total=total)
+    assert not sender.counts
+    third = sender.send(torch.zeros(SIZE), (200, "added"))
+    after = sender.send(torch.zeros(SIZE), (200, "added"))
+    assert (left - third - after).norm() <= left.norm()
+    assert (left - third).norm() < 0.99 * left.norm()  # it was sent of, not what the second had
+
+
+def test_what_counts_in_a_later_round_leaves_its_rest(sender: Sender) -> None:
+    first = sender.send(draw(1), (200, "late"), total=0)
+    assert sender.counts
+    second = sender.send(torch.zeros(SIZE), (200, "added"))
+    assert (draw(1) - first - second).norm() < 0.99 * (draw(1) - first).norm()
+
+
+def test_of_an_update_that_was_there_in_another_version_nothing_is_known(sender: Sender) -> None:
+    sender.send(draw(1), (200, "again"))
+    assert not sender.send(torch.zeros(SIZE), (200, "added")).any()
+
+
+def test_a_round_that_has_not_begun_there_is_asked_for_again(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_bytescheduler.diloco.coordinator_transport._ASK_AGAIN_S", 0.001)
+    sender.send(draw(1), (409, "the last one is 0"), (409, "the last one is 0"), (200, "added"), total=0)
+    assert len(set(sender.client.bodies)) == 1
+    assert len(sender.client.bodies) == 3
+
+
+def test_one_that_is_over_is_not(sender: Sender) -> None:
+    sender.transport.ended = 1
+    sender.send(draw(1), (409, "no such round"), total=0)
+    assert not sender.counts
+    assert len(sender.client.bodies) == 1
