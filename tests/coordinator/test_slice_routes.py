@@ -6,6 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lightning_bytescheduler.coordinator import rate_limit
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
@@ -13,6 +16,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.slices.messages import AskLater, Assignment, JoinTracker, RequestSlice, decode, encode
 from lightning_bytescheduler.slices.options import TrackerOptions
+from tests.coordinator.runs import in_a_run, options_of
 from tests.coordinator.small_worker import SmallWorker
 from tests.coordinator.test_rounds import weights_of
 from tests.slices.fits import make_rows
@@ -45,3 +49,25 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
 
     with CoordinatorServer(options, slices=slices) as server:
         asyncio.run(asyncio.wait_for(work(server.url), 20))
+
+
+def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limit, "_BURST", 3.0)
+    monkeypatch.setattr(rate_limit, "_PER_SECOND", 1e-6)
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+
+    async def status(worker: SmallWorker) -> int:
+        data = encode(JoinTracker(worker=worker.name, incarnation="1"))
+        async with worker.http.post(worker.url + SLICES_PATH, data=data, headers=worker.headers) as response:
+            assert response.status == 200 or response.headers["Retry-After"] == "1"
+            return response.status
+
+    async def work(one: SmallWorker, two: SmallWorker) -> None:
+        await one.hello()
+        await two.hello()
+        assert [await status(one) for _ in range(5)] == [200, 200, 200, 429, 429]
+        assert await status(two) == 200
+
+    with CoordinatorServer(options_of(), slices=slices) as server:
+        in_a_run(server, 2, work)
+        assert server.status().counters["slow_downs"] == 2

@@ -16,6 +16,7 @@ from functools import partial
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
+from lightning_bytescheduler.coordinator.rate_limit import RateLimit
 from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
@@ -34,7 +35,6 @@ __all__ = ["Connection"]
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
 _MOST_BYTES = 1 << 20  # of a frame after the first
-_FRAMES_PER_SECOND, _BURST = 100.0, 200.0
 _REASON_BYTES = 120  # that a closing frame has room for
 
 
@@ -65,7 +65,6 @@ class Connection:
         self._transport = transport
         self._stalls = stalls
         self._hear = hear
-        self._clock = clock
         self._queue: deque[FromWorker | FromCoordinator] = deque()
         self._heard = 0
         self._answered = 0
@@ -74,8 +73,7 @@ class Connection:
         self._hearing = False
         self._ends = False
         self._task: asyncio.Task[None] | None = None
-        self._allowance = _BURST
-        self._allowed_at = clock()
+        self._limit = RateLimit(clock)
         self._cut = ""
 
     def post(self, message: FromCoordinator) -> None:
@@ -158,11 +156,9 @@ class Connection:
 
     async def _hold_back(self) -> None:
         """Answer a worker that sends too many frames later: it sends no other before."""
-        now = self._clock()
-        self._allowance = min(self._allowance + (now - self._allowed_at) * _FRAMES_PER_SECOND, _BURST) - 1
-        self._allowed_at = now
-        if self._allowance < 0:
-            await asyncio.sleep(-self._allowance / _FRAMES_PER_SECOND)
+        pause = self._limit.take()
+        if pause:
+            await asyncio.sleep(pause)
 
     async def _flush_later(self) -> None:
         self._task = None

@@ -26,6 +26,7 @@ from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, mo
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import add_pages
+from lightning_bytescheduler.coordinator.rate_limit import RateLimit
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
@@ -63,6 +64,7 @@ _LONGEST_TICK_S = 0.25
 _HELLO_SECONDS = 20.0
 _HELLO_BYTES = 1 << 24  # the names of all parameters
 _SLICE_BYTES = 1 << 22  # keys of all slices in a cache
+_SLICE_HELD_BACK_S = 1.0
 _STOP_SECONDS = 5.0
 _STALLED_SECONDS = 60.0
 _ROUNDS_SHOWN = 200
@@ -115,6 +117,7 @@ class CoordinatorService:
         self.weights: GlobalWeights | None = None
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
+        self._slice_limits: dict[str, RateLimit] = {}  # by member's name
         self._merges: asyncio.Queue[Merge] = asyncio.Queue()
         self._still = asyncio.Lock()  # held while weights change, or are read
         self._tasks: list[asyncio.Task[None]] = []
@@ -271,6 +274,7 @@ class CoordinatorService:
 
     def _forget(self, member: Member) -> None:
         self.updates.cut(member)
+        self._slice_limits.pop(member.name, None)
         if self.slices is not None:
             self.slices.release(member)
         connection = self._connections.pop(member.name, None)
@@ -476,6 +480,11 @@ class CoordinatorService:
             return member
         if self.slices is None:
             return problem(404, "This coordinator hands out no data: it was started without --train.")
+        pause = self._slice_limits.setdefault(member.name, RateLimit(self._clock)).take(longest=_SLICE_HELD_BACK_S)
+        if pause is None:
+            self.run.count("slow_downs")
+            return problem(429, f"{member.name} asks about slices too often: try again later.", retry_after=1)
+        await asyncio.sleep(pause)
         reply = self.slices.answer(member, await request.read())
         return web.Response(
             text=encode(reply), content_type="application/json", headers={TERM_HEADER: str(self.run.term)}
