@@ -67,6 +67,7 @@ class ThreadWorker:
         self.error: BaseException | None = None
         self.weights: list[Tensor] = []
         self.versions: list[int] = []
+        self.validated: list[int] = []  # versions of the global weights
         self._ends = threading.Event()
         self._dies = threading.Event()
         made = resolve_coordinator(url, worker_name=name, environ={}, **address)
@@ -106,6 +107,13 @@ class ThreadWorker:
             raise self.error
         return self
 
+    def _validate(self, session: Any) -> None:
+        session.pause()
+        weights = session.state.weights
+        assert all(torch.equal(value, weights[name]) for name, value in self.module.named_parameters())
+        self.validated.append(session.version)
+        session.resume()
+
     def _run(self) -> None:
         runtime = self.runtime
         try:
@@ -124,6 +132,8 @@ class ThreadWorker:
                 while not session.over and session.is_due():
                     session.synchronise()
                     self.versions.append(session.version)
+                    if session.leads and not session.over:
+                        self._validate(session)
             if not self._dies.is_set():
                 session.leave(quickly=self._ends.is_set())
         except BaseException as error:

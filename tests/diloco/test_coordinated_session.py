@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
@@ -38,10 +38,6 @@ def serve(stack: ExitStack) -> Callable[..., CoordinatorServer]:
 
 def port_of(server: CoordinatorServer) -> int:
     return int(server.url.rstrip("/").rsplit(":", 1)[1])
-
-
-def weights_of(server: CoordinatorServer) -> list[Tensor]:
-    return server.call(lambda: [tensor.clone() for tensor in server.service.weights.weights.values()])
 
 
 def assert_same(workers: list[ThreadWorker]) -> None:
@@ -82,6 +78,57 @@ def test_a_worker_that_dies_is_not_waited_for_and_may_come_back(serve: Any) -> N
     again = ThreadWorker(server.url, "dies")
     assert_same([stays.checked(), again.checked()])
     assert stays.version == again.version == 30
+
+
+def test_another_worker_leads_once_the_leader_is_given_up(serve: Any) -> None:
+    server = serve(inner_steps=5, lease=0.6, rounds={"grace": 0.2, "first_step_limit": 1.0})
+    first = ThreadWorker(server.url, "first")
+    until(lambda: bool(first.validated), "a validation of the first")
+    second = ThreadWorker(server.url, "second")
+    until(lambda: second.version > first.version - 3 and bool(second.versions), "rounds of the second")
+    assert not second.validated
+    first.die()
+    until(lambda: len(second.validated) > 1, "validations of the second")
+    second.end()
+    second.checked()
+    assert min(second.validated) > max(first.validated)
+
+
+def test_work_of_rounds_without_a_quorum_is_carried(serve: Any) -> None:
+    server = serve(inner_steps=5, rounds={"quorum_workers": 2})
+    alone = ThreadWorker(server.url, "alone")
+    until(lambda: alone.version >= 20, "twenty rounds without a quorum")
+    held = 2 * 5 * 20  # it leads: its pauses between rounds end none
+    assert server.call(lambda: server.service.run.samples) == 0
+    known = alone.runtime.session.state.weights
+    apart = [(value.detach() - known[name]) for name, value in alone.module.named_parameters()]
+    assert torch.cat([part.flatten() for part in apart]).square().mean().sqrt() > 0.05  # five steps come to 0.02
+    other = ThreadWorker(server.url, "other", steps=5)
+    other.checked()
+    until(lambda: server.status().counters.get("rounds", 0) >= 1, "a round with a quorum")
+    assert server.call(lambda: server.service.run.samples) >= held
+    alone.end()
+    alone.checked()
+
+
+def test_with_tls_a_worker_knows_the_coordinator_and_is_known(serve: Any, tmp_path: Any) -> None:
+    made = make_certificates(tmp_path / "own", clients=["anna"])
+    stranger = make_certificates(tmp_path / "other", clients=["eve"])
+    assert made.server is not None
+    certificate, key = map(str, made.server)
+    access = ServerAccess(certificate=certificate, key=key, client_authority=str(made.authority))
+    server = serve(inner_steps=5, outer_steps=2, access=access)
+
+    def worker(authority: Any, files: tuple[Any, Any] | None) -> ThreadWorker:
+        own = {} if files is None else {"certificate": str(files[0]), "key": str(files[1])}
+        return ThreadWorker(server.url, "worker", authority=str(authority), timeout=2.0, **own)
+
+    with pytest.raises(CoordinatorError, match=r"certificate"):
+        worker(stranger.authority, made.clients["anna"]).checked()
+    for files in (None, stranger.clients["eve"]):
+        with pytest.raises((CoordinatorError, SchedulerTimeoutError), match=r"coordinator_certificate"):
+            worker(made.authority, files).checked()
+    assert worker(made.authority, made.clients["anna"]).checked().version == 2
 
 
 def test_training_goes_on_while_the_coordinator_is_away(serve: Any, stack: ExitStack) -> None:

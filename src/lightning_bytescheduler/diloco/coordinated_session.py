@@ -478,7 +478,9 @@ class CoordinatedSession(CoordinatedRounds):
         return self._last_round is not None
 
     def _pause(self, shows: bool) -> Outcome:
-        self._hand_in()
+        self._flush()
+        if self._counter.steps or self._sent is not None:  # what was carried alone would end the round without a step
+            self._hand_in()
         with self._transport.changed:
             self._away = True
             if self._joined:

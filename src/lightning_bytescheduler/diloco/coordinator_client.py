@@ -292,9 +292,11 @@ class CoordinatorClient:
             failed = 0 if was_connected and self._clock() - before > _LONGEST_S else failed + 1
             self._tries += not was_connected
             if not self._welcomed and self._clock() - began >= self._timeout:
+                # One that asks for certificates ends such connections without a word, in TLS 1.3.
+                hint = "" if self._tls is None else " It may ask for a coordinator_certificate that it knows."
                 raise SchedulerTimeoutError(
                     f"No coordinator answered at {' or '.join(self._address.urls)} for {self._timeout:.0f} s ({last}). "
-                    "Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout."
+                    f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
                 )
             await asyncio.sleep(_pause(failed - 1))
 
@@ -399,8 +401,9 @@ class CoordinatorClient:
             ) from None
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
+                why = getattr(cause, "verify_message", None) or cause  # aiohttp's error of that kind has none
                 raise CoordinatorError(
-                    f"{where} has a certificate that is not trusted here: {cause.verify_message}. Give the file of the "
+                    f"{where} has a certificate that is not trusted here: {why}. Give the file of the "
                     "authority that has signed it as coordinator_ca."
                 ) from None
             if isinstance(cause, ssl.SSLError) and ("ALERT" in (cause.reason or "") or not self._welcomed):

@@ -306,15 +306,12 @@ class DiLoCoStrategy(WorkerStrategy):
             refuse_searches(callbacks_of(trainer))
             if self._world is not None and self._world.workers == 1 and self._coordination is None:
                 rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
-            hooks = RoundHooks(self)
-            callbacks_of(trainer).insert(0, hooks)
-            self._added = [hooks]
+            self._added = [RoundHooks(self)]
+            if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
+                self._added.append(PerformanceMonitor())
+            callbacks_of(trainer)[:0] = self._added
             if self.inner_size > 1:
                 self._open.enter_context(own_sigterm(trainer))
-            if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
-                monitor = PerformanceMonitor()
-                callbacks_of(trainer).insert(1, monitor)
-                self._added.append(monitor)
             if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
                 limit = self._options.outer(self._timeout).timeout
                 self._slices = slices_of(
@@ -424,9 +421,8 @@ class DiLoCoStrategy(WorkerStrategy):
             if trainer is not None and callback in callbacks_of(trainer):
                 callbacks_of(trainer).remove(callback)
         self._added = []
-        self._kept_state = None
         world, self._world = self._world, None
-        self._joint = None
+        self._kept_state = self._joint = None
         if world is not None:
             world.leave(idle=idle)
 
@@ -437,16 +433,16 @@ class DiLoCoStrategy(WorkerStrategy):
         module, world, board = self.lightning_module, self._world, self._board
         if module is None or world is None or board is None:
             return
+        state, self._kept_state = self._kept_state, None
+        options, trainer = self._options, module.trainer
         if self._coordination is not None:
             with self._explained():
                 self._statistics = self._coordination.statistics
-                self._boundaries = self._coordination.begin(module.trainer, self._kept_state)
-            self._kept_state = None
+                self._boundaries = self._coordination.begin(trainer, state)
             return
-        options, trainer = self._options, module.trainer
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
-        self._file = open_rounds_file(trainer, options, append=self._kept_state is not None)
+        self._file = open_rounds_file(trainer, options, append=state is not None)
         self._runtime = make_runtime(
             module,
             options=options,
@@ -467,9 +463,8 @@ class DiLoCoStrategy(WorkerStrategy):
             shared_data=None if self._slices is None else self._slices.training,
         )
         with self._explained():
-            self._runtime.start(self._kept_state)
+            self._runtime.start(state)
             self._boundaries.attach()
-        self._kept_state = None
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
