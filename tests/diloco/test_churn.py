@@ -423,3 +423,30 @@ def test_memory_is_bounded_after_a_hundred_thousand_names(leaves: bool) -> None:
             bench.say(RoundStarted(worker="steady", round=bench.scheduler.round))
     assert len(bench.scheduler.workers) <= 4096
     assert len(bench.scheduler.state_dict()["step_times"]) <= 8192
+
+
+def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:
+    bench = Bench(grace=5.0)
+    bench.start("a")
+    bench.steps(97, "a")
+    assert bench.scheduler.collecting
+    bench.say(PauseRounds(worker="a"))
+    bench.now += 1000.0
+    bench.tick()
+    assert bench.scheduler.next_tick is None
+    assert not bench.records
+    bench.say(ResumeRounds(worker="a"))
+    bench.steps(3, "a", first=98)
+    bench.arrive("a")
+    assert bench.records[0].samples == 100
+
+
+def test_nobody_else_waits_for_one_who_pauses() -> None:
+    bench = Bench(start_workers=2, grace=5.0)
+    bench.start("a", "b")
+    bench.steps(47, "a", "b")
+    assert bench.scheduler.collecting
+    bench.say(PauseRounds(worker="a"))
+    bench.steps(3, "b", first=48)
+    bench.arrive("b")
+    assert bench.records[0].merged == ("b",)

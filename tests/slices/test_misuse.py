@@ -29,6 +29,7 @@ from lightning_bytescheduler import (
     UnsupportedError,
 )
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices import checksums, urls
 from lightning_bytescheduler.slices.fetch import Waiting, ask
 from lightning_bytescheduler.slices.make import make_slices
@@ -280,12 +281,14 @@ def test_a_source_that_refuses_is_not_asked_again(web: str, status: int, path: s
     assert caught.value.seconds < 30
 
 
-def test_a_token_that_is_no_longer_right_ends_the_training_at_once(text: str, tmp_path: Path) -> None:
+def test_a_token_that_is_no_longer_right_ends_the_training_at_once(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"headers": {"Authorization": "Bearer t"}}
     with SliceServer(text, token="t") as server:
         data = SliceDataModule(server.url, storage_options=options, cache_dir=str(tmp_path / "cache"))
         data.setup("fit")
-        server._token = "another"
+        monkeypatch.setattr(ServerAccess, "permits", lambda *_: False)
         with pytest.raises(SourceUnavailableError, match=r"401 Unauthorized. Send the header"):
             list(data.train_dataloader())
         data.teardown("fit")

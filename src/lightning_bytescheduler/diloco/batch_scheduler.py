@@ -110,6 +110,7 @@ class BatchScheduler:
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
+        self._paused_since: float | None = None  # all who are there, after the end was decided
         self._deadline = 0.0
         self._longest_grace = 0.0
         self._counted_on: set[int] = set()  # numbers of those that the quorum is a share of
@@ -159,7 +160,7 @@ class BatchScheduler:
             return None
         self._roster.look_for_silence(self._now)
         silence = self._roster.next_silence
-        if self._phase is _Phase.TRAINING:
+        if self._phase is _Phase.TRAINING or self._all_pause():
             return silence
         end = self._end_of_waiting(self._now)
         return end if silence is None else min(silence, end)
@@ -392,8 +393,27 @@ class BatchScheduler:
         self._roster.look_for_silence(now)
         if self._phase is _Phase.TRAINING:
             self._decide(now)
-        if self._phase is _Phase.COLLECTING and (not self._roster.awaited or now >= self._end_of_waiting(now)):
+        if self._phase is not _Phase.COLLECTING:
+            return
+        if self._all_pause():
+            self._paused_since = now if self._paused_since is None else self._paused_since
+            return
+        if self._paused_since is not None:
+            self._deadline += now - self._paused_since
+            self._paused_since = None
+        if not self._roster.awaited or now >= self._end_of_waiting(now):
             self._end_round(now)
+
+    def _all_pause(self) -> bool:
+        """Whether all who are there pause amid the round: nobody waits for its end, and their steps must not be lost."""
+        pausing = False
+        for worker in self._roster.workers.values():
+            if worker.state is WorkerState.LOST:
+                continue
+            if not (worker.paused and worker.is_training):
+                return False
+            pausing = True
+        return pausing
 
     def _decide(self, now: float) -> None:
         roster = self._roster
@@ -422,7 +442,7 @@ class BatchScheduler:
     def _collect(self, counters: Mapping[int, int], seconds: float, now: float) -> None:
         """The end of the round is decided: everyone is told, also those who are silent."""
         self._phase = _Phase.COLLECTING
-        self._decided = now
+        self._decided, self._paused_since = now, None
         transfer = self._roster.longest_transfer
         self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
         if self._options.grace == "auto":
