@@ -31,7 +31,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import torch
-from aiohttp.http_exceptions import HttpProcessingError
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
@@ -67,8 +66,6 @@ class _Errors(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-            return  # what is no HTTP is answered with 400
         self.said.append(self.format(record))
 
 

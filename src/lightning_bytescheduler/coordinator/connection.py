@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.messages import Acknowledge, RoundStatus
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "refuse", "release"]
 
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
@@ -195,3 +195,14 @@ async def refuse(socket: web.WebSocketResponse, reason: str) -> None:
     """Say that a worker cannot take part."""
     await socket.send_str(encode_frame(Refusal(reason=reason)))
     await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")
+
+
+def release(socket: web.WebSocketResponse) -> None:
+    """Let go of a WebSocket whose handler ends.
+
+    aiohttp 3 starts its timer for pings again with what the other side sends at the very end, and the timer keeps all
+    of a closed connection, 10 kB, for as long as the pings are apart.
+    """
+    cancel = getattr(socket, "_cancel_heartbeat", None)
+    if cancel is not None:
+        cancel()
