@@ -116,7 +116,10 @@ class Connection:
     async def close(self, reason: str, *, code: int = WSCloseCode.POLICY_VIOLATION) -> None:
         """End the connection with a reason."""
         self._cut = self._cut or reason
-        await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
+        try:
+            await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
+        finally:
+            release(self._socket)  # its handler may have ended before
 
     async def welcome(self, welcome: Welcome) -> None:
         """Send the first frame."""
