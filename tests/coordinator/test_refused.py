@@ -6,10 +6,7 @@ import asyncio
 import gc
 import logging
 
-import pytest
-
-aiohttp = pytest.importorskip("aiohttp")
-pytest.importorskip("safetensors")
+import aiohttp
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.diloco.coordinator_protocol import WORKER_PATH

@@ -209,3 +209,4 @@ def release(socket: web.WebSocketResponse) -> None:
     cancel = getattr(socket, "_cancel_heartbeat", None)
     if cancel is not None:
         cancel()
+        socket._heartbeat = None  # what still comes in does not start it again
