@@ -84,6 +84,28 @@ def test_a_name_is_kept_for_the_one_who_was_given_up() -> None:
     assert members.join(hello(session=one.session), 52.0).session != one.session
 
 
+def test_one_who_was_forgotten_is_another_one_also_after_a_restart() -> None:
+    members = membership()
+    one = members.join(hello(), 0.0)
+    members.expire(45.0)
+    two = members.join(hello(session=one.session), 45.0)
+    again = membership()
+    again.load_state_dict(members.state_dict(), 45.0)
+    three = again.join(hello(session=one.session), 45.0)
+    assert (two.name, three.name) == ("host", "host-2")
+    assert again.by_session(two.session).name == "host"  # type: ignore[union-attr]
+
+
+def test_one_who_was_given_up_after_a_restart_is_told_its_session() -> None:
+    members = membership()
+    one = members.join(hello(), 0.0)
+    again = membership()
+    again.load_state_dict(members.state_dict(), 0.0)
+    again.expire(10.0)
+    back = again.join(hello(session=one.session), 11.0)
+    assert (back.name, back.session) == ("host", one.session)
+
+
 def test_the_name_of_one_who_has_left_is_free() -> None:
     members = membership()
     one = members.join(hello(), 0.0)
@@ -198,14 +220,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.given: list[str] = []
         self.last: dict[str, tuple[str, float]] = {}  # session: name, last sign of life
 
-    def note(self, member: Member) -> None:
-        self.last[member.session] = member.name, self.now
+    def note(self, member: Member, session: str) -> None:
+        for other, (name, heard) in list(self.last.items()):
+            if name == member.name and other != session:
+                assert self.now >= heard + LEASE + EXPIRY  # a name is free when its owner is forgotten for good
+                del self.last[other]
+        self.last[session] = member.name, self.now
 
     @rule(target=sessions, wish=st.sampled_from(["a", "b", "a-2"]))
     def join(self, wish: str) -> str:
         member = self.members.join(hello(wish), self.now)
         self.given.append(member.session)
-        self.note(member)
+        self.note(member, member.session)
         return member.session
 
     @rule(target=sessions, session=sessions)
@@ -214,7 +240,7 @@ class AnyOrder(RuleBasedStateMachine):
         member = self.members.join(hello("a", session), self.now)
         if self.now < heard + LEASE:
             assert (member.name, member.session) == (name, session)
-        self.note(member)
+        self.note(member, member.session)
         if member.session == session:
             return multiple()
         self.given.append(member.session)
@@ -225,7 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
         member = self.members.by_session(session)
         if member is not None:
             self.members.hear(member, self.now)
-            self.note(member)
+            self.note(member, session)  # the member's own is empty from a restart until it says Hello
 
     @rule(session=sessions)
     def lose_connection(self, session: str) -> None:

@@ -30,7 +30,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.messages import Acknowledge, RoundStatus
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "refuse", "release"]
 
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
@@ -114,7 +114,10 @@ class Connection:
     async def close(self, reason: str, *, code: int = WSCloseCode.POLICY_VIOLATION) -> None:
         """End the connection with a reason."""
         self._cut = self._cut or reason
-        await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
+        try:
+            await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
+        finally:
+            release(self._socket)  # its handler may have ended before
 
     async def welcome(self, welcome: Welcome) -> None:
         """Send the first frame."""
@@ -191,3 +194,15 @@ async def refuse(socket: web.WebSocketResponse, reason: str) -> None:
     """Say that a worker cannot take part."""
     await socket.send_str(encode_frame(Refusal(reason=reason)))
     await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")
+
+
+def release(socket: web.WebSocketResponse) -> None:
+    """Let go of a WebSocket whose handler ends.
+
+    aiohttp 3 starts its timer for pings again with what the other side sends at the very end, and the timer keeps all
+    of a closed connection, 10 kB, for as long as the pings are apart.
+    """
+    cancel = getattr(socket, "_cancel_heartbeat", None)
+    if cancel is not None:
+        cancel()
+        socket._heartbeat = None  # what still comes in does not start it again

@@ -173,7 +173,7 @@ class Membership:
         elif member.name not in self._members:  # it had been given up, and only was away
             self._require_room()
             self._members[member.name] = self._given_up.pop(member.name)
-            member.joined = now
+            member.joined, member.session = now, hello.session  # not known since a restart
         else:
             member.session = hello.session
         member.ranks, member.address, member.heard = hello.ranks, address, now

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
@@ -184,6 +185,7 @@ class CoordinatorServer:
         self._runner = web.AppRunner(
             application,
             access_log=None,
+            logger=_http_log(self._refusals),
             shutdown_timeout=_SHUTDOWN_SECONDS,
             keepalive_timeout=_HANDLER_SECONDS,
             max_line_size=_LONGEST_LINE,
@@ -241,3 +243,18 @@ class CoordinatorServer:
         if self._service is not None:
             await self._service.stop()
         await runner.cleanup()
+
+
+def _http_log(refusals: Refusals) -> logging.Logger:
+    """What aiohttp logs to: what is no HTTP is counted, and said once a minute, so that nobody can fill the log."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        if not record.exc_info or not isinstance(record.exc_info[1], HttpProcessingError):
+            return True
+        refusals.count("http")
+        return False
+
+    logger = logging.Logger(f"{__name__}.http")
+    logger.parent = log
+    logger.addFilter(passes)
+    return logger

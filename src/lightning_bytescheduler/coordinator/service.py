@@ -21,8 +21,13 @@ from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Middleware
 from torch import Tensor
 
+<<<<<<< HEAD
 from lightning_bytescheduler.coordinator.connection import Connection, refuse
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
+=======
+from lightning_bytescheduler.coordinator.connection import Connection, refuse, release
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
+>>>>>>> leak
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import add_pages
@@ -375,7 +380,9 @@ class CoordinatorService:
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         lease = self.options.lease
-        socket = web.WebSocketResponse(heartbeat=lease / 3, max_msg_size=_HELLO_BYTES, timeout=_STOP_SECONDS)
+        socket = web.WebSocketResponse(
+            heartbeat=lease / 3, max_msg_size=_HELLO_BYTES, timeout=_STOP_SECONDS, compress=False
+        )
         await socket.prepare(request)
         connection = None
         try:
@@ -407,6 +414,7 @@ class CoordinatorService:
         except (asyncio.TimeoutError, ConnectionError, RuntimeError) as error:
             log.debug("A connection of %s ended: %s", request.remote, error)
         finally:
+            release(socket)
             if connection is not None:
                 self.run.members.disconnect(connection.member)
                 if self._connections.get(connection.member.name) is connection:

@@ -405,7 +405,7 @@ class BatchScheduler:
             self._end_round(now)
 
     def _all_pause(self) -> bool:
-        """Whether all who are there pause amid the round: nobody waits for its end, and their steps must not be lost."""
+        """Whether all who are there pause amid the round: nobody waits for its end, and their steps are to count."""
         pausing = False
         for worker in self._roster.workers.values():
             if worker.state is WorkerState.LOST:

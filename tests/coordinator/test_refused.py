@@ -1,0 +1,54 @@
+"""Of who is refused nothing stays behind: no connection in memory, and no lines in the log without end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+import aiohttp
+
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.diloco.coordinator_protocol import WORKER_PATH
+from tests.coordinator.runs import options_of
+
+_NO_HTTP = b"PUT /v1/state HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+
+
+def _open_sockets() -> int:
+    gc.collect()
+    return sum(type(one) is aiohttp.web.WebSocketResponse for one in gc.get_objects())
+
+
+def test_a_refused_websocket_is_let_go():
+    async def refused(url: str) -> None:
+        async with aiohttp.ClientSession() as http:
+            for _ in range(5):
+                async with http.ws_connect(url + WORKER_PATH) as socket:
+                    await socket.send_str("no frame")
+                    assert (await socket.receive(timeout=5)).data == 1008
+        for _ in range(200):
+            if not _open_sockets():
+                return
+            await asyncio.sleep(0.02)
+
+    with CoordinatorServer(options_of(lease=3600.0)) as server:
+        asyncio.run(refused(server.url))
+        assert _open_sockets() == 0
+
+
+def test_what_is_no_http_is_counted_and_logged_once(caplog):
+    async def send(port: int) -> None:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_NO_HTTP)
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            await writer.wait_closed()
+
+    with caplog.at_level(logging.WARNING), CoordinatorServer(options_of()) as server:
+        asyncio.run(send(int(server.url.rpartition(":")[2])))
+        assert server.status().counters["refused_http"] == 5
+    assert [record.getMessage() for record in caplog.records] == ["Refused: http (1 so far for this reason)."]
+    assert not any(record.exc_info for record in caplog.records)
