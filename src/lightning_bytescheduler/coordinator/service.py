@@ -21,13 +21,8 @@ from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Middleware
 from torch import Tensor
 
-<<<<<<< HEAD
-from lightning_bytescheduler.coordinator.connection import Connection, refuse
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
-=======
 from lightning_bytescheduler.coordinator.connection import Connection, refuse, release
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, weights_in
->>>>>>> leak
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import add_pages
