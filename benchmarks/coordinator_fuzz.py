@@ -69,6 +69,9 @@ class _Errors(logging.Handler):
         self.said.append(self.format(record))
 
 
+_SETTLES_S = 10.0
+
+
 def _digest(server: CoordinatorServer) -> str:
     """Of everything that makes up the run: weights, momentum, rounds, members and slices."""
 
@@ -209,6 +212,10 @@ async def _assault(server: _Target, token: str, count: int, seed: int, say: Call
         before = await asyncio.to_thread(server.ask, "digest")
         await _send_all(server, attackers, anna, count, say)
         after = await asyncio.to_thread(server.ask, "digest")
+        ends = time.monotonic() + _SETTLES_S
+        while after != before and time.monotonic() < ends:  # bodies that were cut off may still be let go
+            await asyncio.sleep(0.1)
+            after = await asyncio.to_thread(server.ask, "digest")
         if after != before:
             raise Failure("the run's state has changed")
         answers: Counter[str] = sum((one.answers for one in attackers), Counter())

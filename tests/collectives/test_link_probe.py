@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import link_probe
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 
 class Link:
@@ -66,7 +66,7 @@ def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 def probe_on(rank: int) -> LinkEstimate:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank, "link probe")
     try:
         group = dist.new_group(backend="gloo")
         return probe_link(group, torch.device("cpu"))

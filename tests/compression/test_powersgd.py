@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from lightning_bytescheduler.compression.powersgd import PowerSGD
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 SHAPE = (30, 20)
 STEPS = 8
@@ -31,10 +31,11 @@ class Product(nn.Module):
 
 
 def reduced_by_torch(rank: int) -> list[Tensor]:
-    dist.init_process_group("gloo")
+    join_default_group(rank, "powersgd")
     try:
         return _reduced_by_torch(rank)
     finally:
+        let_go()
         dist.destroy_process_group()
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("safetensors")
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_wrong_messages_change_nothing(seed):
-    from benchmarks.coordinator_fuzz import fuzz
-
-    said: list[str] = []
-    fuzz(400, seed=seed, say=said.append)
-    assert any("saved states load" in line for line in said)
+def test_wrong_messages_change_nothing() -> None:
+    """In a process of its own: half-sent requests leave sockets behind, which are collected whenever that may be."""
+    command = [sys.executable, "-m", "benchmarks.coordinator_fuzz", "--messages", "400", "--seed", "1"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved states load" in done.stdout

@@ -26,6 +26,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
 __all__ = ["RankPool", "RanksFailed", "let_go"]
 
 _PRELOADED = ("lightning.pytorch", "torch.distributed")
@@ -41,6 +44,19 @@ def let_go() -> None:
     tensor, and whoever destroys the group holds it.
     """
     time.sleep(0.1)
+
+
+def join_default_group(rank: int, name: str, *, world_size: int = 2) -> None:
+    """Make a default group over gloo.
+
+    Args:
+        rank: This one.
+        name: Used by nothing else in the life of the pool: torch's store does not tell two default groups apart that
+            come one after the other, and a rank may find where the other one listened before.
+        world_size: Of the pool.
+    """
+    store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size))
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
 
 
 class RanksFailed(AssertionError):
