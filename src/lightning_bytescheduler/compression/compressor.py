@@ -38,7 +38,7 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """As :func:`~lightning_bytescheduler.compression.registry.make_compressor` is asked for it."""
+        """As ``compression.registry.make_compressor`` is asked for it."""
 
     @abstractmethod
     def payload_bytes(self, elements: int) -> int:
