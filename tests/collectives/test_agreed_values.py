@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.agreed_values import AgreedValues
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 
 def exchange(rank: int, steps: list[int], intervals: dict[int, int]) -> list[Any]:
     """What came into force before which step, where rank 0 wants ``[10 × step, -step]``."""
-    dist.init_process_group("gloo")
+    join_default_group(rank)
     values = AgreedValues(2, timeout=timedelta(seconds=20))
     taken = []
     for step in steps:
@@ -51,7 +51,7 @@ def test_exchanges_are_as_far_apart_as_rank_zero_wants(two_plain_ranks: RankPool
 
 
 def give_up(rank: int) -> tuple[float, bool]:
-    dist.init_process_group("gloo")
+    join_default_group(rank)
     values = AgreedValues(1, timeout=timedelta(seconds=20))
     values.before_step(1, [1])
     values.before_step(2, [2])
@@ -74,7 +74,7 @@ def test_the_end_does_not_wait_for_a_rank_that_has_failed(two_plain_ranks: RankP
 
 
 def wait_in_vain(rank: int) -> str | None:
-    dist.init_process_group("gloo")
+    join_default_group(rank)
     failures: list[BaseException] = []
     values = AgreedValues(1, timeout=timedelta(seconds=60), failure=lambda: failures[0] if failures else None)
     values.before_step(1, [1])

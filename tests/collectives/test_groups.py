@@ -15,12 +15,12 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from tests.faults.ranks import free_port, quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, join_default_group
 
 
 def own_groups(rank: int) -> tuple[list[float], int]:
     """Both groups work, and leave nothing behind."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     try:
         groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
         groups.warm_up(torch.device("cpu"))
@@ -41,7 +41,7 @@ def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None
 
 def leave_early(rank: int) -> float:
     """Leave while something is under way that nobody will join; returns how long that took, in seconds."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
     groups.warm_up(torch.device("cpu"))
     if rank == 0:
@@ -70,7 +70,7 @@ def test_leaving_after_the_default_group_is_quiet(two_plain_ranks: RankPool) -> 
 
 
 def leave_late(rank: int) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     groups = SchedulerGroups.create(timeout=None)
     dist.destroy_process_group()
     groups.destroy()
@@ -79,7 +79,7 @@ def leave_late(rank: int) -> None:
 
 def turns_of_new_threads(rank: int) -> set[int]:
     """How long the turns are of threads that the groups have brought, in nanoseconds."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     try:
         before = set(os.listdir("/proc/self/task"))
         groups = SchedulerGroups.create(timeout=timedelta(seconds=20))

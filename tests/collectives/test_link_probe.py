@@ -66,7 +66,7 @@ def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 def probe_on(rank: int) -> LinkEstimate:
-    join_default_group(rank, "link probe")
+    join_default_group(rank)
     try:
         group = dist.new_group(backend="gloo")
         return probe_link(group, torch.device("cpu"))

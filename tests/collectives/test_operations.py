@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import operations
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import shard_of, shards_over
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 SIZES = (1, 2, 3, 5, 8, 1000)
 KINDS = (torch.float32, torch.float64, torch.bfloat16)
@@ -43,7 +43,7 @@ def contribution(rank: int, size: int, kind: torch.dtype) -> torch.Tensor:
 
 def run_operations(rank: int, world_size: int) -> list[str]:
     """What is not as it should be, in words."""
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    join_default_group(rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
     thread = CompletionThread(lambda error: error, group)
@@ -111,7 +111,7 @@ def test_shards_cover_a_part_once(world_size: int) -> None:
 
 def await_what_never_comes(rank: int) -> float:
     """Rank 0 waits for a message that rank 1 never sends; returns how long stopping took, in seconds."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     group = dist.new_group(timeout=timedelta(seconds=60), backend="gloo")
     dist.all_reduce(torch.zeros(1), group=group)
     took = 0.0
@@ -137,7 +137,7 @@ def test_the_thread_ends_although_a_message_never_comes() -> None:
 
 
 def backends(rank: int) -> tuple[bool, bool]:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     try:
         group = dist.group.WORLD
         assert group is not None

@@ -31,7 +31,7 @@ class Product(nn.Module):
 
 
 def reduced_by_torch(rank: int) -> list[Tensor]:
-    join_default_group(rank, "powersgd")
+    join_default_group(rank)
     try:
         return _reduced_by_torch(rank)
     finally:

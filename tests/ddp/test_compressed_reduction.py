@@ -21,7 +21,7 @@ from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReducti
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 Array = npt.NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class Result:
 def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
     """One after the other, on a group of their own: torch's store tells apart no two default groups in a row."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     try:
         return [reduce_steps(rank, group, **job) for job in jobs]

@@ -13,13 +13,13 @@ from lightning_bytescheduler.ddp import runtime
 from lightning_bytescheduler.ddp.runtime import agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 LINK = LinkEstimate(alpha=2e-3, beta=1e-8)
 
 
 def agreed_on(rank: int) -> list[tuple[int, int, int]]:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join_default_group(rank)
     groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
     found = []
     try:

@@ -11,6 +11,7 @@ everything that is known about it, and the next call gets new processes, as the 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -46,16 +47,17 @@ def let_go() -> None:
     time.sleep(0.1)
 
 
-def join_default_group(rank: int, name: str, *, world_size: int = 2) -> None:
-    """Make a default group over gloo.
+_default_groups = itertools.count()  # of this process; as many on each rank of a pool
 
-    Args:
-        rank: This one.
-        name: Used by nothing else in the life of the pool: torch's store does not tell two default groups apart that
-            come one after the other, and a rank may find where the other one listened before.
-        world_size: Of the pool.
+
+def join_default_group(rank: int, *, world_size: int = 2) -> None:
+    """Make a default group over gloo, under a name of its own.
+
+    Torch's store does not tell two default groups apart that come one after the other in the same processes: a rank may
+    find where the other one listened before.
     """
     store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size))
+    name = f"default group {next(_default_groups)}"
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
 
 
