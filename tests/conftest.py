@@ -19,6 +19,8 @@ _OF_A_LAUNCH = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
     "RANK",
     "WORLD_SIZE",
 )
@@ -26,7 +28,10 @@ _OF_A_LAUNCH = (
 
 @pytest.fixture(autouse=True)
 def no_traces_of_a_launch() -> Iterator[None]:
-    """Take back what Lightning leaves in the environment: where LOCAL_RANK is set, a Trainer starts no processes."""
+    """Take back what Lightning leaves in the environment.
+
+    Where LOCAL_RANK is set, a Trainer starts no processes; a seed of ``seed_everything`` reaches all ranks started later.
+    """
     before = {name: os.environ.get(name) for name in _OF_A_LAUNCH}
     yield
     for name, value in before.items():
