@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.churn_worker import make_rows
+from benchmarks.measure import free_port
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ class Coordinated:
         self.fleet = Fleet(folder, link)
         self.names = [f"w{number}" for number in range(asked.workers)]
         self.rows = make_rows(folder / "rows", slices=asked.slices, samples=asked.samples)
-        self.address = f"127.0.0.1:{_free_port()}" if link is None else f"{link.address(0)}:7070"
+        self.address = f"127.0.0.1:{free_port()}" if link is None else f"{link.address(0)}:7070"
         self.url = f"http://{self.address}"
         self.access: list[str] = []
         self.memory: list[tuple[float, int]] = []
@@ -198,7 +198,7 @@ class Torchrun:
             "torchrun",
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.asked.workers)),
-                *("--max-restarts", "10000", "--master-port", str(_free_port()), "--monitor-interval", "0.1"),
+                *("--max-restarts", "10000", "--master-port", str(free_port()), "--monitor-interval", "0.1"),
                 *("-m", "benchmarks.churn_worker", json.dumps(asked)),
             ],
         )
@@ -226,12 +226,6 @@ def _last(path: Path, key: str) -> dict[str, Any] | None:
                 if key in read:
                     return read
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Faults:

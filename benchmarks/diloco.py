@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from benchmarks.diloco_figures import FIGURES
 from benchmarks.diloco_rank import MARK, RANKS, train
 from benchmarks.diloco_results import Kept, Row
 from benchmarks.diloco_summary import conclude, draw
+from benchmarks.measure import free_port
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 _ON_A_LINK = ("race", "stall", "sparse")
@@ -77,7 +77,7 @@ def measure(
                 for number, rank in places
             ]
             return _rows(ranks, contenders, seed)
-    ports = [str(_free_port()) for _ in contenders]
+    ports = [str(free_port()) for _ in contenders]
     loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = []
     try:
@@ -104,12 +104,6 @@ def _rows(ranks: Sequence[subprocess.Popen[bytes]], contenders: Sequence[dict[st
         row = {"seed": seed, "name": asked["name"], "asked": asked, "points": results[0]["points"]}
         rows.append({**row, **{part: [result[part] for result in results] for part in parts}})
     return rows
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _asked(options: argparse.Namespace, contender: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from benchmarks.measure import ranks_of
+from benchmarks.measure import free_port, ranks_of
 from examples.demo.model import CharacterGPT
 from examples.demo.size import GPTSize
 from examples.demo.text import Windows, training_and_validation_text
@@ -97,11 +95,8 @@ def main() -> int:
         for seed in options.seeds
         for wire in (_EXACT, *options.wires)
     ]
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in jobs]
-        for job, free in zip(jobs, sockets, strict=True):
-            free.bind(("127.0.0.1", 0))
-            job["port"] = free.getsockname()[1]
+    for job in jobs:
+        job["port"] = free_port()
     command = [sys.executable, "-m", "benchmarks.gradient_compression", "--rank", json.dumps(jobs)]
     results: list[dict[str, Any]] = []
     exact: dict[int, float] = {}

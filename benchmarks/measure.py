@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
-__all__ = ["Measured", "MeasurementFailed", "measure", "ranks_of"]
+__all__ = ["Measured", "MeasurementFailed", "free_port", "measure", "ranks_of"]
 
 _REPOSITORY = Path(__file__).parents[1]
 # As torchrun does for several ranks on a host. Idle OpenMP threads spin, and take the processor from other ranks.
@@ -104,6 +105,15 @@ def measure(
     return found
 
 
+def free_port() -> int:
+    """A free port, none of those that the system gives to outgoing connections: these could be taken in between."""
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("None of 100 ports is free.")
+
+
 @contextmanager
 def ranks_of(
     command: list[str], workers: int, mbit: float | None, round_trip_seconds: float = 0.0
@@ -129,9 +139,7 @@ def ranks_of(
                 _close_later(pipes, ranks)
                 yield ranks, link
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     try:
         for rank in range(workers):

@@ -30,7 +30,7 @@ _OF_A_LAUNCH = (
 def no_traces_of_a_launch() -> Iterator[None]:
     """Take back what Lightning leaves in the environment.
 
-    Where LOCAL_RANK is set, a Trainer starts no processes; a seed of ``seed_everything`` reaches all ranks started later.
+    Where LOCAL_RANK is set, a Trainer starts no processes; a seed of seed_everything reaches all ranks started later.
     """
     before = {name: os.environ.get(name) for name in _OF_A_LAUNCH}
     yield

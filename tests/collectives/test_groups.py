@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from tests.faults.ranks import free_port, quiet_environment
+from tests.faults.ranks import quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
-from tests.support.rank_pool import RankPool, join_default_group
+from tests.support.rank_pool import RankPool, free_port, join_default_group
 
 
 def own_groups(rank: int) -> tuple[list[float], int]:

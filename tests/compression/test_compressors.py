@@ -106,6 +106,7 @@ def test_what_is_sent_and_what_is_not_are_the_gradient(spec: str, steps: list[tu
     compressor = ErrorFeedback(bare(spec))
     for seed, power in steps:
         before = compressor.residual()
+        power = min(power, 10) if spec == "fp16" else power  # beyond 65504 it is infinite
         part = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2.0**power
         values = part if before is None else before + part
         values = values.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from tests.diloco.fits import Result, fit_diloco, plain_sgd
 from tests.support.models import Tower
+from tests.support.rank_pool import free_port
 
 __all__ = ["OwnData", "alone", "coordinator_options", "fit_coordinated", "own_data"]
 
@@ -46,10 +46,7 @@ def coordinator_options(
 @contextmanager
 def alone() -> Iterator[None]:
     """This process is the only one of its training."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
     with patch.dict(os.environ, one):
         yield
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from lightning_bytescheduler.failures.startup_check import (
     names_of,
     require_alike,
 )
+from tests.support.rank_pool import free_port
 
 
 def introduction(rank: int, *, noted: dict[str, str] | None = None, **facts: str) -> Introduction:
@@ -139,9 +139,7 @@ with RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy="bytes
 
 @pytest.mark.parametrize(("leave", "waits"), [(0.2, 60.0), (30.0, 6.0)], ids=["stands", "comes back"])
 def test_a_rank_that_cannot_connect_ends_the_others(leave: float, waits: float) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", WATCHED, str(rank), str(port), str(leave), str(waits)],

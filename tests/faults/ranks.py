@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Ended", "Nursery", "free_port", "rank_environment"]
+from tests.support.rank_pool import free_port
+
+__all__ = ["Ended", "Nursery", "rank_environment"]
 
 _NURSERY = Path(__file__).with_name("nursery.py")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +47,6 @@ class Ended:
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.faults.ranks import free_port, quiet_environment
+from tests.faults.ranks import quiet_environment
 from tests.faults.scenario import BOUND_S
+from tests.support.rank_pool import free_port
 
 # With LOCAL_RANK there, Lightning takes it that somebody else has started the ranks, and waits for them.
 _FOREIGN = ("BYTESCHEDULER_", "GROUP_", "LOCAL_", "MASTER_", "NODE_", "RANK", "WORLD")

@@ -15,11 +15,13 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,7 +32,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["RankPool", "RanksFailed", "let_go"]
+__all__ = ["RankPool", "RanksFailed", "free_port", "let_go"]
 
 _PRELOADED = ("lightning.pytorch", "torch.distributed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
@@ -143,7 +145,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        port = _free_port()
+        port = free_port()
         for number in range(self.world_size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{number}.txt")
@@ -197,11 +199,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A free port, none of those that the system gives to outgoing connections: these could be taken in between."""
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("None of 100 ports is free.")
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
