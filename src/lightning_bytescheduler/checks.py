@@ -21,6 +21,7 @@ from typing import Any, TypeGuard, TypeVar
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "closest",
     "did_you_mean",
     "importing",
     "is_finite",
@@ -316,15 +317,21 @@ def _versions(name: str) -> str:
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
     """The question that a misspelt name calls for, such as ``Did you mean 'credit'?``; empty if none is close."""
+    near = closest(value, known)
+    return f"Did you mean {near!r}?" if near is not None else ""
+
+
+def closest(value: object, known: Collection[str]) -> str | None:
+    """The known name that a misspelt one is likely to be; None if none is close."""
     if not isinstance(value, str):
-        return ""
-    by_lower = {name.lower(): name for name in known}
+        return None
+    by_lower = {name.lower().replace("-", "_"): name for name in known}
     given = value.lower().replace("-", "_")
     close = difflib.get_close_matches(given, by_lower, n=1, cutoff=0.7)
     # What is left out at an end changes more letters than one that is wrong.
     close = close or [name for name in by_lower if len(given) > 3 and given in name]
     close = close or difflib.get_close_matches(given, by_lower, n=1)
-    return f"Did you mean {by_lower[close[0]]!r}?" if close else ""
+    return by_lower[close[0]] if close else None
 
 
 def require_known(

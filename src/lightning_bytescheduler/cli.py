@@ -8,7 +8,6 @@ printed. Errors that a user can cause are one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import importing, records_in, require_output, require_suffix
+from lightning_bytescheduler.checks import closest, importing, records_in, require_output, require_suffix
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 __all__ = ["main"]
@@ -185,8 +184,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _like(name: str, known: Sequence[str] | dict[str, Any]) -> str:
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = closest(name, known)
+    return "" if near is None else f"; did you mean {near}?"
 
 
 class _Outputs:

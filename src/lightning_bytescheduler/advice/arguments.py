@@ -6,7 +6,6 @@ Imports neither torch nor Lightning: which Lightning there is to be, the user's 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_bytescheduler.advice.expectations import STEPS
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import closest, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.command import add_link_arguments, link_of
 from lightning_bytescheduler.simulation.link import LinkModel
@@ -108,8 +107,8 @@ def load_target(option: str, text: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            near = difflib.get_close_matches(error.name, [file.stem for file in Path(here).glob("*.py")], n=1)
-            hint = f"; did you mean {near[0]}:{name}?" if near else ""
+            near = closest(error.name, [file.stem for file in Path(here).glob("*.py")])
+            hint = "" if near is None else f"; did you mean {near}:{name}?"
             raise ImportError(
                 f"{option}: there is no module {error.name}, neither in {here} nor installed{hint}"
             ) from error
@@ -121,8 +120,8 @@ def load_target(option: str, text: str) -> Any:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            near = closest(part, [n for n in dir(found) if not n.startswith("_")])
+            hint = "" if near is None else f" (did you mean {near}?)"
             raise OptionError(option, text, f"a name that {module_name} has{hint}")
         found = getattr(found, part)
     return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_bytescheduler.checks import closest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
@@ -133,8 +133,8 @@ def profile_of(text: str) -> ModelProfile:
     if size is not None and not Path(text).exists():
         return profile_of_size(text, size)
     if not Path(text).exists():
-        near = ["transformer"] if name in _GPT else difflib.get_close_matches(name, NETWORKS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        near = "transformer" if name in _GPT else closest(name, NETWORKS)
+        hint = "" if near is None else f" (did you mean {near}?)"
         raise OptionError(
             "--profile",
             text,
