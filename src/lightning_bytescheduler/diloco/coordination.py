@@ -16,6 +16,7 @@ from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundarie
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
+from lightning_bytescheduler.diloco.options import OuterOptions
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -63,7 +64,7 @@ class Coordination:
         inside: dist.ProcessGroup | None,
         board: FaultBoard,
         flush: Callable[[], None],
-        timeout: float,
+        outer: OuterOptions,
     ) -> CoordinatedRuntime:
         """Become one of the run; see ``CoordinatedRuntime``.
 
@@ -72,11 +73,18 @@ class Coordination:
             inside: The ranks of this worker; ``None`` if it has but one.
             board: See there.
             flush: See there.
-            timeout: See there.
+            outer: Has the longest wait and the timeline's file.
         """
-        group = self._group = WorkerGroup(inside, timeout=timeout)
+        group = self._group = WorkerGroup(inside, timeout=outer.timeout)
         self._runtime = runtime = CoordinatedRuntime(
-            self._address, module, given=self._given, group=group, board=board, flush=flush, timeout=timeout
+            self._address,
+            module,
+            given=self._given,
+            group=group,
+            board=board,
+            flush=flush,
+            timeout=outer.timeout,
+            timeline=outer.timeline,
         )
         try:
             runtime.connect()

@@ -362,9 +362,9 @@ class DiLoCoStrategy(WorkerStrategy):
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
             if self._coordination is not None and self._board is not None and self._world is not None:
-                limit = self._options.outer(self._timeout).timeout
+                outer = self._options.outer(self._timeout)
                 self._runtime = self._coordination.connect(
-                    module, inside=self._world.inside, board=self._board, flush=self.flush, timeout=limit
+                    module, inside=self._world.inside, board=self._board, flush=self.flush, outer=outer
                 )
                 self._open.enter_context(self._coordination.for_leader_only(module.trainer))
             if self.inner_size == 1:
