@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, STEP, STILL, WAIT
-from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
+from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, union
 
-__all__ = ["RoundsSummary", "in_rounds", "others_waited_for", "round_of", "rounds_summary", "worker_of"]
+__all__ = ["RoundsSummary", "in_rounds", "others_awaited", "round_of", "rounds_summary", "worker_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +92,17 @@ def rounds_summary(trace: Trace) -> RoundsSummary:
     )
 
 
-def others_waited_for(traces: Sequence[Trace]) -> Mapping[int, list[Interval]]:
-    """By position in ``traces``: when a worker waited for others that had not begun to send yet; times from the epoch.
+def others_awaited(traces: Sequence[Trace]) -> Mapping[int, list[Interval]]:
+    """By position in ``traces``: from when on a worker sends, in each round, until the last one does; from the epoch.
 
-    What it waits for after the last one has begun is the network, and what is done with what has come.
+    What it waits for in that time is other workers; later it is the network, and what is done with what has come.
     """
-    began: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by round and worker
+    began: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by round and position
     for number, trace in enumerate(traces):
         for span in trace.select(COMMUNICATION, "push"):
-            round = round_of(span)
-            if round:
-                began[round].setdefault(number, trace.origin + span.start)
-    waits: dict[int, list[Interval]] = {}
-    for number, trace in enumerate(traces):
-        waited = union((trace.origin + span.start, trace.origin + span.end) for span in trace.select(WAIT))
-        before = union((starts[number], max(starts.values())) for starts in began.values() if number in starts)
-        waits[number] = subtract(waited, subtract(waited, before))
-    return waits
+            if round_of(span):
+                began[round_of(span)].setdefault(number, trace.origin + span.start)
+    return {
+        number: union((starts[number], max(starts.values())) for starts in began.values() if number in starts)
+        for number in range(len(traces))
+    }

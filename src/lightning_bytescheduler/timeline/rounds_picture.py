@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.rounds import in_rounds, others_waited_for, round_of, worker_of
+from lightning_bytescheduler.timeline.rounds import in_rounds, others_awaited, round_of, worker_of
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, STEP, STILL, WAIT
 from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_rounds_timeline"]
 
 _TRAIN, _OTHERS, _NETWORK, _OUTER, _STILL = "#3f86d1", "#f2b441", "#d7263d", "#2e8b57", "#aab4be"
-_PUSH, _PULL, _CODEC, _INK = "#6b5b95", "#1b998b", "#6c7a86", "#26323d"
+_PUSH, _EARLY, _PULL, _CODEC, _INK = "#6b5b95", "#cdc6df", "#1b998b", "#6c7a86", "#26323d"
 _ROUNDS_SHOWN = 3
 _MOST_EDGES = 200  # steps in a row: white edges would hide them
 
@@ -58,7 +58,7 @@ def draw_rounds_timeline(
     figure = Figure(figsize=(12.5, height), layout="constrained")
     target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     axes: list[Axes] = list(figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0])
-    others = others_waited_for(traces)
+    others = others_awaited(traces)
     waited = [
         _draw(ax, trace, (begin, end), others[number], shown)
         for number, (ax, trace) in enumerate(zip(axes, traces, strict=True))
@@ -77,14 +77,15 @@ def draw_rounds_timeline(
         "inner steps": _TRAIN,
         **({"waits for other workers": _OTHERS} if several else {}),
         "waits for the network" if several else "waits": _NETWORK,
-        "outer step": _OUTER,
+        "pseudo-gradient, outer step": _OUTER,
         "validation and the like": _STILL,
         "push: pseudo-gradients": _PUSH,
+        **({"push, while others still train": _EARLY} if several else {}),
         "pull: the mean": _PULL,
         "encode, add, decode": _CODEC,
     }
     handles = [Patch(color=colour, label=label) for label, colour in meaning.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5 if several else 4, frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=140)
 
@@ -122,9 +123,9 @@ def _draw(
         found = ((max(trace.origin + s.start, begin), min(trace.origin + s.end, end)) for s in spans)
         return [(start - begin, stop - begin) for start, stop in found if start < stop]
 
-    waits = union(clipped(trace.select(WAIT)))
-    for_others = intersection(waits, [(start - begin, stop - begin) for start, stop in others])
-    for_network = subtract(waits, for_others)
+    waits, pushes = union(clipped(trace.select(WAIT))), union(clipped(trace.select(COMMUNICATION, "push")))
+    early = [(start - begin, stop - begin) for start, stop in others]
+    for_others, for_network = intersection(waits, early), subtract(waits, early)
     steps = clipped(trace.select(INNER))
     edges = "white" if len(steps) < _MOST_EDGES else "none"
     rows: list[tuple[float, list[Interval], str]] = [
@@ -133,8 +134,9 @@ def _draw(
         (2.0, for_others, _OTHERS),
         (2.0, for_network, _NETWORK),
         (2.0, clipped(trace.select(STEP)), _OUTER),
-        (1.0, clipped(trace.select(COMMUNICATION, "push")), _PUSH),
-        (0.5, clipped(trace.select(COMMUNICATION, "pull")), _PULL),
+        (1.0, intersection(pushes, early), _EARLY),
+        (1.0, subtract(pushes, early), _PUSH),
+        (0.5, union(clipped(trace.select(COMMUNICATION, "pull"))), _PULL),
         (0.0, clipped(trace.select(CODEC)), _CODEC),
     ]
     for bottom, intervals, colour in rows:
@@ -143,7 +145,6 @@ def _draw(
             [(start, stop - start) for start, stop in intervals],
             (bottom + 0.05, high),
             facecolors=colour,
-            alpha=1.0 if colour not in (_PUSH, _PULL) else 0.75,
             edgecolors=edges if colour == _TRAIN else "none",
             linewidths=0.4 if colour == _TRAIN else 0.0,
         )
