@@ -31,7 +31,7 @@ def test_a_slow_link_gets_smaller_parts_than_a_fast_one() -> None:
     slow, _ = outer_sizes(MANY, link_of(50, 0.007))
     fast, _ = outer_sizes(MANY, link_of(500, 0.007))
     assert 400_000 < slow < 700_000
-    assert 1_200_000 < fast < 2_000_000
+    assert 1_200_000 < fast <= 2_000_000
 
 
 def test_a_long_way_gets_a_window_that_fills_it() -> None:
@@ -115,7 +115,7 @@ def test_an_argument_beats_a_variable_which_beats_the_link(monkeypatch: pytest.M
     # Variables are those of the gradients inside a worker, where the scheduler carries them.
     inside = {"inner": "bytescheduler", "inner_size": 2}
     assert options_of(**inside) == (None, None, "its.outer.json")
-    with pytest.raises(OptionError, match="timeline='its.json' is not allowed"):
+    with pytest.raises(OptionError, match=r"^timeline='its\.json' is not allowed"):
         options_of(**inside, timeline="its.json")
     monkeypatch.setenv("BYTESCHEDULER_PARTITION", "4MB")
     with pytest.raises(OptionError, match="BYTESCHEDULER_PARTITION"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def check(trace: Trace, *, steps: int, rounds: int) -> RoundsSummary:
     assert summary.pushed > 0
     assert summary.pulled > 0
     own = [span for span in trace.spans if span.category in (INNER, WAIT, STEP, STILL)]
-    assert all(one.end <= other.start for one, other in zip(own, own[1:], strict=False))  # one thread
+    assert all(one.end <= other.start for one, other in pairwise(own))  # one thread
     assert {span.name for span in trace.select(STEP)} == {"pseudo-gradient", "outer step"}
     return summary
 
@@ -71,12 +72,7 @@ def test_workers_of_a_coordinator(overlap_steps: int, diloco_ranks: RankPool, tm
     for number, result in enumerate(workers):
         trace = read_timeline(tmp_path / f"run.w{number}.json")
         assert in_rounds(trace)
-        summary = check(trace, steps=result.global_step, rounds=summary_rounds(trace))
+        summary = check(trace, steps=result.global_step, rounds=2)
         assert summary.worker == f"w{number}"
         assert len(trace.select(COMMUNICATION, "push")) == len(trace.select(COMMUNICATION, "pull")) == 2
         assert {span.name for span in trace.select(CODEC)} == {"encode", "decode"}
-
-
-def summary_rounds(trace: Trace) -> int:
-    """With overlap, steps beside the last round's are of no round that is merged."""
-    return len({span.args["round"] for span in trace.select(INNER)})

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -23,6 +22,8 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
 
 __all__ = ["Coordination"]

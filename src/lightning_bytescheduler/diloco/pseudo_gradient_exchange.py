@@ -147,9 +147,7 @@ class PseudoGradientExchange:
         while (seconds := self._least_seconds(size, timeout)) < _ENOUGH_S and size < _LAST:
             size *= 4
         link = LinkEstimate.fit([(4 * _SMALL, small), (4 * size, seconds)])
-        self._started = self._numbers = (
-            0  # which seeds follow: how much was measured is to leave no trace in the weights
-        )
+        self._started = self._numbers = 0  # seeds follow them: measuring leaves no trace in the weights
         partition_size, credit = self._given
         self._core.partition_size, self._core.credit = outer_sizes(
             parameters, link, partition_size=partition_size, credit=credit
