@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def _exchange(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         ends = {}
         for name, (partition_size, credit) in pairs:
-            group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit)
+            group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit)
             end = ends[name] = PseudoGradientExchange(
                 group, wire=wire, partition_size=partition_size, credit=credit, on_error=lambda error: error
             )

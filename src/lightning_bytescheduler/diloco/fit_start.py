@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, common_options

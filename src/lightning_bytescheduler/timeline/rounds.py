@@ -72,7 +72,8 @@ def rounds_summary(trace: Trace) -> RoundsSummary:
         return union((span.start, span.end) for span in trace.select(category) if round_of(span))
 
     def sent(name: str) -> int:
-        return round(sum(span.args.get("bytes", 0) for span in trace.select(COMMUNICATION, name) if round_of(span)))
+        spans = trace.select(COMMUNICATION, name)
+        return int(sum(span.args.get("bytes", 0) for span in spans if round_of(span)))
 
     training, network = covered(INNER), covered(COMMUNICATION)
     steps = trace.select(INNER)

@@ -152,7 +152,7 @@ def _draw(
     ax.set_yticks([2.5, 1.25, 0.75, 0.25], ["training", "push", "pull", "codec"])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    firsts = {}
+    firsts: dict[int, float] = {}
     for span in trace.select(INNER):
         firsts.setdefault(round_of(span), trace.origin + span.start - begin)
     for round in shown:
