@@ -241,12 +241,13 @@ def _add_timeline(parser: argparse.ArgumentParser) -> None:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.timeline.command import draw, summarised, trace_of
+    from lightning_bytescheduler.timeline.command import draw, summarised, traces_of
 
     outputs = _Outputs(options)
-    trace = trace_of(options)
-    _print_table(*summarised(trace, options))
-    draw(trace, options)
+    traces = traces_of(options)
+    for title, rows in summarised(traces, options):
+        _print_table(title, rows)
+    draw(traces, options)
     outputs.say()
     return 0
 

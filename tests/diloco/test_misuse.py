@@ -91,7 +91,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
         ("outer_learning_rate", "Did you mean 'outer_lr'"),
         ("local_steps", "Did you mean 'inner_steps'"),
         ("find_unused_parameters", "write inner_options={'find_unused_parameters': ...}"),
-        ("timeline", "write inner_options={'timeline': ...}"),
+        ("mode", "write inner_options={'mode': ...}"),
         ("num_nodes", r"It is an option of Trainer: Trainer\(num_nodes=...\)"),
     ],
 )

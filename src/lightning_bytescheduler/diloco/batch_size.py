@@ -9,6 +9,7 @@ as it does one that was given.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import statistics
 import time
@@ -24,7 +25,16 @@ from lightning_bytescheduler.checks import is_whole, require_positive, require_s
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl
 
-__all__ = ["BATCH_SIZE_VARIABLE", "find_batch_size", "measured_batch_size", "resolve_batch_size", "with_batch_size"]
+__all__ = [
+    "BATCH_SIZE_VARIABLE",
+    "find_batch_size",
+    "measured_batch_size",
+    "resolve_batch_size",
+    "sized_loader",
+    "with_batch_size",
+]
+
+log = logging.getLogger(__name__)
 
 BATCH_SIZE_VARIABLE = "BYTESCHEDULER_BATCH_SIZE"
 """The batch size of one worker: a number, or ``auto``."""
@@ -165,6 +175,30 @@ def with_batch_size(loader: object, batch_size: int) -> object:
         raise UnsupportedError(_MESSAGE.format(what=f"DataLoader with a {type(loader.batch_sampler).__name__}"))
     sampler = BatchSampler(loader.batch_sampler.sampler, batch_size, loader.batch_sampler.drop_last)
     return DataLoader(loader.dataset, batch_sampler=sampler, **options)
+
+
+def sized_loader(
+    module: pl.LightningModule, loader: object, size: int | Literal["auto"] | None, *, alone: bool, workers: int
+) -> object:
+    """Give a loader of training data the batch size that :func:`resolve_batch_size` says, which may be found first.
+
+    Args:
+        module: What is trained.
+        loader: Its training data.
+        size: What was resolved; ``None`` leaves the loader as it is.
+        alone: Whether this rank is a worker by itself.
+        workers: How many there are.
+
+    Raises:
+        OptionError: If the size is to be found, and several ranks are one worker.
+        UnsupportedError: If the loader's batch size cannot be changed, or none can be found.
+    """
+    if size == "auto":
+        if not alone:
+            raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
+        size = measured_batch_size(module, loader, workers=workers)
+        log.info("[rank %d] batches of %d samples are used", module.global_rank, size)
+    return loader if size is None else with_batch_size(loader, size)
 
 
 def measured_batch_size(module: pl.LightningModule, loader: object, *, workers: int) -> int:

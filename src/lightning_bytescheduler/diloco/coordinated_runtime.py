@@ -34,6 +34,7 @@ from lightning_bytescheduler.diloco.coordinator_transport import START, Coordina
 from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import SessionRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
@@ -68,6 +69,7 @@ class CoordinatedRuntime(SessionRuntime):
         board: Where failures within the worker are published; not closed with the runtime.
         flush: Brings the weights up to date.
         timeout: Longest wait for the first connection, and at the end of a round, in seconds.
+        timeline: File of the timeline, which gets the worker's name before its suffix; ``None`` for none.
 
     Attributes:
         options: The run's, after :meth:`connect`.
@@ -88,6 +90,7 @@ class CoordinatedRuntime(SessionRuntime):
         board: FaultBoard,
         flush: Callable[[], None],
         timeout: float,
+        timeline: str | None = None,
     ) -> None:
         self.options = RunOptions()
         self.worker = address.worker
@@ -105,6 +108,8 @@ class CoordinatedRuntime(SessionRuntime):
         self._board = board
         self._flush = flush
         self._timeout = timeout
+        self._path = timeline
+        self._timeline = OuterTimeline()
         self._arrived = threading.Condition()
         # What follows changes under the condition, until there is a session that is told instead.
         self._welcome: Welcome | None = None
@@ -161,7 +166,9 @@ class CoordinatedRuntime(SessionRuntime):
         )
         sizes = [sum(p.numel() for p in trained.of(fragment)) for fragment in range(len(trained.fragments))]
         wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by WireFormat
-        self._transport = CoordinatorTransport(self.client, wire=wire, sizes=sizes)
+        if self._path is not None:
+            self._timeline = OuterTimeline(beside(self._path, self.worker), worker=self.worker)
+        self._transport = CoordinatorTransport(self.client, wire=wire, sizes=sizes, timeline=self._timeline)
         session = CoordinatedSession(
             worker=self.worker,
             group=self._group,
@@ -249,6 +256,7 @@ class CoordinatedRuntime(SessionRuntime):
                     self._transport.stop(_STOP_S)
                 else:
                     self.client.stop(_STOP_S)
+            self._timeline.close()
         return not failed
 
     # ------------------------------------------------------------------ the client's thread

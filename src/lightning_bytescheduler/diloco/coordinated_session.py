@@ -187,6 +187,7 @@ class CoordinatedSession(CoordinatedRounds):
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """See CoordinatedRounds."""
         super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+        self._transport.timeline.trained(self.round)
         self._state.count(samples=samples, tokens=tokens)
         self._unsent.count(samples=samples, tokens=tokens)
         with self._transport.changed:
@@ -271,7 +272,8 @@ class CoordinatedSession(CoordinatedRounds):
             if self._joined and not late:
                 transport.post(message)
         unsent = self._unsent
-        pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
+        with transport.timeline.doing("pseudo-gradient"):
+            pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
         exchange = transport.start(
             Contribution(
                 worker=self.worker,
@@ -323,7 +325,8 @@ class CoordinatedSession(CoordinatedRounds):
         elif not self._trained.mixing:
             unsent.overwritten(fragment)
         if mean.total or counts:
-            self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
+            with transport.timeline.doing("outer step"):
+                self._state.merge(fragment, mean.values, total=mean.total, exactly=False)
             self._changed.add(fragment)
         transport.took(round, mean)
         self.statistics.rounds += 1
@@ -494,6 +497,7 @@ class CoordinatedSession(CoordinatedRounds):
     def _resume(self) -> Outcome:
         self._shown.close()
         transport = self._transport
+        transport.timeline.stood("validation or another pause")
         with transport.changed:
             self._away = False
             if self._joined:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -16,12 +15,15 @@ from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundarie
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
+from lightning_bytescheduler.diloco.options import OuterOptions
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
 
 __all__ = ["Coordination"]
@@ -63,7 +65,7 @@ class Coordination:
         inside: dist.ProcessGroup | None,
         board: FaultBoard,
         flush: Callable[[], None],
-        timeout: float,
+        outer: OuterOptions,
     ) -> CoordinatedRuntime:
         """Become one of the run; see ``CoordinatedRuntime``.
 
@@ -72,11 +74,18 @@ class Coordination:
             inside: The ranks of this worker; ``None`` if it has but one.
             board: See there.
             flush: See there.
-            timeout: See there.
+            outer: Has the longest wait and the timeline's file.
         """
-        group = self._group = WorkerGroup(inside, timeout=timeout)
+        group = self._group = WorkerGroup(inside, timeout=outer.timeout)
         self._runtime = runtime = CoordinatedRuntime(
-            self._address, module, given=self._given, group=group, board=board, flush=flush, timeout=timeout
+            self._address,
+            module,
+            given=self._given,
+            group=group,
+            board=board,
+            flush=flush,
+            timeout=outer.timeout,
+            timeline=outer.timeline,
         )
         try:
             runtime.connect()

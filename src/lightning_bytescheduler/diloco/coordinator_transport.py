@@ -43,6 +43,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     update_path,
 )
 from lightning_bytescheduler.diloco.messages import Message
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError
 
@@ -99,8 +100,10 @@ class CoordinatorTransport:
         wire: What travels.
         sizes: Elements of each fragment.
         clock: Seconds; injected by tests.
+        timeline: Where spans go.
 
     Attributes:
+        timeline: The same.
         changed: Notified of everything that the network brings; holds the lock for all that follows.
         connected: Whether there is a connection.
         welcome: The last one.
@@ -117,12 +120,14 @@ class CoordinatorTransport:
         wire: WireFormat,
         sizes: list[int],
         clock: Callable[[], float] = time.monotonic,
+        timeline: OuterTimeline | None = None,
     ) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
             from xxhash import xxh3_128_hexdigest
 
             self._digest: Callable[[Any], str] = xxh3_128_hexdigest
         self.client = client
+        self.timeline = OuterTimeline() if timeline is None else timeline
         self.changed = threading.Condition()
         self.connected = False
         self.welcome: Welcome | None = None
@@ -216,6 +221,7 @@ class CoordinatorTransport:
             SchedulerTimeoutError: If it is not in time.
         """
         began = asked = self._clock()
+        since = self.timeline.now()
         with self.changed:
             while not ready():
                 self.check()
@@ -232,6 +238,7 @@ class CoordinatorTransport:
                         "the strategy's timeout if the other workers may take longer."
                     )
                 self.changed.wait(min(_SLICE_S, timeout - waited))
+        self.timeline.waiting(what, since)
         return True
 
     def await_connection(self, timeout: float) -> None:
@@ -311,7 +318,9 @@ class CoordinatorTransport:
 
     async def _fetch_mean(self, round: int, chain: str) -> Mean | None:
         fragment = (round - 1) % len(self._sizes)
+        began = self.timeline.now()
         answer = await self.client.request("GET", update_path(round, fragment))
+        self._travelled("pull", began, fragment, len(answer.body))
         if answer.status != 200:
             log.info("coordinator: no mean of round %d: %s", round, answer.words)
             return None
@@ -325,10 +334,17 @@ class CoordinatorTransport:
             return None
         return Mean(values=values, total=total, chain=then)
 
+    def _travelled(self, name: str, began: float, fragment: int, nbytes: int) -> None:
+        now = self.timeline.now()
+        self.timeline.travelled(name, began, now, fragment=f"fragment {fragment}", part=0, nbytes=nbytes)
+
     def _decode(self, body: bytes, fragment: int, digest: str) -> Tensor:
+        began = self.timeline.now()
         if self._digest(body) != digest:
             raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
-        return self._wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self._sizes[fragment])
+        mean = self._wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self._sizes[fragment])
+        self.timeline.coded("decode", began, lane="codec")
+        return mean
 
     async def _upload(self, contribution: Contribution, encoded: _Encoded) -> UpdateReceipt | None:
         body, digest = await self._coded(self._encode, contribution, encoded)
@@ -341,7 +357,9 @@ class CoordinatorTransport:
             ROUND_SAMPLES_HEADER: str(contribution.round_samples),
         }
         pause = _ASK_AGAIN_S
+        began = self.timeline.now()
         answer = await self.client.request("PUT", path, headers=headers, body=body)
+        self._travelled("push", began, contribution.fragment, len(body))
         # A coordinator that was started again may not have begun this round yet, or not know this worker's part in it.
         while answer.status == _NOT_NOW and self.ended < contribution.round:
             await asyncio.sleep(pause)
@@ -358,6 +376,7 @@ class CoordinatorTransport:
         return receipt
 
     def _encode(self, contribution: Contribution, encoded: _Encoded) -> tuple[bytes, str]:
+        began = self.timeline.now()
         place = f"{contribution.worker} {contribution.round} {contribution.fragment}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
         residual = None
@@ -366,7 +385,9 @@ class CoordinatorTransport:
             residual = torch.zeros_like(contribution.pseudo_gradient) if known is None else known.clone()
         body = self._wire.encode(contribution.pseudo_gradient, seed=seed, residual=residual).numpy().tobytes()
         encoded.residual = residual
-        return body, self._digest(body)
+        digest = self._digest(body)
+        self.timeline.coded("encode", began, lane="codec")
+        return body, digest
 
     def keep_residual(self, fragment: int, residual: Tensor | None) -> None:
         """Send later what was left out of an update; ``None`` if that is not known."""

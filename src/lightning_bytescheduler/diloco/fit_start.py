@@ -7,8 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from lightning_bytescheduler.ddp.fit_position import introduce
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, common_options
@@ -19,6 +17,8 @@ from lightning_bytescheduler.failures.startup_check import RendezvousWatch, hold
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 

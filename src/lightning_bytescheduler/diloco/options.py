@@ -36,6 +36,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
 from lightning_bytescheduler.exceptions import OptionError
@@ -66,7 +67,7 @@ OPTIONS_ELSEWHERE = {
     **{
         name: f"Where several processes form a worker (inner=...), write inner_options={{{name!r}: ...}}."
         for name in (*known_ddp_options(), *_SCHEDULED)
-        if name not in ("partition_size", "credit")
+        if name not in ("partition_size", "credit", "timeline")
     },
     "outer_learning_rate": "Did you mean 'outer_lr'?",
     "local_steps": "Did you mean 'inner_steps'?",
@@ -110,9 +111,10 @@ class DiLoCoOptions:
     density: float | None
     lead_steps: int
     batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
-    partition_size: int
-    credit: int
+    partition_size: int | None
+    credit: int | None
     rounds_file: str | os.PathLike[str] | None
+    timeline: str | os.PathLike[str] | None
     inner: Literal["ddp", "bytescheduler"] | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any] | None
@@ -145,8 +147,7 @@ class DiLoCoOptions:
                 if getattr(self, option) is None:
                     object.__setattr__(self, option, value)
         require_whole("lead_steps", self.lead_steps, 1)
-        for option in ("partition_size", "credit"):
-            object.__setattr__(self, option, parse_size(option, getattr(self, option)))
+        self._check_outer_traffic()
         self._check_batch_size()
         if self.coordinated and self.rounds_file is not None:
             raise OptionError(
@@ -186,6 +187,31 @@ class DiLoCoOptions:
             except ValueError:  # has no signature to look at
                 return
         raise OptionError("outer_optimizer", given, _OPTIMIZER, way_out)
+
+    def _check_outer_traffic(self) -> None:
+        """Sizes and timeline of what travels between workers: arguments first, then environment variables.
+
+        Where the ranks of a worker train with the scheduler, its variables are those of their gradients; the timeline
+        of what travels between workers is beside theirs then.
+        """
+        sizes = {"partition_size": "BYTESCHEDULER_PARTITION", "credit": "BYTESCHEDULER_CREDIT"}
+        env = {name: value.strip() for name, value in os.environ.items() if value.strip()}
+        scheduled = self.inner == "bytescheduler"
+        for option, variable in sizes.items():
+            given = getattr(self, option)
+            if given is not None:
+                object.__setattr__(self, option, parse_size(option, given))
+            elif variable in env and not scheduled:
+                object.__setattr__(self, option, parse_size(variable, env[variable]))
+        given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
+        if given is not None:
+            object.__setattr__(self, "timeline", require_new_file("timeline", given))
+            inner = self.inner_options.get("timeline") if isinstance(self.inner_options, Mapping) else None
+            if scheduled and (inner or env.get(variable)) == os.fspath(given):
+                raise OptionError("timeline", given, "another file than that of the ranks of a worker")
+        elif variable in env:
+            file = require_new_file(variable, env[variable])
+            object.__setattr__(self, "timeline", beside(file, "outer") if scheduled else file)
 
     def _check_batch_size(self) -> None:
         sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
@@ -293,6 +319,7 @@ class DiLoCoOptions:
             overlap_steps=self.overlap_steps,
             partition_size=self.partition_size,
             credit=self.credit,
+            timeline=None if self.timeline is None else os.fspath(self.timeline),
             timeout=seconds,
         )
 
@@ -306,8 +333,9 @@ class OuterOptions:
         rounds: Of the batch scheduler.
         wire: What travels.
         overlap_steps: See :class:`WorkerSession`.
-        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters.
-        credit: What may be in flight at once, in parameters.
+        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; ``None`` follows the link.
+        credit: What may be in flight at once, in parameters; ``None`` follows the link.
+        timeline: File of worker 0's timeline, or ``None`` for none.
         timeout: Longest wait for the other workers, in seconds.
     """
 
@@ -315,8 +343,9 @@ class OuterOptions:
     rounds: RoundOptions
     wire: WireFormat
     overlap_steps: int
-    partition_size: int
-    credit: int
+    partition_size: int | None
+    credit: int | None
+    timeline: str | None
     timeout: float
 
 
@@ -366,12 +395,12 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    own = ("rounds_file", "batch_size", "outer_optimizer")
+    own = ("rounds_file", "timeline", "batch_size", "outer_optimizer")
     return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
 
 
 def description(module: nn.Module, options: DiLoCoOptions) -> str:
     """What must be the same on all ranks, in words."""
     parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
-    alike = replace(options, outer_optimizer=None, rounds_file=None, batch_size=None)
+    alike = replace(options, outer_optimizer=None, rounds_file=None, timeline=None, batch_size=None)
     return f"{parameters} {alike}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,15 +26,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
-from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
+from lightning_bytescheduler.collectives.operations import StartedOperation, reduce_with, shard_of, wait_unless
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.outer_sizes import outer_sizes
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
 __all__ = ["Exchange", "PseudoGradientExchange"]
 
+_PROBE = "link probe"
+_WHOLE = 2**40  # parameters: a part that is measured is not cut
+_SMALL, _FIRST, _LAST = 1024, 32 * 1024, 2 * 1024 * 1024  # parameters
+_ENOUGH_S = 0.05
+_REPEATS = 4
+_LOOK = timedelta(seconds=0.5)
 _HEADER = 8  # bytes of the weight before each payload
 _TAGS = 2**29
 _NUMBERS_PER_PART = 2  # one for what goes to a shard's owner, one for what comes back: seeds differ
@@ -76,8 +86,9 @@ class PseudoGradientExchange:
     Args:
         group: Over all workers; gloo, used by this object alone.
         wire: What travels.
-        partition_size: Largest part that is sent at once, in parameters.
-        credit: What may be in flight at once, in parameters.
+        partition_size: Largest part that is sent at once, in parameters; ``None`` follows the link.
+        credit: What may be in flight at once, in parameters; ``None`` follows the link.
+        timeline: Where spans go.
         on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
     """
 
@@ -86,17 +97,76 @@ class PseudoGradientExchange:
         group: dist.ProcessGroup,
         *,
         wire: WireFormat,
-        partition_size: int,
-        credit: int,
+        partition_size: int | None = None,
+        credit: int | None = None,
+        timeline: OuterTimeline | None = None,
         on_error: Callable[[BaseException], BaseException],
     ) -> None:
         self._group = group
         self._wire = wire
-        self._core = ByteCore(partition_size=partition_size, credit=credit, name="bytescheduler-outer")
+        self._timeline = OuterTimeline() if timeline is None else timeline
+        self._given = partition_size, credit
+        measures = partition_size is None or credit is None
+        self._core = ByteCore(
+            partition_size=_WHOLE if measures or partition_size is None else partition_size,
+            credit=_WHOLE if measures or credit is None else credit,
+            observer=self._observe,
+            name="bytescheduler-outer",
+        )
         self._completion = CompletionThread(on_error, group)
         self._started = 0
         self._numbers = 0
         self._residuals: dict[str, _Residuals] = {}  # by name of the pseudo-gradient
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Largest part that is sent at once, and what may be in flight at once, in parameters."""
+        return self._core.partition_size, self._core.credit
+
+    def follow_link(self, parameters: int, *, timeout: float) -> LinkEstimate | None:
+        """Measure the link, and set the sizes that were not given. All workers at the same point, before :meth:`start`.
+
+        Parts grow until one takes 50 ms, so that a slow link is measured for a fraction of a second. What is measured
+        is what a part costs: its codec and the threads that it passes, too. Each figure is the slowest worker's.
+
+        Args:
+            parameters: Of the largest pseudo-gradient that is sent.
+            timeout: Longest wait for the other workers, in seconds.
+
+        Returns:
+            Cost of exchanging one part, by its bytes in fp32; ``None`` where nothing was to be measured.
+
+        Raises:
+            SchedulerTimeoutError: If other workers were not there in time.
+            BaseException: What the exchange has failed with.
+        """
+        if None not in self._given or self._group.size() == 1:
+            return None
+        small = self._least_seconds(_SMALL, timeout)
+        size = _FIRST
+        while (seconds := self._least_seconds(size, timeout)) < _ENOUGH_S and size < _LAST:
+            size *= 4
+        link = LinkEstimate.fit([(4 * _SMALL, small), (4 * size, seconds)])
+        self._started = self._numbers = 0  # seeds follow them: measuring leaves no trace in the weights
+        partition_size, credit = self._given
+        self._core.partition_size, self._core.credit = outer_sizes(
+            parameters, link, partition_size=partition_size, credit=credit
+        )
+        return link
+
+    def _least_seconds(self, size: int, timeout: float) -> float:
+        """Least time of several exchanges of one part, on the slowest worker; the same on all."""
+        values = torch.linspace(-1.0, 1.0, size)
+        least = float("inf")
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            self.start(_PROBE, values, weight=1, on_end=lambda error: None).wait(timeout)
+            least = min(least, time.perf_counter() - began)
+        self._residuals.pop(_PROBE, None)
+        slowest = torch.tensor([least], dtype=torch.float64)
+        work = reduce_with(self._group, slowest, dist.ReduceOp.MAX)
+        wait_unless(work, lambda: self._core.abort_cause, look_every=_LOOK)
+        return float(slowest)
 
     @property
     def abort_cause(self) -> BaseException | None:
@@ -121,13 +191,15 @@ class PseudoGradientExchange:
             weight=weight,
             wire=self._wire,
             residuals=self._residuals_of(name, pseudo_gradient) if self._wire.keeps_residuals else None,
+            name=name,
+            timeline=self._timeline,
         )
         self._started += 1
         first = self._numbers
 
         def launch(sub: SubCommTask) -> None:
             number = first + _NUMBERS_PER_PART * sub.index
-            self._completion.watch(mean.start(sub.offset, sub.size, number), sub)
+            self._completion.watch(mean.start(sub.offset, sub.size, number, index=sub.index), sub)
 
         task = CommTask(
             name,
@@ -160,6 +232,9 @@ class PseudoGradientExchange:
         for name, own in state["own"].items():
             mean = state["mean"][name]
             self._residuals[name] = _Residuals(own.clone(), mean.clone() if same else torch.zeros_like(mean))
+
+    def _observe(self, sub: SubCommTask) -> None:
+        self._timeline.queued(sub.parent.name, sub.ready_at, sub.started_at, part=sub.index)
 
     def _residuals_of(self, name: str, like: Tensor) -> _Residuals:
         known = self._residuals.get(name)
@@ -200,6 +275,8 @@ class _ShardedMean:
         result: Is filled with the mean; like ``own``.
         weight: Of this worker's version, a whole number; 0 if it is not to count.
         wire: What travels.
+        name: Of the pseudo-gradient.
+        timeline: Where spans go.
         residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
     """
@@ -209,20 +286,24 @@ class _ShardedMean:
     result: Tensor
     weight: int
     wire: WireFormat
+    name: str
+    timeline: OuterTimeline
     residuals: _Residuals | None = None
     total: int = 0
 
-    def start(self, offset: int, size: int, number: int) -> StartedOperation:
+    def start(self, offset: int, size: int, number: int, *, index: int) -> StartedOperation:
         """Exchange one part of the pseudo-gradient.
 
         Args:
             offset: Of the part.
             size: Of the part.
             number: Of this exchange, the same on all workers and used once.
+            index: Which part it is.
 
         Raises:
             ValueError: If the part holds infinities or NaN.
         """
+        timeline, began = self.timeline, self.timeline.now()
         span = slice(offset, offset + size)
         part, result = self.own[span], self.result[span]
         unsent = None if self.residuals is None or not self.weight else self.residuals.own[span]
@@ -233,15 +314,21 @@ class _ShardedMean:
         own = payloads.pop(self.group.rank(), None)
         shard = shard_of(size, self.group.rank(), self.group.size())
         received = {} if own is None else {w: self._buffer(_length(shard)) for w in self._others()}
+        timeline.coded("encode", began, lane="encoding", part=index)
+        pushed = timeline.now()
 
         def merge() -> StartedOperation:
+            self._travelled("push", pushed, received, payloads, index)
             mean = None if self.residuals is None else _part(self.residuals.mean[span], shard)
-            return self._share(result, number, [] if own is None else [own, *received.values()], mean)
+            return self._share(result, number, [] if own is None else [own, *received.values()], mean, index)
 
         return StartedOperation(self._messages(received, payloads, 2 * number), merge, messages=True)
 
-    def _share(self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None) -> StartedOperation:
+    def _share(
+        self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None, index: int
+    ) -> StartedOperation:
         """Send the mean of this worker's shard to all, and receive theirs."""
+        timeline, began = self.timeline, self.timeline.now()
         shards = self._shards(result.numel())
         rank = self.group.rank()
         payloads: dict[int, Tensor] = {}
@@ -250,12 +337,24 @@ class _ShardedMean:
             self._place(result, shards[rank], payload)
             payloads = dict.fromkeys(self._others(), payload)
         received = {worker: self._buffer(_length(shards[worker])) for worker in self._others() if worker in shards}
+        timeline.coded("add and encode", began, lane="merging", part=index)
+        pulled = timeline.now()
 
         def place() -> None:
+            self._travelled("pull", pulled, received, payloads, index)
+            began = timeline.now()
             for worker, payload in received.items():
                 self._place(result, shards[worker], payload)
+            timeline.coded("decode", began, lane="merging", part=index)
 
         return StartedOperation(self._messages(received, payloads, 2 * number + 1), place, messages=True)
+
+    def _travelled(
+        self, name: str, start: float, received: dict[int, Tensor], sent: dict[int, Tensor], index: int
+    ) -> None:
+        nbytes = sum(payload.numel() for payload in (*received.values(), *sent.values()))
+        now = self.timeline.now()
+        self.timeline.travelled(name, start, now, fragment=self.name, part=index, nbytes=nbytes)
 
     def _merged(self, versions: list[Tensor], length: int, number: int, unsent: Tensor | None) -> Tensor:
         """The message with the mean of this worker's shard."""

@@ -8,6 +8,7 @@ that reads this worker's, the exchange's two, and on worker 0 the batch schedule
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messag
 from lightning_bytescheduler.diloco.messages import Message
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
@@ -33,6 +35,8 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 
 __all__ = ["FollowingRuntime", "LeadingRuntime", "SessionRuntime", "make_runtime"]
+
+log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _MOMENT_S = 2.0
@@ -161,12 +165,16 @@ class LeadingRuntime(SessionRuntime):
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
+        self._elements = [sum(p.numel() for p in state.trained.of(f)) for f in range(len(state.trained.fragments))]
+        self._timeout = options.timeout
+        self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
         self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
             world.leaders,
             wire=options.wire,
             partition_size=options.partition_size,
             credit=options.credit,
+            timeline=self.timeline,
             on_error=self._on_error,
         )
         self._transport = CollectiveTransport(self._postman, _SCHEDULER, self._exchange)
@@ -178,6 +186,7 @@ class LeadingRuntime(SessionRuntime):
             overlap_steps=options.overlap_steps,
             flush=flush,
             timeout=options.timeout,
+            timeline=self.timeline,
         )
         self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", self.session.receive)]
         self._scheduler: BatchSchedulerThread | None = None
@@ -204,6 +213,17 @@ class LeadingRuntime(SessionRuntime):
         if state is not None:
             self.state.load_state_dict(state["outer"])
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
+        link = self._exchange.follow_link(max(self._elements), timeout=self._timeout)
+        if link is not None and self._scheduler is not None:
+            sent, flying = self._exchange.sizes
+            log.info(
+                "diloco: a part of a pseudo-gradient takes %.1f ms and a second for each %.1f MB of fp32 between these "
+                "workers: %d parameters are sent at once, and %d may be in flight",
+                1e3 * link.alpha,
+                1e-6 / link.beta,
+                sent,
+                flying,
+            )
         if self._scheduler is not None:
             self._scheduler.start(None if state is None else state["rounds"])
         self.session.begin()
@@ -246,6 +266,7 @@ class LeadingRuntime(SessionRuntime):
         self._idle = self._exchange.stop(_STOP_S) and not failed
         if self._examining is not None:
             self._examining.join(_STOP_S)
+        self.timeline.close()
         return self._idle
 
     def _open(self, world: WorkerWorld, name: str, thread: str, receive: Callable[[Message], object]) -> Mailbox:

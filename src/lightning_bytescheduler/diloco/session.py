@@ -33,6 +33,7 @@ from lightning_bytescheduler.diloco.messages import (
     encode,
 )
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution, Exchanging, Transport
@@ -268,6 +269,7 @@ class LeadingSession(WorkerSession):
         flush: See :class:`WorkerSession`.
         timeout: Longest wait for the other workers, in seconds.
         clock: Seconds; injected by tests.
+        timeline: Where spans go.
     """
 
     def __init__(
@@ -281,6 +283,7 @@ class LeadingSession(WorkerSession):
         flush: Callable[[], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
+        timeline: OuterTimeline | None = None,
     ) -> None:
         super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
         self.left: int | None = None
@@ -288,6 +291,7 @@ class LeadingSession(WorkerSession):
         self._transport = transport
         self._timeout = timeout
         self._clock = clock
+        self._timeline = OuterTimeline() if timeline is None else timeline
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._counter = RoundCounter(worker)
@@ -343,6 +347,7 @@ class LeadingSession(WorkerSession):
         self._transport.post(JoinRounds(worker=self.worker))
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        self._timeline.trained(self._counter.round)
         with self._changed:
             report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
         self._state.count(samples=samples, tokens=tokens)
@@ -370,9 +375,10 @@ class LeadingSession(WorkerSession):
         mean, total = self._received(sent.exchange)
         self.statistics.exchange_s += self._clock() - began
         ended = self._await_round_end(sent.round)
-        self._state.merge(sent.fragment, mean, total=total, exactly=ended.halts)
-        self._group.tell(encode(ended))
-        self._group.share(self._state.trained.of(sent.fragment))
+        with self._timeline.doing("outer step"):
+            self._state.merge(sent.fragment, mean, total=total, exactly=ended.halts)
+            self._group.tell(encode(ended))
+            self._group.share(self._state.trained.of(sent.fragment))
         return ended
 
     def _merge_rest(self, round: int) -> None:
@@ -381,12 +387,14 @@ class LeadingSession(WorkerSession):
         began = self._clock()
         for fragment, exchange in exchanges:
             mean, total = self._received(exchange)
-            self._state.merge(fragment, mean, total=total, exactly=True)
+            with self._timeline.doing("outer step"):
+                self._state.merge(fragment, mean, total=total, exactly=True)
         self.statistics.exchange_s += self._clock() - began
         for fragment, _ in exchanges:
             self._group.share(trained.of(fragment))
 
     def _say_passed(self, round: int, *, stop: bool) -> None:
+        self._timeline.stood(self._halted_for())
         self._transport.post(PassedRoundEnd(worker=self.worker, round=round, stop=stop))
 
     def _await_round(self) -> bool:
@@ -399,7 +407,8 @@ class LeadingSession(WorkerSession):
         return False
 
     def _send(self, fragment: int, message: SendingPseudoGradient | None = None) -> Exchanging:
-        pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
+        with self._timeline.doing("pseudo-gradient"):
+            pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
         return self._transport.start(
             Contribution(
                 worker=self.worker,
@@ -411,17 +420,24 @@ class LeadingSession(WorkerSession):
         )
 
     def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
+        began = self._timeline.now()
         found = exchange.wait(self._timeout)
+        self._timeline.waiting("the mean", began)
         if isinstance(found, CatchUp):
             raise RuntimeError(f"Cannot go on: {found.reason}, and workers that were launched together stay together.")
         return found
+
+    def _halted_for(self) -> str:
+        """What all stand still for, in words."""
+        ended = self.round_end
+        return "validation" if ended is not None and ended.validate else "end of the epoch"
 
     def _await_round_end(self, round: int) -> RoundEnded:
         self._wait(lambda: round in self._round_ends, f"the end of round {round}")
         return self._round_ends.pop(round)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        began = self._clock()
+        began, since = self._clock(), self._timeline.now()
         with self._changed:
             while not ready():
                 self.check()
@@ -433,6 +449,7 @@ class LeadingSession(WorkerSession):
                     )
                 self._changed.wait(min(_SLICE_S, self._timeout - waited))
         self.statistics.start_s += self._clock() - began
+        self._timeline.waiting(what, since)
 
 
 class FollowingSession(WorkerSession):

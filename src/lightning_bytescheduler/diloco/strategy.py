@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -18,7 +17,7 @@ from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.diloco.batch_size import measured_batch_size, resolve_batch_size, with_batch_size
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordination import Coordination
@@ -39,7 +38,7 @@ from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRunt
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
 __all__ = ["DiLoCoStrategy"]
-
-log = logging.getLogger(__name__)
 
 
 @options_by_name
@@ -147,10 +144,13 @@ class DiLoCoStrategy(WorkerStrategy):
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
             data loader's if that is not set either.
-        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters.
+        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; follows the link if left out, as
+            ``credit`` does. ``BYTESCHEDULER_PARTITION`` and ``BYTESCHEDULER_CREDIT`` unless ``inner="bytescheduler"``.
         credit: What may be in flight at once, in parameters.
         rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
             ``rounds.jsonl`` in the run's folder if left out.
+        timeline: Write what each worker does and sends, as a Chrome trace: worker 0 to this file, others beside it.
+            ``BYTESCHEDULER_TIMELINE`` if left out; beside that one with ``inner="bytescheduler"``.
         inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``; each process is a
             worker if left out.
         inner_size: How many ranks that follow one another form a worker; ``"node"`` for those of a machine.
@@ -201,9 +201,10 @@ class DiLoCoStrategy(WorkerStrategy):
         density: float | None = None,
         lead_steps: int = 3,
         batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
-        partition_size: int = 1_000_000,
-        credit: int = 2_000_000,
+        partition_size: int | None = None,
+        credit: int | None = None,
         rounds_file: str | os.PathLike[str] | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         inner: Literal["ddp", "bytescheduler"] | None = None,
         inner_size: int | Literal["node"] | None = None,
         inner_options: Mapping[str, Any] | None = None,
@@ -245,6 +246,7 @@ class DiLoCoStrategy(WorkerStrategy):
             partition_size=partition_size,
             credit=credit,
             rounds_file=rounds_file,
+            timeline=timeline,
             inner=inner,
             inner_size=inner_size,
             inner_options=inner_options,
@@ -360,9 +362,9 @@ class DiLoCoStrategy(WorkerStrategy):
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
             if self._coordination is not None and self._board is not None and self._world is not None:
-                limit = self._options.outer(self._timeout).timeout
+                outer = self._options.outer(self._timeout)
                 self._runtime = self._coordination.connect(
-                    module, inside=self._world.inside, board=self._board, flush=self.flush, timeout=limit
+                    module, inside=self._world.inside, board=self._board, flush=self.flush, outer=outer
                 )
                 self._open.enter_context(self._coordination.for_leader_only(module.trainer))
             if self.inner_size == 1:
@@ -379,12 +381,7 @@ class DiLoCoStrategy(WorkerStrategy):
         if self._coordination is not None:
             self._coordination.seed_sampler(dataloader)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
-        if size == "auto":
-            if self.inner_size > 1:
-                raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
-            size = measured_batch_size(module, dataloader, workers=self.workers)
-            log.info("[rank %d] batches of %d samples are used", self.global_rank, size)
-        return dataloader if size is None else with_batch_size(dataloader, size)
+        return sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""

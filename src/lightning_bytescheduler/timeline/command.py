@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.picture import draw_timeline
+from lightning_bytescheduler.timeline.rounds import RoundsSummary, in_rounds, rounds_summary
+from lightning_bytescheduler.timeline.rounds_picture import draw_rounds_timeline
 from lightning_bytescheduler.timeline.trace import Trace, TraceSummary, read_timeline
 
-__all__ = ["add_arguments", "draw", "summarised", "trace_of"]
+__all__ = ["add_arguments", "draw", "summarised", "traces_of"]
 
 Table = tuple[str, list[tuple[str, str]]]
 """A title, and labels with their figures."""
@@ -17,7 +20,12 @@ Table = tuple[str, list[tuple[str, str]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="+",
+        help="a file that BYTESCHEDULER_TIMELINE produced; of 'diloco', one for each worker that is to be looked at",
+    )
     parser.add_argument(
         "--png",
         metavar="OUT",
@@ -27,35 +35,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         metavar="A:B",
         type=_steps,
-        help="draw the steps from A up to, but not including, B (default: three like most)",
+        help="draw the steps (of 'diloco', the rounds) from A up to, but not including, B (default: three like most)",
     )
 
 
-def trace_of(options: argparse.Namespace) -> Trace:
-    """Read the timeline that was asked for.
+def traces_of(options: argparse.Namespace) -> list[Trace]:
+    """Read the timelines that were asked for.
 
     Raises:
         OptionError: If there is no such file.
         OSError: If the file cannot be read.
-        ValueError: If it is no timeline, or steps were chosen and no picture.
+        ValueError: If one is no timeline, steps were chosen and no picture, or several files are not workers'.
     """
     if options.steps is not None and options.png is None:
         raise ValueError("--steps chooses what to draw and needs --png OUT.")
-    if not Path(options.file).is_file():
-        raise OptionError(
-            "FILE", options.file, "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
-        )
-    return read_timeline(options.file)
+    for file in options.file:
+        if not Path(file).is_file():
+            raise OptionError(
+                "FILE", file, "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
+            )
+    traces = [read_timeline(file) for file in options.file]
+    if len(traces) > 1 and not all(in_rounds(trace) for trace in traces):
+        raise ValueError("Several files are looked at together of strategy 'diloco' only: name one file.")
+    return traces
 
 
-def summarised(trace: Trace, options: argparse.Namespace) -> Table:
-    """Sum up the trace."""
-    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else str(options.file)
-    return title, _rows(trace.summary())
+def summarised(traces: Sequence[Trace], options: argparse.Namespace) -> list[Table]:
+    """Sum up each trace."""
+    return [_summarised(trace, file) for trace, file in zip(traces, options.file, strict=True)]
 
 
-def draw(trace: Trace, options: argparse.Namespace) -> None:
-    """Draw the trace, if that was asked for.
+def _summarised(trace: Trace, file: str) -> Table:
+    title = f"{file} (broken off: this is what is there)" if trace.broken_off else file
+    return title, _rounds_rows(rounds_summary(trace)) if in_rounds(trace) else _rows(trace.summary())
+
+
+def draw(traces: Sequence[Trace], options: argparse.Namespace) -> None:
+    """Draw the traces, if that was asked for.
 
     Raises:
         ImportError: See `draw_timeline`.
@@ -63,8 +79,12 @@ def draw(trace: Trace, options: argparse.Namespace) -> None:
         OSError: If the picture cannot be written.
         ValueError: If there is nothing to draw.
     """
-    if options.png is not None:
-        draw_timeline(trace, options.png, steps=options.steps)
+    if options.png is None:
+        return
+    if in_rounds(traces[0]):
+        draw_rounds_timeline(traces, options.png, rounds=options.steps)
+    else:
+        draw_timeline(traces[0], options.png, steps=options.steps)
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -98,4 +118,26 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
         ("waiting after backward", f"{summary.wait_seconds:.3f} s"),
         ("waiting at gates", f"{summary.gate_seconds:.3f} s"),
         ("deferred steps", f"{summary.step_seconds:.3f} s"),
+    ]
+
+
+def _rounds_rows(summary: RoundsSummary) -> list[tuple[str, str]]:
+    busy = summary.training + summary.waiting + summary.outer + summary.still
+
+    def share(seconds: float, of: float = busy) -> str:
+        return f"{seconds:.3f} s ({seconds / of if of else 0.0:.0%})"
+
+    return [
+        ("worker", summary.worker),
+        ("rounds", f"{summary.rounds}"),
+        ("inner steps", f"{summary.steps}"),
+        ("  training", share(summary.training)),
+        ("  waiting", share(summary.waiting)),
+        ("  outer steps", share(summary.outer)),
+        ("  validation and the like", share(summary.still)),
+        ("on the network", f"{summary.network:.3f} s"),
+        ("  under inner steps", share(summary.hidden, summary.network)),
+        ("  push", f"{summary.pushed / 1e6:.1f} MB"),
+        ("  pull", f"{summary.pulled / 1e6:.1f} MB"),
+        ("encoding and decoding", f"{summary.coding:.3f} s"),
     ]

@@ -35,9 +35,11 @@ __all__ = [
     "COMMUNICATION",
     "COMPUTE",
     "GATE",
+    "INNER",
     "QUEUE",
     "SPOOL_EVENTS",
     "STEP",
+    "STILL",
     "WAIT",
     "Timeline",
     "timeline_path",
@@ -58,6 +60,10 @@ COMPUTE: Final = "compute"
 
 CODEC: Final = "codec"
 """Parts of gradients are encoded, added up or decoded, where they travel compressed."""
+INNER: Final = "inner"
+"""A step of a worker that trains in rounds."""
+STILL: Final = "still"
+"""Such a worker does something else than training, such as validating."""
 
 SPOOL_EVENTS: Final = 4096
 """With more than this many events in memory, the thread that records the next one writes them to the file."""
