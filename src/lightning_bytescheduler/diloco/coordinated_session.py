@@ -101,7 +101,7 @@ class CoordinatedSession(CoordinatedRounds):
         self._begun = False  # has the run's weights
         self._joined = False  # over this connection
         self._away = False  # pauses, or has left
-        self._report: StepReport | None = None
+        self._reported: StepReport | None = None
         # The training thread's own.
         self._unsent = UnsentWork(len(state.trained.fragments))
         self._sent: Sent | None = None
@@ -145,7 +145,9 @@ class CoordinatedSession(CoordinatedRounds):
             transport.welcomed(welcome, begun=self._begun)
             self.worker, self._leads, self._joined = welcome.worker, welcome.leads, False
             self._counter.worker = welcome.worker
-            self._report = None if self._report is None else msgspec.structs.replace(self._report, worker=self.worker)
+            self._reported = (
+                None if self._reported is None else msgspec.structs.replace(self._reported, worker=self.worker)
+            )
             if self._begun and not transport.realign and transport.ended == transport.version:
                 self._join()
             transport.changed.notify_all()
@@ -184,13 +186,11 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ a step
 
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """See CoordinatedRounds."""
-        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._state.count(samples=samples, tokens=tokens)
         self._unsent.count(samples=samples, tokens=tokens)
         with self._transport.changed:
-            report = self._report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
+            report = self._reported = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
             if self._joined:
                 measured = StepMetrics(
                     worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
@@ -267,7 +267,7 @@ class CoordinatedSession(CoordinatedRounds):
                 self._open_next()
             tokens = self._counter.tokens
             message = self._counter.send()
-            self._report = None
+            self._reported = None
             if self._joined and not late:
                 transport.post(message)
         unsent = self._unsent
@@ -421,7 +421,7 @@ class CoordinatedSession(CoordinatedRounds):
         with transport.changed:
             self._begun = True
             self._counter = RoundCounter(self.worker)
-            self._report = None
+            self._reported = None
         return True
 
     def _full_state(self) -> Mapping[str, Any]:
@@ -439,13 +439,13 @@ class CoordinatedSession(CoordinatedRounds):
         self._joined = True
         counter, round = self._counter, self._transport.version + 1
         message = JoinRounds(worker=self.worker)
-        if counter.round == round and self._report is not None and self._sent is None:
+        if counter.round == round and self._reported is not None and self._sent is None:
             message = msgspec.structs.replace(
                 message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
             )
         self._transport.client.post(message)
-        if message.round and self._report is not None:
-            self._transport.client.post(self._report)
+        if message.round and self._reported is not None:
+            self._transport.client.post(self._reported)
 
     def _reopen(self) -> None:
         """The coordinator is away: go on with the round, and send all of it again."""

@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntim
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 

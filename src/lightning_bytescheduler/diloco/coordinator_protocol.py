@@ -37,7 +37,6 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
     "CHAIN_HEADER",
@@ -338,8 +337,4 @@ def decode_frame(text: str | bytes, *, sender: str) -> Frame:
     Raises:
         OptionError: If it is none; names the sender and the field.
     """
-    try:
-        return _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        allowed = f"one of the coordinator's protocol ({error})"
-        raise OptionError(f"message of {sender}", text[:_SHOWN], allowed) from error
+    return messages.decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)

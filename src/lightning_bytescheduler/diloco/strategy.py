@@ -34,9 +34,9 @@ from lightning_bytescheduler.diloco.options import (
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
+from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
-from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
