@@ -33,7 +33,8 @@ class CoordinatorOptions:
 
     Attributes:
         run: What all workers have in common.
-        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``.
+        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
+            ``closing_rounds`` follows from its ``fragments``.
         lease: Seconds without a sign of life after which a worker is given up.
         keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
         keep_bytes: That these may take together; the last one is always kept.
@@ -63,7 +64,8 @@ class CoordinatorOptions:
         for option in ("keep_bytes", "spool_bytes", "spool_memory"):
             require_whole(option, getattr(self, option), 0 if option == "spool_memory" else 1)
         require_whole("save_every", self.save_every, 1)
-        object.__setattr__(self, "rounds", replace(self.rounds, outer_steps=self.run.outer_steps))
+        own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
+        object.__setattr__(self, "rounds", own)
 
 
 def run_options(**given: Any) -> RunOptions:

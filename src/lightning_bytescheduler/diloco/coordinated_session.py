@@ -231,7 +231,8 @@ class CoordinatedSession(CoordinatedRounds):
         self._flush()
         if self._sent is None:
             self._send()
-            if self._overlap_steps and self._sent is not None and self._transport.ended < self._sent.round:
+            travels = self._sent is not None and self._transport.ended < self._sent.round
+            if travels and self._overlap_steps and not self._counter.closes:
                 return self._outcome()
         self._conclude()
         return self._outcome()
