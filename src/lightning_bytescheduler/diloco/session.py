@@ -410,6 +410,9 @@ class FollowingSession(WorkerSession):
     def _join(self) -> None:
         pass
 
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        pass
+
     def _is_due(self) -> bool:
         return False
 
