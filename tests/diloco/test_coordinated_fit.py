@@ -54,6 +54,18 @@ def test_it_has_the_bits_of_workers_launched_together(
     assert [worker.losses for worker in workers] == [one.losses for one in together]
 
 
+def test_the_largest_changes_alone_may_travel(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    sparse = {"wire_dtype": "sparse", "density": 0.1}
+    with CoordinatorServer(
+        coordinator_options(inner_steps=4, outer_steps=3, rounds={"start_workers": 2}, **sparse)
+    ) as server:
+        workers = diloco_ranks.run(
+            fit_coordinated, url=server.url, options=sparse, default_root_dir=str(tmp_path), timeout=60.0
+        )
+        assert server.status().weights_version == 3
+    assert_equal(*workers)
+
+
 class Notes(Callback):
     """What this worker did that is the leader's."""
 

@@ -15,7 +15,7 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.late_updates import require_late
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
@@ -77,7 +77,10 @@ def run_options(**given: Any) -> RunOptions:
     Raises:
         OptionError: Names the option that is not allowed.
     """
-    options = RunOptions(**{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen.get("wire_dtype") == "sparse":  # what is unsent is the momentum, as DiLoCoStrategy has it
+        chosen = {"outer_lr": 1.0, "outer_momentum": 0.0, **chosen}
+    options = RunOptions(**chosen)
     if options.samples_per_round is not None:
         require_whole("samples_per_round", options.samples_per_round, 1)
         for option in ("inner_steps", "equal_steps"):
@@ -93,6 +96,7 @@ def run_options(**given: Any) -> RunOptions:
     require_weighting("weighting", options.weighting)
     fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing)
     require_one_of("wire_dtype", options.wire_dtype, WIRE_DTYPES)
+    wire_of(options)
     steps = _STEPS if options.inner_steps is None else options.inner_steps
     if options.samples_per_round is None and options.overlap_steps >= steps:
         raise OptionError(

@@ -36,6 +36,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import messages
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "decode_frame",
     "encode_frame",
     "update_path",
+    "wire_of",
 ]
 
 PROTOCOL = 1
@@ -191,6 +193,15 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mixing: float | None = None
     wire_dtype: str = "fp32"
     density: float | None = None
+
+
+def wire_of(options: RunOptions) -> WireFormat:
+    """How updates and means of a run travel.
+
+    Raises:
+        OptionError: If there is no such format.
+    """
+    return WireFormat(dtype=options.wire_dtype, density=options.density)  # type: ignore[arg-type]  # checked there
 
 
 class Hello(_Message, frozen=True, kw_only=True):
