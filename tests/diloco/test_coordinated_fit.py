@@ -118,7 +118,8 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
     assert_equal(*results)
     notes = [next(note for note in result.seen if isinstance(note, tuple)) for result in results]
     (led, files), (idle, no_files) = sorted(notes, key=lambda note: -len(note[0]))
-    assert led
+    assert len(led) >= 2
+    assert len(set(led)) == len(led)  # each time other global weights
     assert "best.ckpt" in files
     assert "metrics.csv" in files
     assert (idle, no_files) == ([], [])
@@ -137,6 +138,35 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
         default_root_dir=str(tmp_path / "0"),
     )
     assert [result.rounds for result in again] == [2, 2]
+
+
+class Worsens(OwnData):
+    """Has a validation that is never better than the one before."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("worse", float(self.trainer.global_step))
+
+
+def fit_until_worse(rank: int, *, url: str, folder: str) -> Result:
+    with alone():
+        return fit_diloco(
+            0,
+            options={"coordinator": url, "worker_name": f"w{rank}"},
+            model=partial(Worsens, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
+            callbacks=(partial(EarlyStopping, "worse", patience=2),),
+            limit_val_batches=1,
+            default_root_dir=folder,
+        )
+
+
+def test_the_leader_that_is_stopped_early_ends_the_run_for_all(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=4, rounds={"start_workers": 2, "grace": 5.0})) as server:
+        results = diloco_ranks.run(fit_until_worse, url=server.url, folder=str(tmp_path), timeout=60.0)
+        status = server.status()
+    assert status.phase == "finished"  # though it has no last round of its own
+    assert status.weights_version == status.round
+    assert sorted("worse" in result.metrics for result in results) == [False, True]
+    assert_equal(*results)
 
 
 def test_a_worker_ends_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:

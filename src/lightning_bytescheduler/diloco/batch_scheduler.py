@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, TypeAlias, TypedDict
 
@@ -235,15 +236,12 @@ class BatchScheduler:
         if update.weight:
             self._late_samples[into] = self._late_samples.get(into, 0) + update.samples
 
+    def end_soon(self) -> None:
+        """Let the round that is on be the last with steps, or the next one if none is."""
+        self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
+
     def tick(self, *, now: float) -> tuple[Envelope, ...]:
-        """Take note that time has passed.
-
-        Args:
-            now: In seconds; never less than before.
-
-        Returns:
-            What to send.
-        """
+        """Take note that time has passed, to ``now``, never less than before; returns what to send."""
         self._now = now
         self._advance(now)
         return self._take_outgoing()

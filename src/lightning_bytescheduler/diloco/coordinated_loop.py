@@ -33,6 +33,7 @@ class CoordinatedBoundaries(LoopBoundaries):
 
     Attributes:
         leads: Whether it does, as its ranks have agreed after the last batch.
+        ends_all: Whether its end is to be that of all workers, as its ``EarlyStopping`` has stopped it.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CoordinatedBoundaries(LoopBoundaries):
     ) -> None:
         super().__init__(trainer, session, group=group, clock=clock)
         self.leads = leads
+        self.ends_all = False
         self._session = session
         self._wants_validation = False
         self._validates = False
@@ -144,4 +146,4 @@ class CoordinatedBoundaries(LoopBoundaries):
     def _leave(self, *, quickly: bool) -> None:
         if not self._left:
             self._left = True
-            self._session.leave(quickly=quickly)
+            self._session.leave(quickly=quickly, for_all=self.ends_all and self.leads)

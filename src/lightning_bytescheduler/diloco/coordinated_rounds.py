@@ -79,13 +79,14 @@ class CoordinatedRounds(RankSession):
         """Go on with the rounds: where the others are by now."""
         self._take_in(self._resume())
 
-    def leave(self, *, quickly: bool) -> None:
+    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
         """Take part no more, and have the global weights. What was trained counts.
 
         Args:
             quickly: Whether not to wait for the end of the round.
+            for_all: Whether this worker leads, and the training of all is to end with this round.
         """
-        self._take_in(self._leave(quickly))
+        self._take_in(self._leave(quickly, for_all))
 
     def _take_in(self, own: Outcome | None) -> None:
         text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
@@ -118,7 +119,7 @@ class CoordinatedRounds(RankSession):
     def _resume(self) -> Outcome | None:
         return None
 
-    def _leave(self, quickly: bool) -> Outcome | None:
+    def _leave(self, quickly: bool, for_all: bool) -> Outcome | None:
         return None
 
 

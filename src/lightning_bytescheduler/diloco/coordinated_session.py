@@ -35,6 +35,7 @@ from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTran
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.global_state import pack_state, unpack_state
 from lightning_bytescheduler.diloco.messages import (
+    EndRound,
     JoinRounds,
     LeaveRounds,
     RoundEnded,
@@ -508,8 +509,13 @@ class CoordinatedSession(CoordinatedRounds):
         self._changed = set(self._fragments)
         return self._outcome()
 
-    def _leave(self, quickly: bool) -> Outcome:
+    def _leave(self, quickly: bool, for_all: bool) -> Outcome:
         self._shown.close()
+        if for_all and self._joined:
+            wish = EndRound(worker=self.worker, round=self.round, now=True, steps=self._counter.steps, stop=True)
+            self._transport.client.post(wish)
+            while not quickly and self._transport.connected and not self._over_here:
+                self._synchronise()  # each of them is bounded: to the run's last weights
         if self._failure is None:
             if not quickly and self._sent is not None and self._transport.connected:
                 self._conclude()  # what travels beside the last steps

@@ -106,7 +106,11 @@ class Coordination:
 
     def for_leader_only(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """See ``leader_callbacks``."""
-        return for_leader_only(trainer, lambda: self.leads)
+        return for_leader_only(trainer, lambda: self.leads, self._end_all)
+
+    def _end_all(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.ends_all = True
 
     def share_slices(self, trainer: pl.Trainer, *, ranks: int, timeout: float) -> CoordinatedSlices | None:
         """Have the worker take slices from the coordinator; see ``coordinated_slices``."""

@@ -114,7 +114,7 @@ class DiLoCoStrategy(WorkerStrategy):
       SIGTERM end that worker: it sends what it has of the round's fragment, and ends with the global weights.
       ``outer_steps`` end all, and a round without a step follows for each other fragment.
     * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another one does.
-      The others' ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing.
+      Its ``EarlyStopping`` ends all. The others' ``ReduceLROnPlateau`` of a metric of the validation does nothing.
     * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
       are seeded by the worker's name, unless ``seed_everything`` was called.
 
