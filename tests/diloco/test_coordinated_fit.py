@@ -107,12 +107,13 @@ def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any]
             limit_val_batches=2,
             enable_checkpointing=True,
             default_root_dir=own,
+            pauses={0: 0.01},  # else the run is over while its leader validates for the first time
         )
 
 
 def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(
-        coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2, "grace": 5.0})
+        coordinator_options(inner_steps=4, outer_steps=16, rounds={"start_workers": 2, "grace": 5.0})
     ) as server:
         results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path), timeout=60.0)
     assert_equal(*results)
@@ -128,7 +129,7 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
     saved = next(tmp_path.rglob("best.ckpt"))
     kept = torch.load(saved, weights_only=True)
     version = kept["lightning_bytescheduler.diloco"]["rounds"]["round"]
-    assert 1 <= version <= 6
+    assert 1 <= version <= 16
     assert kept["lightning_bytescheduler.diloco"]["outer"]["optimizer"]["state"]
     again = diloco_ranks.run(
         fit_together,
