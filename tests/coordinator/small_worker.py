@@ -13,7 +13,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.fragments import split_fragments
@@ -122,7 +121,7 @@ class SmallWorker:
                 state["optimizer"]["state"][index] = {"momentum_buffer": momentum[name]}
         self.outer.load_state_dict(state)
         self.fragments = split_fragments({name: t.numel() for name, t in weights.items()}, options.fragments)
-        self.wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]
+        self.wire = protocol.wire_of(options)
 
     # ── Messages ───────────────────────────────────────────────────────────
 

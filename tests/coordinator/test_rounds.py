@@ -71,7 +71,7 @@ def test_workers_have_the_bits_of_the_exact_mean_in_any_order_of_arrival() -> No
     assert [(one.round, one.samples, one.merged) for one in status.rounds] == [(1, 6, 3), (2, 6, 3), (3, 6, 3)]
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "int4", "sparse"])
 def test_smaller_wires_give_everybody_the_same_bits(wire_dtype: str) -> None:
     async def work(*workers: SmallWorker) -> None:
         await join_all(*workers[:2])

@@ -382,3 +382,21 @@ def test_a_run_that_was_over_stays_over() -> None:
 def test_what_is_not_allowed(options: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         RoundOptions(**options)
+
+
+def test_a_training_is_closed_by_rounds_without_a_step() -> None:
+    """One for each other fragment: what the last steps have left of it counts, though its worker reports none."""
+    bench = Bench(outer_steps=1, closing_rounds=2)
+    bench.start("a")
+    bench.steps(100, "a")
+    assert bench.arrive("a")["a"][-1] == StartRound(round=2, step_cap=0)
+    for round in (2, 3):
+        assert not bench.scheduler.finished
+        started = bench.say(RoundStarted(worker="a", round=round))
+        assert started["a"][-1] == SendNow(round=round)
+        bench.say(SendingPseudoGradient(worker="a", round=round, steps=0, samples=0))
+        ended = bench.say(PseudoGradientArrived(worker="a", round=round))
+        assert ended[PARAMETER_SERVER] == [MergePseudoGradients(round=round, workers=("a",))]
+    assert bench.scheduler.finished
+    assert ended["a"][-1] == TrainingOver(round=3)
+    assert bench.scheduler.samples == 100

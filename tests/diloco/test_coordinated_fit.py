@@ -31,8 +31,13 @@ def assert_equal(one: Result, other: Result) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"wire_dtype": "fp32"}, {"wire_dtype": "bf16", "overlap_steps": 1}, {"wire_dtype": "bf16", "fragments": 2}],
-    ids=["fp32", "overlap", "fragments"],
+    [
+        {"wire_dtype": "fp32"},
+        {"wire_dtype": "bf16", "overlap_steps": 1},
+        {"wire_dtype": "fp32", "fragments": 2},
+        {"wire_dtype": "bf16", "fragments": 3, "overlap_steps": 1},
+    ],
+    ids=["fp32", "overlap", "fragments", "overlapping-fragments"],
 )
 def test_it_has_the_bits_of_workers_launched_together(
     options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path
@@ -41,12 +46,24 @@ def test_it_has_the_bits_of_workers_launched_together(
     together = diloco_ranks.run(fit_together, options=options, default_root_dir=str(tmp_path))
     with CoordinatorServer(coordinator_options(rounds={"start_workers": 2}, **options)) as server:
         workers = diloco_ranks.run(fit_coordinated, url=server.url, default_root_dir=str(tmp_path), timeout=60.0)
-        assert server.status().weights_version == 4
+        # Each other fragment is synchronised once more at the end, here in rounds without a step.
+        assert server.status().weights_version == 4 + options.get("fragments", 1) - 1
     assert_equal(workers[0], workers[1])
-    if "fragments" not in options:  # else all fragments are synchronised once more where all stand still
-        assert_equal(workers[0], together[0])
+    assert_equal(workers[0], together[0])
     assert [worker.global_step for worker in workers] == [one.global_step for one in together]
     assert [worker.losses for worker in workers] == [one.losses for one in together]
+
+
+def test_the_largest_changes_alone_may_travel(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    sparse = {"wire_dtype": "sparse", "density": 0.1}
+    with CoordinatorServer(
+        coordinator_options(inner_steps=4, outer_steps=3, rounds={"start_workers": 2}, **sparse)
+    ) as server:
+        workers = diloco_ranks.run(
+            fit_coordinated, url=server.url, options=sparse, default_root_dir=str(tmp_path), timeout=60.0
+        )
+        assert server.status().weights_version == 3
+    assert_equal(*workers)
 
 
 class Notes(Callback):
@@ -90,18 +107,20 @@ def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any]
             limit_val_batches=2,
             enable_checkpointing=True,
             default_root_dir=own,
+            pauses={0: 0.01},  # else the run is over while its leader validates for the first time
         )
 
 
 def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(
-        coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2, "grace": 5.0})
+        coordinator_options(inner_steps=4, outer_steps=16, rounds={"start_workers": 2, "grace": 5.0})
     ) as server:
         results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path), timeout=60.0)
     assert_equal(*results)
     notes = [next(note for note in result.seen if isinstance(note, tuple)) for result in results]
     (led, files), (idle, no_files) = sorted(notes, key=lambda note: -len(note[0]))
-    assert led
+    assert len(led) >= 2
+    assert len(set(led)) == len(led)  # each time other global weights
     assert "best.ckpt" in files
     assert "metrics.csv" in files
     assert (idle, no_files) == ([], [])
@@ -110,7 +129,7 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
     saved = next(tmp_path.rglob("best.ckpt"))
     kept = torch.load(saved, weights_only=True)
     version = kept["lightning_bytescheduler.diloco"]["rounds"]["round"]
-    assert 1 <= version <= 6
+    assert 1 <= version <= 16
     assert kept["lightning_bytescheduler.diloco"]["outer"]["optimizer"]["state"]
     again = diloco_ranks.run(
         fit_together,
@@ -120,6 +139,35 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
         default_root_dir=str(tmp_path / "0"),
     )
     assert [result.rounds for result in again] == [2, 2]
+
+
+class Worsens(OwnData):
+    """Has a validation that is never better than the one before."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("worse", float(self.trainer.global_step))
+
+
+def fit_until_worse(rank: int, *, url: str, folder: str) -> Result:
+    with alone():
+        return fit_diloco(
+            0,
+            options={"coordinator": url, "worker_name": f"w{rank}"},
+            model=partial(Worsens, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
+            callbacks=(partial(EarlyStopping, "worse", patience=2),),
+            limit_val_batches=1,
+            default_root_dir=folder,
+        )
+
+
+def test_the_leader_that_is_stopped_early_ends_the_run_for_all(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=4, rounds={"start_workers": 2, "grace": 5.0})) as server:
+        results = diloco_ranks.run(fit_until_worse, url=server.url, folder=str(tmp_path), timeout=60.0)
+        status = server.status()
+    assert status.phase == "finished"  # though it has no last round of its own
+    assert status.weights_version == status.round
+    assert sorted("worse" in result.metrics for result in results) == [False, True]
+    assert_equal(*results)
 
 
 def test_a_worker_ends_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:

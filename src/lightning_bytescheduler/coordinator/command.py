@@ -46,6 +46,7 @@ _RUN = (
     "overlap_steps",
     "mixing",
     "wire_dtype",
+    "density",
 )
 _NAMES = {"client_authority": "--client-ca", "certificate": "--cert", "host": "--bind", "grace": "--grace-s"}
 _NAMES |= {"lease": "--lease-s", "url": "--state", "seconds": "--state-lease-s", "token": "--token-file"}
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--overlap-steps", type=int, metavar="N", help="steps from an update to its mean (default: 0)")
     rounds.add_argument("--mixing", type=float, metavar="X", help="share of the local weights that a merge keeps")
     rounds.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of updates and means (default: fp32)")
+    rounds.add_argument("--density", type=float, metavar="X", help="share of the changes that sparse sends")
     waiting = parser.add_argument_group("who is waited for")
     defaults = RoundOptions()
     waiting.add_argument("--start-workers", type=int, metavar="N", help="that the first round waits for (default: 1)")

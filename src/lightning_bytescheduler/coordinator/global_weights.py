@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.coordinator.buffers import BufferPool
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
-from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
+from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
@@ -40,15 +39,17 @@ def digest_of(payload: Tensor) -> str:
 
 
 class Snapshot(NamedTuple):
-    """Copies of what a worker needs to go on from, by name.
+    """Copies of what the run goes on from, by name. A worker needs no residuals.
 
     Attributes:
         weights: In fp32.
         momentum: The same for the outer optimizer's; empty before the first step.
+        residuals: What the means so far have lost, flat, by number of the fragment in digits.
     """
 
     weights: dict[str, Tensor]
     momentum: dict[str, Tensor]
+    residuals: dict[str, Tensor]
 
     def named(self) -> dict[str, Tensor]:
         """As they travel: ``weights.NAME`` and ``momentum.NAME``."""
@@ -104,11 +105,14 @@ class GlobalWeights:
         self._shapes = {one.name: torch.Size(one.shape) for one in model}
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self._fragments = split_fragments(sizes, options.fragments)
-        wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by run_options
+        wire = wire_of(options)
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment
         self._buffers = BufferPool()
+        # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
+        self._residuals: dict[int, Tensor] = {}
+        self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
         self._kept: OrderedDict[int, KeptMean] = OrderedDict()
         self._keep_rounds = keep_rounds
         self._keep_bytes = keep_bytes
@@ -126,16 +130,20 @@ class GlobalWeights:
             sums: Settled; ``None`` if nothing is to be merged.
         """
         pieced = self.formats[fragment]
-        decoded = torch.empty(0)
+        decoded, self._lost = torch.empty(0), None
         payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
         if sums is not None and sums.weight:
             payload, total = self._buffers.take(pieced.payload_bytes), sums.weight
             is_plain = pieced.wire.dtype == "fp32"
             decoded = (payload if is_plain else self._buffers.take(4 * pieced.elements)).view(torch.float32)
             loop = asyncio.get_running_loop()
+            known = self._residuals.get(fragment)
+            if pieced.wire.keeps_residuals:
+                self._lost = torch.zeros(pieced.elements) if known is None else known.clone()
+            lost = self._lost
 
             def make(index: int) -> None:
-                sums.encode_mean(payload, index, seed=pieced.seed(round, index))
+                sums.encode_mean(payload, index, seed=pieced.seed(round, index), residual=lost)
                 if not is_plain:
                     start, stop = pieced.pieces[index]
                     pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
@@ -152,6 +160,8 @@ class GlobalWeights:
         if sums is not None:
             await sums.reopen()
             self._spare[fragment] = sums
+        if self._lost is not None:
+            self._residuals[fragment], self._lost = self._lost, None
         if decoded.numel():
             await asyncio.get_running_loop().run_in_executor(self.executor, self._step, fragment, decoded)
 
@@ -193,7 +203,9 @@ class GlobalWeights:
         state = self._optimizer.state_dict()
         states = state["optimizer"]["state"]
         momentum = {name: states.get(index, {}).get("momentum_buffer") for index, name in enumerate(self._shapes)}
-        return Snapshot(state["weights"], {name: tensor for name, tensor in momentum.items() if tensor is not None})
+        residuals = {str(fragment): tensor.clone() for fragment, tensor in self._residuals.items()}
+        momentum = {name: tensor for name, tensor in momentum.items() if tensor is not None}
+        return Snapshot(state["weights"], momentum, residuals)
 
     def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
         """Carry on with the momentum of a snapshot.
@@ -211,6 +223,21 @@ class GlobalWeights:
                 raise OptionError("state", name, "of the same model as the run's")
             state["optimizer"]["state"][indices[name]] = {"momentum_buffer": tensor}
         self._optimizer.load_state_dict(state)
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Send with the next means what those before a restart have lost.
+
+        Args:
+            residuals: Of a snapshot.
+
+        Raises:
+            OptionError: If they are of another model, or of other fragments.
+        """
+        for fragment, tensor in residuals.items():
+            known = int(fragment) if fragment.isdecimal() else -1
+            if not 0 <= known < len(self.formats) or tensor.shape != (self.formats[known].elements,):
+                raise OptionError("state", f"residual of fragment {fragment}", "of the same model as the run's")
+            self._residuals[known] = tensor.float()
 
 
 def weights_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.late_updates import require_late
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
@@ -33,7 +33,8 @@ class CoordinatorOptions:
 
     Attributes:
         run: What all workers have in common.
-        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``.
+        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
+            ``closing_rounds`` follows from its ``fragments``.
         lease: Seconds without a sign of life after which a worker is given up.
         keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
         keep_bytes: That these may take together; the last one is always kept.
@@ -63,7 +64,8 @@ class CoordinatorOptions:
         for option in ("keep_bytes", "spool_bytes", "spool_memory"):
             require_whole(option, getattr(self, option), 0 if option == "spool_memory" else 1)
         require_whole("save_every", self.save_every, 1)
-        object.__setattr__(self, "rounds", replace(self.rounds, outer_steps=self.run.outer_steps))
+        own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
+        object.__setattr__(self, "rounds", own)
 
 
 def run_options(**given: Any) -> RunOptions:
@@ -75,7 +77,10 @@ def run_options(**given: Any) -> RunOptions:
     Raises:
         OptionError: Names the option that is not allowed.
     """
-    options = RunOptions(**{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen.get("wire_dtype") == "sparse":  # what is unsent is the momentum, as DiLoCoStrategy has it
+        chosen = {"outer_lr": 1.0, "outer_momentum": 0.0, **chosen}
+    options = RunOptions(**chosen)
     if options.samples_per_round is not None:
         require_whole("samples_per_round", options.samples_per_round, 1)
         for option in ("inner_steps", "equal_steps"):
@@ -91,6 +96,7 @@ def run_options(**given: Any) -> RunOptions:
     require_weighting("weighting", options.weighting)
     fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing)
     require_one_of("wire_dtype", options.wire_dtype, WIRE_DTYPES)
+    wire_of(options)
     steps = _STEPS if options.inner_steps is None else options.inner_steps
     if options.samples_per_round is None and options.overlap_steps >= steps:
         raise OptionError(

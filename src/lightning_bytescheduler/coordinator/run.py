@@ -323,6 +323,9 @@ class Run:
 
     def _take_wish(self, wish: EndRound) -> None:
         round = self.scheduler.round
+        if wish.stop and wish.worker == self._leader:
+            log.info("%s leads, and ends the training of all.", wish.worker)
+            self.scheduler.end_soon()
         if wish.now and wish.round == round and self._merging is None and self._ending is None:
             self._ending = SendAfter(round=round, steps=wish.steps) if self._equal else SendNow(round=round)
             for name in self.scheduler.workers:

@@ -175,6 +175,7 @@ class CoordinatorService:
         self.run.load_state_dict(state.state["run"], self._clock())
         weights = self._make_weights(state.state["weights"])
         weights.load_momentum(state.state["momentum"])
+        weights.load_residuals(state.state.get("residuals", {}))  # a state of an earlier version has none
         if self.slices is not None:
             if state.state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
@@ -344,7 +345,7 @@ class CoordinatorService:
                 return
             values = await weights.snapshot()
             self._saved = version
-        state = {"run": run, "slices": slices, "weights": values.weights, "momentum": values.momentum}
+        state = {"run": run, "slices": slices, **values._asdict()}
         keeper.save(RunState(term=self.run.term, version=version, chain=str(run["chain"]), state=state))
 
     # ── Routes ───────────────────────────────────────────────────────────

@@ -77,12 +77,21 @@ class UpdateSum:
         """Wait until nothing is being added."""
         await self._settled.wait()
 
-    def encode_mean(self, payload: Tensor, index: int, *, seed: int) -> None:
-        """Write the mean of one piece into a payload; for any thread, once it is settled and something was added."""
+    def encode_mean(self, payload: Tensor, index: int, *, seed: int, residual: Tensor | None = None) -> None:
+        """Write the mean of one piece into a payload; for any thread, once it is settled and something was added.
+
+        Args:
+            payload: Of the whole fragment.
+            index: Of the piece.
+            seed: For its rounding.
+            residual: What former means have lost of the whole fragment; is left with what this one loses.
+        """
         sums = self._sums[index]
         if sums is None:
             raise ValueError("There is no mean: nothing was added.")
-        self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed), payload, index)
+        start, stop = self.pieced.pieces[index]
+        unsent = None if residual is None else residual[start:stop]
+        self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed, residual=unsent), payload, index)
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""

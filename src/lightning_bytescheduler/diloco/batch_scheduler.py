@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, TypeAlias, TypedDict
 
@@ -125,7 +126,7 @@ class BatchScheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether ``outer_steps`` rounds are over."""
+        """Whether ``outer_steps`` rounds are over, and those that close the training."""
         return self._phase is _Phase.FINISHED
 
     @property
@@ -235,15 +236,12 @@ class BatchScheduler:
         if update.weight:
             self._late_samples[into] = self._late_samples.get(into, 0) + update.samples
 
+    def end_soon(self) -> None:
+        """Let the round that is on be the last with steps, or the next one if none is."""
+        self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
+
     def tick(self, *, now: float) -> tuple[Envelope, ...]:
-        """Take note that time has passed.
-
-        Args:
-            now: In seconds; never less than before.
-
-        Returns:
-            What to send.
-        """
+        """Take note that time has passed, to ``now``, never less than before; returns what to send."""
         self._now = now
         self._advance(now)
         return self._take_outgoing()
@@ -351,7 +349,7 @@ class BatchScheduler:
         if worker.state in (WorkerState.WAITING, WorkerState.LOST):
             self._tell(worker.name, WaitForRound(round=self._round + 1))
         elif worker.state is WorkerState.STARTING:
-            self._tell(worker.name, StartRound(round=self._round, step_cap=self._step_cap))
+            self._tell(worker.name, StartRound(round=self._round, step_cap=0 if self._closes else self._step_cap))
         elif worker.state is WorkerState.TRAINING and self._phase is _Phase.COLLECTING:
             self._tell_to_send(worker)
         else:
@@ -424,11 +422,11 @@ class BatchScheduler:
                 self._collect({}, 0.0, now)
             return
         left = roster.left_to_count_on
-        if left <= 0:
+        if left <= 0 or self._closes:
             # Nobody is to begin another step. Whoever has not started yet does not have to.
             training = roster.counted_training()
             slowest = max((worker.step_time.seconds or 0.0 for worker in training), default=0.0)
-            self._collect({}, slowest * max(worker.in_flight + 1 for worker in training), now)
+            self._collect({}, slowest * max((one.in_flight + 1 for one in training), default=1), now)
         elif roster.all_timed and not roster.is_far(left, now=now):
             paces = [(one, pace) for one in roster.counted_training() if (pace := roster.pace(one)) is not None]
             plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=roster.lead) if paces else None
@@ -489,7 +487,12 @@ class BatchScheduler:
             self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
 
     def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
-        return [worker for worker in members if worker.state is WorkerState.ARRIVED and worker.samples]
+        # Where a round has no step, what was trained before counts.
+        return [one for one in members if one.state is WorkerState.ARRIVED and (one.samples or self._closes)]
+
+    @property
+    def _closes(self) -> bool:
+        return self._options.closes(self._round)
 
     def _least(self) -> int:
         """Pseudo-gradients that the quorum needs."""
@@ -529,7 +532,7 @@ class BatchScheduler:
             self._observer(record)
 
     def _is_over(self) -> bool:
-        return self._options.outer_steps is not None and self._round >= self._options.outer_steps
+        return self._options.ends_with(self._round)
 
     def _tell(self, name: str, message: SchedulerMessage) -> None:
         self._outgoing.append(Envelope(name, message))

@@ -7,14 +7,14 @@ weights, bit for bit.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import msgspec
 
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.messages import RoundEnded
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.rank_session import RankSession
 
 __all__ = ["CoordinatedRounds", "FollowingCoordinated", "Outcome"]
 
@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ended: RoundEnded | None
 
 
-class CoordinatedRounds(ABC):
+class CoordinatedRounds(RankSession):
     """One rank of a worker in a coordinator's run. All but :meth:`fail` is for the training thread.
 
     Args:
@@ -36,58 +36,24 @@ class CoordinatedRounds(ABC):
         group: The worker's ranks.
 
     Attributes:
-        worker: As given; the coordinator may give another one.
-        statistics: Of this rank.
-        round_end: The last one.
+        worker: As given, until the coordinator gives another one.
         over: Whether the run is over.
         version: Of the global weights, as all ranks of the worker know it.
     """
 
     def __init__(self, *, worker: str, group: WorkerGroup) -> None:
-        self.worker = worker
-        self.statistics = SessionStatistics()
-        self.round_end: RoundEnded | None = None
+        super().__init__(worker=worker, group=group)
         self.over = False
         self.version = 0
-        self._group = group
-        self._failure: BaseException | None = None
-
-    @property
-    @abstractmethod
-    def round(self) -> int:
-        """The round this worker is in."""
 
     @property
     def leads(self) -> bool:
         """Whether this rank's worker validates, logs and saves for all, as far as this rank says it."""
         return False
 
-    def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known on this rank is left out."""
-        if self.round_end is None:
-            return {}
-        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing is to be expected any more: raise ``error`` from whatever is waited for."""
-        if self._failure is None:
-            self._failure = error
-        self._group.abort(error)
-
-    def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
-
     def begin(self) -> None:
         """Take the global weights, and wait for the first round."""
         self._take_in(self._begin())
-
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """Take note of a step, and report it without waiting; see ``WorkerSession.count``."""
-        self.check()
-        self.statistics.steps += 1
-        self.statistics.samples += samples
 
     def is_due(self) -> bool:
         """Whether there is something to do before another step: as the first rank knows it now."""
@@ -113,13 +79,14 @@ class CoordinatedRounds(ABC):
         """Go on with the rounds: where the others are by now."""
         self._take_in(self._resume())
 
-    def leave(self, *, quickly: bool) -> None:
+    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
         """Take part no more, and have the global weights. What was trained counts.
 
         Args:
             quickly: Whether not to wait for the end of the round.
+            for_all: Whether this worker leads, and the training of all is to end with this round.
         """
-        self._take_in(self._leave(quickly))
+        self._take_in(self._leave(quickly, for_all))
 
     def _take_in(self, own: Outcome | None) -> None:
         text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
@@ -152,7 +119,7 @@ class CoordinatedRounds(ABC):
     def _resume(self) -> Outcome | None:
         return None
 
-    def _leave(self, quickly: bool) -> Outcome | None:
+    def _leave(self, quickly: bool, for_all: bool) -> Outcome | None:
         return None
 
 
@@ -177,3 +144,6 @@ class FollowingCoordinated(CoordinatedRounds):
     @property
     def _trained(self) -> TrainedWeights:
         return self._own
+
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        pass

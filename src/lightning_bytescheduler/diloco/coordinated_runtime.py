@@ -15,7 +15,6 @@ import msgspec
 from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds, FollowingCoordinated
 from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
@@ -29,6 +28,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ModelParameter,
     RunOptions,
     Welcome,
+    wire_of,
 )
 from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
@@ -165,10 +165,9 @@ class CoordinatedRuntime(SessionRuntime):
             factory=None,
         )
         sizes = [sum(p.numel() for p in trained.of(fragment)) for fragment in range(len(trained.fragments))]
-        wire = WireFormat(dtype=options.wire_dtype)  # type: ignore[arg-type]  # checked by WireFormat
         if self._path is not None:
             self._timeline = OuterTimeline(beside(self._path, self.worker), worker=self.worker)
-        self._transport = CoordinatorTransport(self.client, wire=wire, sizes=sizes, timeline=self._timeline)
+        self._transport = CoordinatorTransport(self.client, wire=wire_of(options), sizes=sizes, timeline=self._timeline)
         session = CoordinatedSession(
             worker=self.worker,
             group=self._group,

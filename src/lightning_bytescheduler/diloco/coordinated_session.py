@@ -35,6 +35,7 @@ from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTran
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.global_state import pack_state, unpack_state
 from lightning_bytescheduler.diloco.messages import (
+    EndRound,
     JoinRounds,
     LeaveRounds,
     RoundEnded,
@@ -101,7 +102,7 @@ class CoordinatedSession(CoordinatedRounds):
         self._begun = False  # has the run's weights
         self._joined = False  # over this connection
         self._away = False  # pauses, or has left
-        self._report: StepReport | None = None
+        self._reported: StepReport | None = None
         # The training thread's own.
         self._unsent = UnsentWork(len(state.trained.fragments))
         self._sent: Sent | None = None
@@ -145,7 +146,9 @@ class CoordinatedSession(CoordinatedRounds):
             transport.welcomed(welcome, begun=self._begun)
             self.worker, self._leads, self._joined = welcome.worker, welcome.leads, False
             self._counter.worker = welcome.worker
-            self._report = None if self._report is None else msgspec.structs.replace(self._report, worker=self.worker)
+            self._reported = (
+                None if self._reported is None else msgspec.structs.replace(self._reported, worker=self.worker)
+            )
             if self._begun and not transport.realign and transport.ended == transport.version:
                 self._join()
             transport.changed.notify_all()
@@ -184,14 +187,12 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ a step
 
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """See CoordinatedRounds."""
-        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._transport.timeline.trained(self.round)
         self._state.count(samples=samples, tokens=tokens)
         self._unsent.count(samples=samples, tokens=tokens)
         with self._transport.changed:
-            report = self._report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
+            report = self._reported = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
             if self._joined:
                 measured = StepMetrics(
                     worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
@@ -232,7 +233,8 @@ class CoordinatedSession(CoordinatedRounds):
         self._flush()
         if self._sent is None:
             self._send()
-            if self._overlap_steps and self._sent is not None and self._transport.ended < self._sent.round:
+            travels = self._sent is not None and self._transport.ended < self._sent.round
+            if travels and self._overlap_steps and not self._counter.closes:
                 return self._outcome()
         self._conclude()
         return self._outcome()
@@ -268,7 +270,7 @@ class CoordinatedSession(CoordinatedRounds):
                 self._open_next()
             tokens = self._counter.tokens
             message = self._counter.send()
-            self._report = None
+            self._reported = None
             if self._joined and not late:
                 transport.post(message)
         unsent = self._unsent
@@ -424,7 +426,7 @@ class CoordinatedSession(CoordinatedRounds):
         with transport.changed:
             self._begun = True
             self._counter = RoundCounter(self.worker)
-            self._report = None
+            self._reported = None
         return True
 
     def _full_state(self) -> Mapping[str, Any]:
@@ -442,13 +444,13 @@ class CoordinatedSession(CoordinatedRounds):
         self._joined = True
         counter, round = self._counter, self._transport.version + 1
         message = JoinRounds(worker=self.worker)
-        if counter.round == round and self._report is not None and self._sent is None:
+        if counter.round == round and self._reported is not None and self._sent is None:
             message = msgspec.structs.replace(
                 message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
             )
         self._transport.client.post(message)
-        if message.round and self._report is not None:
-            self._transport.client.post(self._report)
+        if message.round and self._reported is not None:
+            self._transport.client.post(self._reported)
 
     def _reopen(self) -> None:
         """The coordinator is away: go on with the round, and send all of it again."""
@@ -511,8 +513,13 @@ class CoordinatedSession(CoordinatedRounds):
         self._changed = set(self._fragments)
         return self._outcome()
 
-    def _leave(self, quickly: bool) -> Outcome:
+    def _leave(self, quickly: bool, for_all: bool) -> Outcome:
         self._shown.close()
+        if for_all and self._joined:
+            wish = EndRound(worker=self.worker, round=self.round, now=True, steps=self._counter.steps, stop=True)
+            self._transport.client.post(wish)
+            while not quickly and self._transport.connected and not self._over_here:
+                self._synchronise()  # each of them is bounded: to the run's last weights
         if self._failure is None:
             if not quickly and self._sent is not None and self._transport.connected:
                 self._conclude()  # what travels beside the last steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -18,28 +18,9 @@ from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
-from lightning_bytescheduler.slices.messages import (
-    Answer,
-    AskLater,
-    Assignment,
-    BeginSlice,
-    Call,
-    EpochOver,
-    FinishSlice,
-    JoinAgain,
-    Joined,
-    JoinTracker,
-    LeaveTracker,
-    QuarantineSlice,
-    Receipt,
-    RenewLease,
-    ReportProgress,
-    RequestSlice,
-    decode,
-    encode,
-)
+from lightning_bytescheduler.slices.messages import Call, Joined, JoinTracker, decode, encode
 from lightning_bytescheduler.slices.plan_thread import Idle
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["CoordinatedSlices", "coordinated_slices"]
@@ -145,8 +126,8 @@ def coordinated_slices(
     return slices
 
 
-class _CoordinatorTracker:
-    """A ``TrackerClient``. Its calls wait for the network, so that they are for the plan's thread.
+class _CoordinatorTracker(RemoteTracker):
+    """Its calls wait for the network, so that they are for the plan's thread.
 
     Attributes:
         closed: Whether nothing is to be asked any more.
@@ -160,28 +141,7 @@ class _CoordinatorTracker:
 
     def join(self, message: JoinTracker) -> Joined:
         # The coordinator knows this worker by the name that it gave itself.
-        return self._ask(msgspec.structs.replace(message, worker=self._client.worker), (Joined,))
-
-    def request(self, message: RequestSlice) -> Answer:
-        return cast(Answer, self._ask(message, (Assignment, AskLater, EpochOver, JoinAgain)))
-
-    def begin(self, message: BeginSlice) -> Receipt:
-        return self._ask(message, (Receipt,))
-
-    def progress(self, message: ReportProgress) -> Receipt:
-        return self._ask(message, (Receipt,))
-
-    def done(self, message: FinishSlice) -> Receipt:
-        return self._ask(message, (Receipt,))
-
-    def quarantine(self, message: QuarantineSlice) -> Receipt:
-        return self._ask(message, (Receipt,))
-
-    def renew(self, message: RenewLease) -> Receipt:
-        return self._ask(message, (Receipt,))
-
-    def leave(self, message: LeaveTracker) -> Receipt:
-        return self._ask(message, (Receipt,))
+        return super().join(msgspec.structs.replace(message, worker=self._client.worker))
 
     def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
         future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))

@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddres
 from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
 from lightning_bytescheduler.diloco.options import OuterOptions
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
@@ -115,7 +115,11 @@ class Coordination:
 
     def for_leader_only(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """See ``leader_callbacks``."""
-        return for_leader_only(trainer, lambda: self.leads)
+        return for_leader_only(trainer, lambda: self.leads, self._end_all)
+
+    def _end_all(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.ends_all = True
 
     def share_slices(self, trainer: pl.Trainer, *, ranks: int, timeout: float) -> CoordinatedSlices | None:
         """Have the worker take slices from the coordinator; see ``coordinated_slices``."""

@@ -36,8 +36,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
     "CHAIN_HEADER",
@@ -75,6 +75,7 @@ __all__ = [
     "decode_frame",
     "encode_frame",
     "update_path",
+    "wire_of",
 ]
 
 PROTOCOL = 1
@@ -192,6 +193,15 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mixing: float | None = None
     wire_dtype: str = "fp32"
     density: float | None = None
+
+
+def wire_of(options: RunOptions) -> WireFormat:
+    """How updates and means of a run travel.
+
+    Raises:
+        OptionError: If there is no such format.
+    """
+    return WireFormat(dtype=options.wire_dtype, density=options.density)  # type: ignore[arg-type]  # checked there
 
 
 class Hello(_Message, frozen=True, kw_only=True):
@@ -338,8 +348,4 @@ def decode_frame(text: str | bytes, *, sender: str) -> Frame:
     Raises:
         OptionError: If it is none; names the sender and the field.
     """
-    try:
-        return _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        allowed = f"one of the coordinator's protocol ({error})"
-        raise OptionError(f"message of {sender}", text[:_SHOWN], allowed) from error
+    return messages.decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)

@@ -2,8 +2,9 @@
 
 The coordinator appoints one worker to validate, log and save for all. On the others, checkpoint callbacks and loggers
 are passed over; ``EarlyStopping`` and ``ReduceLROnPlateau`` are where what they monitor is not there, as a metric of
-the validation, so that they do not fail for want of it. Another worker may be appointed at any time, which is looked at
-with each call. What was to be logged of hyperparameters before is logged then.
+the validation, so that they do not fail for want of it. Where ``EarlyStopping`` stops the leader, all are to stop.
+Another worker may be appointed at any time, which is looked at with each call. What was to be logged of hyperparameters
+before is logged then.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ _LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
 
 
 @contextmanager
-def for_leader_only(trainer: pl.Trainer, leads: Callable[[], bool]) -> Iterator[None]:
+def for_leader_only(
+    trainer: pl.Trainer, leads: Callable[[], bool], on_stop: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Pass over meanwhile what is the leader's, unless this worker leads.
 
     Args:
         trainer: Whose callbacks and loggers they are.
         leads: Whether it does; the same on all ranks of a worker.
+        on_stop: Called when an ``EarlyStopping`` stops the worker that leads.
     """
     with ExitStack() as stack:
         for callback in callbacks_of(trainer):
@@ -41,14 +45,7 @@ def for_leader_only(trainer: pl.Trainer, leads: Callable[[], bool]) -> Iterator[
                 for hook in _CHECKPOINT_HOOKS:
                     stack.enter_context(_gated(callback, hook, lambda *_, **__: leads()))
             elif isinstance(callback, pl.callbacks.EarlyStopping):
-                monitored = callback.monitor
-                stack.enter_context(
-                    _gated(
-                        callback,
-                        "_run_early_stopping_check",
-                        lambda *_, monitored=monitored, **__: leads() or monitored in trainer.callback_metrics,
-                    )
-                )
+                stack.enter_context(_early_stopping(trainer, callback, leads, on_stop))
         for logger in trainer.loggers:
             stack.enter_context(_logging(logger, leads))
         stack.enter_context(_plateaus(trainer, leads))
@@ -74,6 +71,29 @@ def _gated(of: object, name: str, opens: Callable[..., bool]) -> Iterator[None]:
             vars(of).pop(name, None)
         else:
             vars(of)[name] = had
+
+
+@contextmanager
+def _early_stopping(
+    trainer: pl.Trainer, callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None]
+) -> Iterator[None]:
+    def opens(*_: Any, **__: Any) -> bool:
+        return leads() or callback.monitor in trainer.callback_metrics
+
+    own = callback._run_early_stopping_check
+
+    def check(*values: Any, **options: Any) -> None:
+        stopped = trainer.should_stop
+        own(*values, **options)
+        if trainer.should_stop and not stopped and leads():
+            on_stop()
+
+    vars(callback)["_run_early_stopping_check"] = check
+    try:
+        with _gated(callback, "_run_early_stopping_check", opens):
+            yield
+    finally:
+        vars(callback).pop("_run_early_stopping_check", None)
 
 
 @contextmanager

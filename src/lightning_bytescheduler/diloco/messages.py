@@ -11,7 +11,8 @@ messages, or of a pseudo-gradient, costs the worker its part in the round.
 from __future__ import annotations
 
 import math
-from typing import Annotated, TypeAlias
+import sys
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -43,11 +44,15 @@ __all__ = [
     "WaitForRound",
     "WorkerMessage",
     "decode",
+    "decoded",
     "encode",
 ]
 
 PARAMETER_SERVER = ""
 """The recipient of what is for the parameter server; no worker may have this name."""
+
+_T = TypeVar("_T")
+_ALL = sys.maxsize
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
@@ -376,7 +381,23 @@ def decode(text: str | bytes, *, sender: str = "a sender unknown") -> Message:
         OptionError: If it is not a message, is cut short, or one of its values is not allowed; names the sender and
             the field.
     """
+    return decoded(_DECODER, text, sender=sender, of="the training's rounds")
+
+
+def decoded(decoder: msgspec.json.Decoder[_T], text: str | bytes, *, sender: str, of: str, shown: int = _ALL) -> _T:
+    """Read a message of some protocol.
+
+    Args:
+        decoder: Of its messages.
+        text: The message.
+        sender: Who sent it, for the error.
+        of: The protocol in words, for the error.
+        shown: Letters of the message that the error has.
+
+    Raises:
+        OptionError: If it is none; names the sender and the field.
+    """
     try:
-        return _DECODER.decode(text)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise OptionError(f"message of {sender}", text, f"one of the training's rounds ({error})") from error
+        raise OptionError(f"message of {sender}", text[:shown], f"one of {of} ({error})") from error

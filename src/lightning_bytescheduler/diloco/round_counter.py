@@ -36,6 +36,7 @@ class RoundCounter:
         tokens: Processed in these steps.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
+        closes: Whether this round has no step, and sends what the last ones have left of a fragment.
         waiting: Whether it was told to take no more steps until a round starts.
     """
 
@@ -47,6 +48,7 @@ class RoundCounter:
         self.tokens = 0
         self.next_round: int | None = None
         self.finished = False
+        self.closes = False
         self.waiting = False
         self._next_cap: int | None = None
         self._last_step: int | None = None
@@ -131,7 +133,7 @@ class RoundCounter:
         if not self._sent:
             self._begin_count()  # its steps, if any, were part of a round that is over, and are lost
         self._acknowledged = self.steps  # what was taken beside sending could not be answered
-        self.round, self._last_step = self.next_round, self._next_cap
+        self.round, self._last_step, self.closes = self.next_round, self._next_cap, self._next_cap == 0
         self.next_round = self._next_cap = None
         self.waiting = self._sent = False
         return RoundStarted(worker=self.worker, round=self.round)

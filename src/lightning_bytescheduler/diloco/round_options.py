@@ -17,6 +17,8 @@ class RoundOptions:
 
     Attributes:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
+        closing_rounds: Rounds that then follow without a step, each of which synchronises what the last steps have left
+            of one more fragment.
         start_workers: Workers that the first round waits for. Whoever joins later trains in the round that is on, if
             its end is not decided; where all take equally many steps, from the next round on.
         restart_workers: The same for the first round after a restart.
@@ -40,6 +42,7 @@ class RoundOptions:
     """
 
     outer_steps: int | None = None
+    closing_rounds: int = 0
     start_workers: int = 1
     restart_workers: int = 1
     step_cap: int | None = None
@@ -58,9 +61,18 @@ class RoundOptions:
                 require_whole(option, getattr(self, option), 1)
         for option in ("start_workers", "restart_workers", "lead_steps", "quorum_workers"):
             require_whole(option, getattr(self, option), 1)
+        require_whole("closing_rounds", self.closing_rounds, 0)
         require_share("quorum", self.quorum)
         if self.grace != "auto":
             require_seconds("grace", self.grace)
         for option in ("silent_after", "first_step_limit", "expiry"):
             require_seconds(option, getattr(self, option))
         require_one_of("late", self.late, LATE_RULES)
+
+    def closes(self, round: int) -> bool:
+        """Whether a round is one without a step."""
+        return self.outer_steps is not None and round > self.outer_steps
+
+    def ends_with(self, round: int) -> bool:
+        """Whether nothing follows a round."""
+        return self.outer_steps is not None and round >= self.outer_steps + self.closing_rounds

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,37 +35,17 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.rank_session import RankSession
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution, Exchanging, Transport
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
-__all__ = ["FollowingSession", "LeadingSession", "SessionStatistics", "WorkerSession"]
+__all__ = ["FollowingSession", "LeadingSession", "WorkerSession"]
 
 _SLICE_S = 1.0
 
 
-@dataclass(slots=True)
-class SessionStatistics:
-    """Where a worker's time went.
-
-    Attributes:
-        rounds: That have ended.
-        steps: Taken.
-        samples: Processed.
-        merged_samples: Of all workers, in rounds that have ended.
-        exchange_s: That the training thread waited for pseudo-gradients, its own and the others'.
-        start_s: That it waited for a round to start.
-    """
-
-    rounds: int = 0
-    steps: int = 0
-    samples: int = 0
-    merged_samples: int = 0
-    exchange_s: float = 0.0
-    start_s: float = 0.0
-
-
-class WorkerSession(ABC):
+class WorkerSession(RankSession):
     """One rank of a worker, in one training. All but :meth:`fail` is for the training thread.
 
     Args:
@@ -78,22 +58,13 @@ class WorkerSession(ABC):
     def __init__(
         self, *, worker: str, group: WorkerGroup, overlap_steps: int, flush: Callable[[], None] = lambda: None
     ) -> None:
-        self.worker = worker
-        self.statistics = SessionStatistics()
-        self.round_end: RoundEnded | None = None  # the last one
-        self._group = group
+        super().__init__(worker=worker, group=group)
         self._overlap_steps = overlap_steps
         self._flush = flush
-        self._failure: BaseException | None = None
         self._sent = False  # a pseudo-gradient that is not merged yet
         self._steps_since_sent = 0
         self._halted = False
         self._over = False
-
-    @property
-    @abstractmethod
-    def round(self) -> int:
-        """The round this worker is in."""
 
     @property
     def over(self) -> bool:
@@ -105,23 +76,6 @@ class WorkerSession(ABC):
         """Whether all workers stand still at the end of a round."""
         return self._halted
 
-    def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known on this rank is left out."""
-        if self.round_end is None:
-            return {}
-        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
-        if self._failure is None:
-            self._failure = error
-        self._group.abort(error)
-
-    def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
-
     def begin(self) -> None:
         """Join, and wait for all workers and the first round."""
         self._join()
@@ -130,18 +84,9 @@ class WorkerSession(ABC):
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
 
-        With overlap, this merges what was sent ``overlap_steps`` ago, and waits for it if it must.
-
-        Args:
-            samples: Of the step, on all ranks of the worker together.
-            seconds: That it took, from the end of the step before.
-            tokens: Of the step, where pseudo-gradients are weighted by them.
-            loss: Of the step.
+        With overlap, this merges what was sent ``overlap_steps`` ago, and waits for it if it must; see RankSession.
         """
-        self.check()
-        self._report(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
-        self.statistics.steps += 1
-        self.statistics.samples += samples
+        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
         if self._sent:
             self._steps_since_sent += 1
             if self._steps_since_sent >= self._overlap_steps:
@@ -220,10 +165,6 @@ class WorkerSession(ABC):
     @abstractmethod
     def _join(self) -> None:
         """Become one of the workers."""
-
-    @abstractmethod
-    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
-        """Tell of a step."""
 
     @abstractmethod
     def _is_due(self) -> bool:

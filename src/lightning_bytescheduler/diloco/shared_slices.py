@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -14,11 +14,9 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
-    Answer,
     BeginSlice,
     Call,
     FinishSlice,
-    Joined,
     JoinTracker,
     LeaveTracker,
     QuarantineSlice,
@@ -31,13 +29,14 @@ from lightning_bytescheduler.slices.messages import (
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["SharedSlices", "share_slices"]
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _MAILBOX = "slices"
 _THREAD = "bytescheduler-slice-tracker"
 _STOP_S = 5.0
@@ -175,8 +174,8 @@ class _Answers:
         return encode(self._calls[type(message)](message))
 
 
-class _RemoteTracker:
-    """A ``TrackerClient``; once closed, it only lets its worker leave."""
+class _RemoteTracker(RemoteTracker):
+    """Once closed, it only lets its worker leave."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -188,34 +187,10 @@ class _RemoteTracker:
             if not quietly:
                 self._caller.bid_farewell()
 
-    def join(self, message: JoinTracker) -> Joined:
-        return cast(Joined, self._ask(message))
-
-    def request(self, message: RequestSlice) -> Answer:
-        return cast(Answer, self._ask(message))
-
-    def begin(self, message: BeginSlice) -> Receipt:
-        return self._tell(message)
-
-    def progress(self, message: ReportProgress) -> Receipt:
-        return self._tell(message)
-
-    def done(self, message: FinishSlice) -> Receipt:
-        return self._tell(message)
-
-    def quarantine(self, message: QuarantineSlice) -> Receipt:
-        return self._tell(message)
-
-    def renew(self, message: RenewLease) -> Receipt:
-        return self._tell(message)
-
-    def leave(self, message: LeaveTracker) -> Receipt:
-        return self._tell(message)
-
     def _tell(self, message: Call) -> Receipt:
         if self._closed:  # the training is over, and worker 0 may have gone
             return Receipt(verdict=Verdict.JOIN_AGAIN)
-        return cast(Receipt, self._ask(message))
+        return super()._tell(message)
 
-    def _ask(self, message: Call) -> Reply:
-        return cast(Reply, decode(self._caller.call(encode(message))))
+    def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
+        return cast(_T, decode(self._caller.call(encode(message))))

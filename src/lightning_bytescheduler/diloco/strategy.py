@@ -33,9 +33,9 @@ from lightning_bytescheduler.diloco.options import (
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
+from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
-from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -108,9 +108,10 @@ class DiLoCoStrategy(WorkerStrategy):
       first global ones; one that joins later, or was away for long, fetches the state.
     * Whoever misses the end of a round sends what it has, and catches up. Training goes on without the coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
-      SIGTERM end that worker: it sends what it has, and ends with the global weights. ``outer_steps`` end all.
+      SIGTERM end that worker: it sends what it has of the round's fragment, and ends with the global weights.
+      ``outer_steps`` end all, and a round without a step follows for each other fragment.
     * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another one does.
-      The others' ``EarlyStopping`` and ``ReduceLROnPlateau`` of a metric of the validation do nothing.
+      Its ``EarlyStopping`` ends all. The others' ``ReduceLROnPlateau`` of a metric of the validation does nothing.
     * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
       are seeded by the worker's name, unless ``seed_everything`` was called.
 
@@ -253,9 +254,7 @@ class DiLoCoStrategy(WorkerStrategy):
         )
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
-        self._coordination: Coordination | None = None
-        if address is not None:
-            self._coordination = Coordination(address, common)
+        self._coordination = None if address is None else Coordination(address, common)
         self._world: WorkerWorld | None = None
         self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
+from lightning_bytescheduler.diloco.loop_boundaries import LoopBoundaries
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import WorkerSession
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
@@ -138,8 +139,8 @@ class SharedData(Protocol):
         """Go on to the next epoch of the data, if nothing is left of this one. All workers stand still."""
 
 
-class RoundBoundaries:
-    """Takes the place of the epoch loop's decision to validate, from :meth:`attach` to :meth:`detach`.
+class RoundBoundaries(LoopBoundaries):
+    """Validates, and ends epochs and the training, at the end of a round, on all workers at once.
 
     Args:
         trainer: Whose loop it is.
@@ -162,43 +163,24 @@ class RoundBoundaries:
         shared_data: SharedData | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._trainer = trainer
+        super().__init__(trainer, session, group=group, clock=clock)
         self._session = session
-        self._group = group
         self._first_worker = first_worker
         self._together = together
         self._shared_data = shared_data
         self._open = ExitStack()
-        self._clock = clock
-        self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
-        self._own_decision: Callable[..., bool] = self._loop._should_check_val_fx
-        self._least: tuple[Any, Any] = (trainer.fit_loop.min_epochs, self._loop.min_steps)
-        self._began = clock()
-        self._global_step = trainer.global_step
-        self._samples = 0
-        self._tokens = 0
-        self._loss: float | None = None
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
         self._has_batch = False  # since the last decision
-        self._training_ended = False  # for the ranks of this worker, which have agreed on it
-
-    def attach(self) -> None:
-        """Begin to decide."""
-        self._loop._should_check_val_fx = self._after_batch
-        self._began = self._clock()
 
     def detach(self) -> None:
         """Leave the loop as it was."""
         self._open.close()
-        self._loop.__dict__.pop("_should_check_val_fx", None)
-        self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
+        super().detach()
 
     def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
-        """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
-        self._samples += samples
-        self._tokens += tokens
-        self._loss = loss
+        """See LoopBoundaries."""
+        super().report_batch(samples=samples, tokens=tokens, loss=loss)
         self._has_batch = True
 
     def before_batch(self) -> bool:
@@ -244,13 +226,13 @@ class RoundBoundaries:
 
     def before_epoch(self) -> bool:
         """Returns whether all ranks of this worker train on; called by those that would."""
-        self._training_ended = self._group.any(False)
-        return not self._training_ended
+        self._ended = self._group.any(False)
+        return not self._ended
 
     def before_end(self) -> None:
         """Training ends on this rank, and so on all ranks of its worker."""
-        if not self._training_ended:
-            self._training_ended = self._group.any(True)
+        if not self._ended:
+            self._ended = self._group.any(True)
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self._trainer
@@ -285,17 +267,6 @@ class RoundBoundaries:
             self._began = self._clock()
         return session.halted and self._halt(own_epoch)
 
-    def _agree(self, stepped: bool, *facts: bool) -> tuple[bool, ...]:
-        """What is so on any rank of this worker; with a step, its samples are taken together too."""
-        loss = self._loss
-        own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
-        numbers = self._group.total([*map(float, facts), *(own if stepped else ())])
-        if stepped:
-            samples, tokens, measured, losses = numbers[len(facts) :]
-            self._samples, self._tokens = round(samples), round(tokens)
-            self._loss = losses / measured if measured else None
-        return tuple(number > 0 for number in numbers[: len(facts)])
-
     def _awaits_others(self) -> bool:
         if self._shared_data is None or self._session.halted or self._session.over:
             return False
@@ -315,20 +286,6 @@ class RoundBoundaries:
         if not session.halted and not session.over:
             session.end_round_for_all(epoch=True, validate=validate)
 
-    def _count_step(self) -> None:
-        self._global_step = self._trainer.global_step
-        self._session.count(
-            samples=self._samples, seconds=self._clock() - self._began, tokens=self._tokens, loss=self._loss
-        )
-        self._samples = self._tokens = 0
-
-    def _reaches_limit(self, epoch: bool) -> bool:
-        fit_loop = self._trainer.fit_loop
-        if fit_loop.max_steps != -1 and self._trainer.global_step >= fit_loop.max_steps:
-            return True
-        last = fit_loop.max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= int(fit_loop.max_epochs)
-        return epoch and last
-
     def _halt(self, own_epoch_ends: bool) -> bool:
         """All workers stand still: do here what the end of this round is for. Returns whether to validate."""
         ended = self._session.round_end
@@ -347,9 +304,3 @@ class RoundBoundaries:
         if ended.validate:
             self._open.enter_context(self._together())
         return ended.validate
-
-    def _stop(self) -> None:
-        """Leave the loops, also if this worker has not done what it was to do at least."""
-        self._trainer.should_stop = True
-        self._trainer.fit_loop.min_epochs = None
-        self._loop.min_steps = None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from lightning_bytescheduler.slices.messages import (
     Answer,
+    AskLater,
+    Assignment,
     BeginSlice,
+    Call,
+    EpochOver,
     FinishSlice,
+    JoinAgain,
     Joined,
     JoinTracker,
     LeaveTracker,
@@ -21,7 +27,9 @@ from lightning_bytescheduler.slices.messages import (
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
-__all__ = ["LocalTracker", "TrackerClient"]
+__all__ = ["LocalTracker", "RemoteTracker", "TrackerClient"]
+
+_T = TypeVar("_T")
 
 
 class TrackerClient(Protocol):
@@ -53,6 +61,49 @@ class TrackerClient(Protocol):
 
     def leave(self, message: LeaveTracker) -> Receipt:
         """Give back what is held, exactly where it stands."""
+
+
+class RemoteTracker(ABC):
+    """A ``TrackerClient`` whose calls travel, each in the same way."""
+
+    def join(self, message: JoinTracker) -> Joined:
+        """See :class:`TrackerClient`."""
+        return self._ask(message, (Joined,))
+
+    def request(self, message: RequestSlice) -> Answer:
+        """See :class:`TrackerClient`."""
+        return cast(Answer, self._ask(message, (Assignment, AskLater, EpochOver, JoinAgain)))
+
+    def begin(self, message: BeginSlice) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def progress(self, message: ReportProgress) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def done(self, message: FinishSlice) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def quarantine(self, message: QuarantineSlice) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def renew(self, message: RenewLease) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def leave(self, message: LeaveTracker) -> Receipt:
+        """See :class:`TrackerClient`."""
+        return self._tell(message)
+
+    def _tell(self, message: Call) -> Receipt:
+        return self._ask(message, (Receipt,))
+
+    @abstractmethod
+    def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
+        """Call, and wait for an answer of one of these kinds."""
 
 
 class LocalTracker:
