@@ -1,8 +1,10 @@
 """What a coordinator's work costs beside its traffic: updates of a large model, and reports of a thousand workers.
 
-Updates: one worker sends an update and gets the mean of it, through a coordinator and through the same HTTP server with
-no work behind it (what comes in is dropped, what goes out is there already), in turn; both in a process of their own.
-A ratio of 1 would mean that summing, encoding, hashing and stepping are free. Only times of one run compare.
+Updates: workers send an update each and get the mean, through a coordinator and through the same HTTP server with no
+work behind it (what comes in is dropped, what goes out is there already), in turn; both in a process of their own. A
+ratio of 1 would mean that summing, encoding, hashing and stepping are free. Only times of one run compare. The mean of
+one update is that update, so two workers and more show what sums cost; with ``--spread 1`` they cannot be formed in
+doubles alone, as the updates' magnitudes differ too much.
 
 Reports: simulated workers, each with a WebSocket, report their steps at fixed times, as frames that wait for the answer
 to the last one; the coordinator has one core and the workers another. The time of an answer counts from the moment that
@@ -191,7 +193,7 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
         if wire_dtype not in options.wire_dtypes.split(","):
             continue
         payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
-        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=1, payload_bytes=payload_bytes)
+        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes)
         try:
             times = asyncio.run(_updates(server.urls, options, wire_dtype))
             peak = server.peak_bytes
@@ -199,7 +201,8 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
             server.close()
         ratio = statistics.median(times["idle"]) / statistics.median(times["coordinator"])
         print(
-            f"{wire_dtype}: {2 * payload_bytes / 1e6:.0f} MB up and down: idle server {_shown(times['idle'])}, "
+            f"{wire_dtype}, {options.workers} workers: {2 * payload_bytes / 1e6:.0f} MB up and down for each: "
+            f"idle server {_shown(times['idle'])}, "
             f"coordinator {_shown(times['coordinator'])} "
             f"(push {_shown(times['push'])}, merge {_shown(times['merge'])}, "
             f"pull {_shown(times['pull'])}): {ratio:.2f}x; peak {peak / 1e9:.2f} GB",
@@ -216,36 +219,35 @@ def _shown(seconds: list[float]) -> str:
 async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype: WireDtype) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ("idle", "coordinator", "push", "merge", "pull")}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=_CHUNK) as http:
-        worker = _Worker(http, urls["coordinator"], "one", _model(options.parameters))
-        await worker.join()
-        await _provide(http, urls["coordinator"], worker)
+        url = urls["coordinator"]
+        workers = [_Worker(http, url, f"w{n}", _model(options.parameters)) for n in range(options.workers)]
+        for worker in workers:
+            await worker.join()
+            if worker is workers[0]:
+                await _provide(http, url, worker)
         values = torch.randn(options.parameters)
+        if options.spread:
+            values.mul_(torch.randn(options.parameters).mul_(8.0).exp2_())
         body = view_of(WireFormat(dtype=wire_dtype).encode(values))
+        del values
         digest = xxhash.xxh3_128_hexdigest(body)
-        await worker.send(messages.JoinRounds(worker=worker.name))
+        for worker in workers:
+            await worker.send(messages.JoinRounds(worker=worker.name))
         for _ in range(options.rounds + 1):
-            started = await worker.wait_for(messages.StartRound)
-            await worker.send(messages.RoundStarted(worker=worker.name, round=started.round))
-            times["idle"].append(await _through(http, urls["idle"], body))
-            path = urls["coordinator"] + protocol.update_path(started.round, 0)
-            headers = {
-                **worker.headers,
-                protocol.DIGEST_HEADER: digest,
-                protocol.SAMPLES_HEADER: "100",
-                protocol.STEPS_HEADER: "1",
-            }
+            for worker in workers:
+                started = await worker.wait_for(messages.StartRound)
+                await worker.send(messages.RoundStarted(worker=worker.name, round=started.round))
+            times["idle"].append(sum([await _through(http, urls["idle"], body) for _ in workers]))
+            path = url + protocol.update_path(started.round, 0)
             began = time.perf_counter()
-            async with http.put(
-                path, data=_chunks(body), headers={**headers, "Content-Length": str(len(body))}
-            ) as done:
-                assert done.status == 200, await done.text()
+            for worker in workers:
+                await _push(http, path, worker, body, digest)
             pushed = time.perf_counter()
-            await worker.wait_for(messages.RoundEnded)
+            for worker in workers:
+                await worker.wait_for(messages.RoundEnded)
             ended = time.perf_counter()
-            async with http.get(path, headers=worker.headers) as response:
-                assert response.status == 200, await response.text()
-                async for _ in response.content.iter_any():
-                    pass
+            for worker in workers:
+                await _pull(http, path, worker)
             done_at = time.perf_counter()
             times["coordinator"].append(done_at - began)
             times["push"].append(pushed - began)
@@ -253,6 +255,25 @@ async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype
             times["pull"].append(done_at - ended)
             await asyncio.sleep(options.pause)
     return {name: found[1:] for name, found in times.items()}  # the first one makes the memory
+
+
+async def _push(http: aiohttp.ClientSession, path: str, worker: _Worker, body: memoryview, digest: str) -> None:
+    headers = {
+        **worker.headers,
+        protocol.DIGEST_HEADER: digest,
+        protocol.SAMPLES_HEADER: "100",
+        protocol.STEPS_HEADER: "1",
+        "Content-Length": str(len(body)),
+    }
+    async with http.put(path, data=_chunks(body), headers=headers) as done:
+        assert done.status == 200, await done.text()
+
+
+async def _pull(http: aiohttp.ClientSession, path: str, worker: _Worker) -> None:
+    async with http.get(path, headers=worker.headers) as response:
+        assert response.status == 200, await response.text()
+        async for _ in response.content.iter_any():
+            pass
 
 
 async def _chunks(body: memoryview) -> AsyncIterator[memoryview]:
@@ -366,6 +387,8 @@ def main() -> None:
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--pause", type=float, default=0.5, help="seconds after each round, for the outer step")
     one.add_argument("--wire-dtypes", default="fp32,bf16,int8")
+    one.add_argument("--workers", type=int, default=2)
+    one.add_argument("--spread", type=int, default=0, help="1: magnitudes from 2^-40 to 2^40, log-normal")
     one.set_defaults(run=updates)
     other = actions.add_parser("reports")
     other.add_argument("--workers", type=int, default=1000)

@@ -317,14 +317,14 @@ class CoordinatorService:
             if weights is None:
                 raise RuntimeError(f"Round {merge.round} ended before there were weights.")
             sums = await self.updates.settled(merge)
-            mean, decoded = await weights.mean(merge.round, merge.fragment, sums)
+            mean = await weights.mean(merge.round, merge.fragment, sums)
             async with self._still:
                 # Workers hear of it before the step is taken here, which they take themselves.
                 self.run.merged(
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 self._note_boundary()
-                await weights.step(merge.fragment, decoded, sums)
+                await weights.step(mean, sums)
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
 

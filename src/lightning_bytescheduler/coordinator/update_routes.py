@@ -23,7 +23,7 @@ from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.update_rules import Offer
-from lightning_bytescheduler.coordinator.update_sum import UpdateSum
+from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
     DIGEST_HEADER,
@@ -165,10 +165,11 @@ class UpdateRoutes:
         if weights is None:
             raise RuntimeError("There are no weights to add updates for.")
         loop = asyncio.get_running_loop()
-        found, extent = await inspection.finish()
+        found, extents = await inspection.finish()
+        update = Update(payload, extents, found)
         if found != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
-        if not math.isfinite(extent):
+        if not math.isfinite(update.largest):
             raise OptionError("update", "infinities or NaN in it", "finite")
         alignment = None
         if run.seen(offer) is None and run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
@@ -185,10 +186,10 @@ class UpdateRoutes:
         weight = run.weight_of(offer, place, alignment)
         if weight:
             sums = self._sum(place, offer.fragment)
-            sums.begin(extent=extent, weight=weight)
+            sums.begin(update, weight=weight)
         run.arrived(offer, self._now(), into=place, weight=weight)
         if weight:
-            await sums.add(payload, weight=weight)
+            await sums.add(update)
         return self._receipt(("late" if is_late else "added") if weight else "dropped", weight)
 
     def _sum(self, round: int, fragment: int) -> UpdateSum:
