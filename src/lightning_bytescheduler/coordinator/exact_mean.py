@@ -10,6 +10,7 @@ add them up without rounding, and the sum is exact in any order. Else each produ
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -58,21 +59,40 @@ def exact_mean(parts: Sequence[Weighted], wire: WireFormat, elements: int) -> It
     """
     bound = sum(part.weight * part.extent.largest for part in parts)
     unit = min(part.extent.unit for part in parts)
-    total = sum(part.weight for part in parts)
+    share = 1 / sum(part.weight for part in parts)
     weights = [part.weight for part in parts]
-    size = min(chunk_size(torch.device("cpu")), elements)
-    add = _Plain(size) if unit >= FINEST and bound < unit * 2.0**_DIGITS else _Split(size, rounds=unit < FINEST)
-    mean = torch.empty(size)
+    plain = unit >= FINEST and bound < unit * 2.0**_DIGITS
+    scratch = _Scratch.of_thread(min(chunk_size(torch.device("cpu")), elements))
+    add = _Plain(scratch) if plain else _Split(scratch, rounds=unit < FINEST)
+    mean = scratch.mean
     for chunks in zip(*(wire.decode_chunks(part.payload, elements) for part in parts), strict=True):
         sums = add.of(chunks, weights)
-        yield mean[: sums.numel()].copy_(sums.div_(total))
+        yield mean[: sums.numel()].copy_(sums.mul_(share))
+
+
+class _Scratch:
+    """What a thread needs, and keeps: to touch fresh memory takes as long as to sum in it."""
+
+    _kept = threading.local()
+
+    def __init__(self, size: int) -> None:
+        self.doubles = torch.empty(4, size, dtype=torch.float64)
+        self.mean = torch.empty(size)
+
+    @classmethod
+    def of_thread(cls, size: int) -> _Scratch:
+        """That of the thread which calls, for chunks of ``size`` elements at most."""
+        kept: _Scratch | None = getattr(cls._kept, "scratch", None)
+        if kept is None or kept.mean.numel() < size:
+            kept = cls._kept.scratch = cls(size)
+        return kept
 
 
 class _Plain:
     """Adds in doubles."""
 
-    def __init__(self, size: int) -> None:
-        self._sum, self._value = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+    def __init__(self, scratch: _Scratch) -> None:
+        self._sum, self._value = scratch.doubles[:2]
 
     def of(self, chunks: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
         size = chunks[0].numel()
@@ -86,9 +106,9 @@ class _Plain:
 class _Split:
     """Adds in two doubles, each of multiples of its own unit."""
 
-    def __init__(self, size: int, *, rounds: bool) -> None:
+    def __init__(self, scratch: _Scratch, *, rounds: bool) -> None:
         self._rounds = rounds  # whether there may be more digits than are kept
-        self._high, self._low, self._value, self._part = (torch.empty(size, dtype=torch.float64) for _ in range(4))
+        self._high, self._low, self._value, self._part = scratch.doubles
         self._shift = torch.tensor(COARSE_SHIFT, dtype=torch.float64)
 
     def of(self, chunks: Sequence[Tensor], weights: Sequence[int]) -> Tensor:

@@ -87,6 +87,11 @@ class PiecedFormat:
         sections: list[Tensor] = [payload[section] for section in self._sections(index)]
         return sections[0] if len(sections) == 1 else torch.cat(sections)
 
+    def place_of(self, payload: Tensor, index: int) -> Tensor | None:
+        """Where one piece lies in a payload, if it lies in one place."""
+        sections = self._sections(index)
+        return payload[sections[0]] if len(sections) == 1 else None
+
     def place(self, part: Tensor, payload: Tensor, index: int) -> None:
         """Write one piece into a payload."""
         offset = 0

@@ -140,15 +140,17 @@ class UpdateSum:
     def encode_mean(self, payload: Tensor, index: int, *, seed: int) -> None:
         """Write the mean of one piece into a payload; for any thread, once it is settled and something was added."""
         wire, length = self.pieced.wire, self.pieced.length_of(index)
+        out = self.pieced.place_of(payload, index)
         sums = self._sums[index]
         if self._summed and sums is not None:
-            part = sums.encode_mean(wire, seed=seed)
+            part = sums.encode_mean(wire, seed=seed, out=out)
         elif self._held:
             chunks = exact_mean(self._parts(self._held, index), wire, length)
-            part = wire.encode_chunks(chunks, length, device=_CPU, seed=seed)
+            part = wire.encode_chunks(chunks, length, device=_CPU, seed=seed, out=out)
         else:
             raise ValueError("There is no mean: nothing was added.")
-        self.pieced.place(part, payload, index)
+        if out is None:
+            self.pieced.place(part, payload, index)
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""

@@ -250,6 +250,7 @@ class WeightedMean:
         one, other = (torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(2))
         total, high = (torch.empty(size, dtype=torch.float64, device=self._device) for _ in range(2))
         mean = torch.empty(size, dtype=torch.float32, device=self._device)
+        share = 1 / self._weight  # to multiply with it is several times as fast as to divide
         for first, length in chunks_of(self._elements, size):
             part, here = slice(first, first + length), slice(0, length)
             sums = self._coarse[part], self._fine[part]
@@ -257,7 +258,7 @@ class WeightedMean:
                 added = self._exact_sum(*sums, one[here], other[here])
             else:
                 added = self._carried_sum(*sums, one[here], other[here], total[here], high[here])
-            yield mean[here].copy_(added.div_(self._weight))
+            yield mean[here].copy_(added.mul_(share))
 
     def _exact_sum(self, coarse: Tensor, fine: Tensor, one: Tensor, other: Tensor) -> Tensor:
         high = _add_whole(coarse, _signed((1 - self._shifted) * _COARSE_BITS_OF_SHIFT), out=one).view(torch.float64)
