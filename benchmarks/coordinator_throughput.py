@@ -7,8 +7,7 @@ one update is that update, so two workers and more show what sums cost; with ``-
 doubles alone, as the updates' magnitudes differ too much.
 
 Reports: simulated workers, each with a WebSocket, report their steps at fixed times, as frames that wait for the answer
-to the last one; the coordinator has one core and the workers another. The time of an answer counts from the moment that
-the report was due, so that a slow client is not hidden.
+to the last one, see ``report_workers.py``; the coordinator has one core and the workers another.
 
     python -m benchmarks.coordinator_throughput updates --parameters 100_000_000
     python -m benchmarks.coordinator_throughput reports --workers 1000
@@ -24,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import aiohttp
@@ -32,6 +31,7 @@ import torch
 import xxhash
 from aiohttp import web
 
+from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
@@ -54,6 +54,10 @@ def serve(options: argparse.Namespace) -> None:
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
     torch.set_num_threads(1)
+    if options.event_loop == "uvloop":
+        import uvloop  # to see what it would bring; the coordinator itself does not use it
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run = run_options(
         wire_dtype=options.wire_dtype, inner_steps=options.inner_steps, samples_per_round=options.samples_per_round
     )
@@ -111,6 +115,13 @@ class _Server:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.urls = json.loads(self._process.stdout.readline())
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That it has computed for."""
+        with open(f"/proc/{self._process.pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def peak_bytes(self) -> int:
@@ -292,11 +303,14 @@ async def _through(http: aiohttp.ClientSession, url: str, body: memoryview) -> f
     return time.perf_counter() - began
 
 
-async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> None:
+def _first_weights(model: Iterable[protocol.ModelParameter]) -> bytes:
     from safetensors.torch import save
 
-    tensors = {f"weights.{one.name}": torch.zeros(one.shape) for one in worker._model}
-    body = save(tensors)
+    return save({f"weights.{one.name}": torch.zeros(one.shape) for one in model})
+
+
+async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> None:
+    body = _first_weights(worker._model)
     async with http.put(url + protocol.STATE_PATH, data=body, headers=worker.headers) as response:
         assert response.status == 200, await response.text()
 
@@ -306,77 +320,42 @@ async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> No
 
 def reports(options: argparse.Namespace) -> dict[str, float]:
     """Measure how long workers wait for answers to their reports."""
-    server = _Server(workers=options.workers, samples_per_round=10**9, payload_bytes=1, core=0)
+    server = _Server(
+        workers=options.workers, samples_per_round=10**9, payload_bytes=1, core=0, event_loop=options.event_loop
+    )
     os.sched_setaffinity(0, {1})
+    url, model = server.urls["coordinator"], _model(1000)
     try:
-        found = asyncio.run(_reports(server.urls["coordinator"], options))
+        workers = [ReportWorker(url, "w0", model)]
+        workers[0].provide(_first_weights(model))
+        workers += [ReportWorker(url, f"w{n}", model) for n in range(1, options.workers)]
+        for worker in workers:
+            worker.say(messages.JoinRounds(worker=worker.name))
+        rounds = [worker.await_round() for worker in workers]
+        used, own, began = server.cpu_seconds, time.process_time(), time.perf_counter()
+        latencies, frames = report(workers, rounds[0], rate=options.rate, seconds=options.seconds)
+        wall = time.perf_counter() - began
+        used, own = server.cpu_seconds - used, time.process_time() - own
     finally:
         server.close()
-    print(
-        f"{options.workers} workers, {options.rate:g} steps a second each: {found['reports_per_second']:.0f} reports a "
-        f"second in {found['frames_per_second']:.0f} frames; answers take {found['p50'] * 1e3:.1f} ms (median), "
-        f"{found['p99'] * 1e3:.1f} ms (p99), {found['most'] * 1e3:.1f} ms at most"
-    )
-    return found
-
-
-async def _reports(url: str, options: argparse.Namespace) -> dict[str, float]:
-    model = _model(1000)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        workers = [_Worker(http, url, f"w{n}", model) for n in range(options.workers)]
-        await workers[0].join()
-        await _provide(http, url, workers[0])
-        for start in range(1, len(workers), 50):
-            await asyncio.gather(*(worker.join() for worker in workers[start : start + 50]))
-        for worker in workers:
-            await worker.send(messages.JoinRounds(worker=worker.name))
-        rounds = await asyncio.gather(*(worker.wait_for(messages.StartRound) for worker in workers))
-        begin = time.perf_counter() + 1.0
-        ends = begin + options.seconds
-        latencies: list[float] = []
-        frames = await asyncio.gather(
-            *(
-                _report(worker, rounds[n].round, begin + n / len(workers) / options.rate, ends, options.rate, latencies)
-                for n, worker in enumerate(workers)
-            )
-        )
     latencies.sort()
-    return {
+    found = {
         "reports_per_second": len(latencies) / options.seconds,
-        "frames_per_second": sum(frames) / options.seconds,
+        "frames_per_second": frames / options.seconds,
         "p50": latencies[len(latencies) // 2],
         "p99": latencies[len(latencies) * 99 // 100],
         "most": latencies[-1],
+        "server_core": used / wall,
+        "workers_core": own / wall,
     }
-
-
-async def _report(worker: _Worker, round: int, begin: float, ends: float, rate: float, latencies: list[float]) -> int:
-    """One worker: a step every 1 / rate seconds, reported in a frame as soon as the last one was answered."""
-    steps = frames = 0
-    encoder = protocol.encode_frame
-    while (due := begin + steps / rate) < ends:
-        now = time.perf_counter()
-        if due > now:
-            await asyncio.sleep(due - now)
-        taken = max(int((time.perf_counter() - begin) * rate) + 1 - steps, 1)
-        steps += taken
-        report = messages.StepReport(
-            worker=worker.name, round=round, steps=steps, samples=8 * steps, batch_size=8, seconds=1 / rate
-        )
-        worker._number += 1
-        frame = protocol.Batch(number=worker._number, heard=worker._heard, messages=(report,))
-        await worker.socket.send_str(encoder(frame))
-        frames += 1
-        while True:
-            text: str = await worker.socket.receive_str()  # type: ignore[assignment]  # it decodes
-            worker._heard += 1
-            # Read by hand: a client that decodes as carefully as the real one would be the slower side.
-            if int(text[text.index('"heard":') + 8 :].partition(",")[0].rstrip("}")) >= worker._number:
-                break
-        answered = time.perf_counter()
-        latencies.extend(answered - (begin + (steps - back) / rate) for back in range(taken, 0, -1))
-    return frames
+    print(
+        f"{options.workers} workers, {options.rate:g} steps a second each: {found['reports_per_second']:.0f} reports a "
+        f"second in {found['frames_per_second']:.0f} frames; answers take {found['p50'] * 1e3:.1f} ms (median), "
+        f"{found['p99'] * 1e3:.1f} ms (p99), {found['most'] * 1e3:.1f} ms at most; busy: {found['server_core']:.0%} of "
+        f"the coordinator's core, {found['workers_core']:.0%} of the workers'",
+        flush=True,
+    )
+    return found
 
 
 def main() -> None:
@@ -395,6 +374,7 @@ def main() -> None:
     other.add_argument("--workers", type=int, default=1000)
     other.add_argument("--rate", type=float, default=10.0)
     other.add_argument("--seconds", type=float, default=20.0)
+    other.add_argument("--event-loop", default="asyncio", choices=("asyncio", "uvloop"))
     other.set_defaults(run=reports)
     served = actions.add_parser("serve")
     served.add_argument("--wire-dtype", default="fp32")
@@ -403,6 +383,7 @@ def main() -> None:
     served.add_argument("--samples-per-round", type=int)
     served.add_argument("--payload-bytes", type=int, default=1)
     served.add_argument("--core", type=int)
+    served.add_argument("--event-loop", default="asyncio", choices=("asyncio", "uvloop"))
     served.set_defaults(run=serve)
     options = parser.parse_args()
     options.run(options)
