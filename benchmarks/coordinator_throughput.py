@@ -34,6 +34,7 @@ from aiohttp import web
 from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
+from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.spool import view_of
@@ -54,15 +55,12 @@ def serve(options: argparse.Namespace) -> None:
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
     torch.set_num_threads(1)
-    if options.event_loop == "uvloop":
-        import uvloop  # to see what it would bring; the coordinator itself does not use it
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run = run_options(
         wire_dtype=options.wire_dtype, inner_steps=options.inner_steps, samples_per_round=options.samples_per_round
     )
     rounds = RoundOptions(start_workers=options.workers, quorum=0.0, grace=600.0, silent_after=600.0)
-    with CoordinatorServer(CoordinatorOptions(run=run, rounds=rounds, lease=600.0)) as server:
+    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0)
+    with CoordinatorServer(own) as server, Garbage.collected_rarely():
         idle = _IdleServer(options.payload_bytes)
         print(json.dumps({"coordinator": server.url, "idle": idle.start(server)}), flush=True)
         sys.stdin.read()
@@ -320,9 +318,7 @@ async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> No
 
 def reports(options: argparse.Namespace) -> dict[str, float]:
     """Measure how long workers wait for answers to their reports."""
-    server = _Server(
-        workers=options.workers, samples_per_round=10**9, payload_bytes=1, core=0, event_loop=options.event_loop
-    )
+    server = _Server(workers=options.workers, samples_per_round=10**9, payload_bytes=1, core=0)
     os.sched_setaffinity(0, {1})
     url, model = server.urls["coordinator"], _model(1000)
     try:
@@ -374,7 +370,6 @@ def main() -> None:
     other.add_argument("--workers", type=int, default=1000)
     other.add_argument("--rate", type=float, default=10.0)
     other.add_argument("--seconds", type=float, default=20.0)
-    other.add_argument("--event-loop", default="asyncio", choices=("asyncio", "uvloop"))
     other.set_defaults(run=reports)
     served = actions.add_parser("serve")
     served.add_argument("--wire-dtype", default="fp32")
@@ -383,7 +378,6 @@ def main() -> None:
     served.add_argument("--samples-per-round", type=int)
     served.add_argument("--payload-bytes", type=int, default=1)
     served.add_argument("--core", type=int)
-    served.add_argument("--event-loop", default="asyncio", choices=("asyncio", "uvloop"))
     served.set_defaults(run=serve)
     options = parser.parse_args()
     options.run(options)

@@ -1,4 +1,4 @@
-"""A thousand workers that report their steps, in one thread without a library: what measures is not to be the slow side.
+"""A thousand workers that report their steps, in one thread without a library: what measures is not the slow side.
 
 Each worker has a WebSocket of its own. It reports at fixed times, and as the protocol has it: a frame waits for the
 answer to the last one, and has all steps until then. The time of an answer counts from the moment that the step was
@@ -38,7 +38,7 @@ class ReportWorker:
     def __init__(self, url: str, name: str, model: tuple[protocol.ModelParameter, ...]) -> None:
         place = urlsplit(url)
         self._place = f"{place.hostname}:{place.port}"
-        self.socket = socket.create_connection((place.hostname, place.port), _JOIN_SECONDS)
+        self.socket = socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), _JOIN_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = b""
         self._number = self._heard = 0
@@ -71,9 +71,7 @@ class ReportWorker:
         """Send a frame."""
         self._number += 1
         self._send(
-            protocol.encode_frame(
-                protocol.Batch(number=self._number, heard=self._heard, messages=(message,))
-            ).encode()
+            protocol.encode_frame(protocol.Batch(number=self._number, heard=self._heard, messages=(message,))).encode()
         )
 
     def await_round(self) -> int:

@@ -55,7 +55,9 @@ def test_it_has_the_bits_of_sums_in_fixed_point(
     payloads = [
         wire.encode(numbers(elements, seed + n, spread=kind[0], scale=kind[1]), seed=n) for n in range(len(weights))
     ]
-    parts = [Weighted(payload, weight, pieced.extent(payload, 0)) for payload, weight in zip(payloads, weights, strict=True)]
+    parts = [
+        Weighted(payload, weight, pieced.extent(payload, 0)) for payload, weight in zip(payloads, weights, strict=True)
+    ]
     if not is_exact(parts):
         return
     mean = torch.cat([chunk.clone() for chunk in exact_mean(parts, wire, elements)])
@@ -125,7 +127,10 @@ def test_neither_order_nor_how_many_are_held_matters(dtype: WireDtype, monkeypat
 
 def test_sums_that_are_too_large_for_doubles_are_formed_in_fixed_point() -> None:
     pieced = PiecedFormat(WireFormat(), 3)
-    updates = [torch.tensor([2.0**30, 1.0, 2.0**-20]).view(torch.uint8), torch.tensor([1.0, 1.0, 2.0**-20]).view(torch.uint8)]
+    updates = [
+        torch.tensor([2.0**30, 1.0, 2.0**-20]).view(torch.uint8),
+        torch.tensor([1.0, 1.0, 2.0**-20]).view(torch.uint8),
+    ]
     mean = summed(updates, [1, 1], pieced).view(torch.float32)
     assert torch.equal(mean, reference(updates, [1, 1], pieced.wire, 3))
 

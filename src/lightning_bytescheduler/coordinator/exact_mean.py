@@ -76,7 +76,7 @@ class _Scratch:
     _kept = threading.local()
 
     def __init__(self, size: int) -> None:
-        self.doubles = torch.empty(4, size, dtype=torch.float64)
+        self.doubles: list[Tensor] = [torch.empty(size, dtype=torch.float64) for _ in range(4)]
         self.mean = torch.empty(size)
 
     @classmethod
@@ -92,7 +92,7 @@ class _Plain:
     """Adds in doubles."""
 
     def __init__(self, scratch: _Scratch) -> None:
-        self._sum, self._value = scratch.doubles[:2]
+        self._sum, self._value, *_ = scratch.doubles
 
     def of(self, chunks: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
         size = chunks[0].numel()

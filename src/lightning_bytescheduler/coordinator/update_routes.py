@@ -44,6 +44,8 @@ _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 2**53
+_LARGE = 1 << 24  # bytes of a mean whose sending takes as long as a step
+_ASKED_S, _LOOK_S, _LONGEST_S = 0.05, 0.01, 1.0
 
 
 class UpdateRoutes:
@@ -64,6 +66,7 @@ class UpdateRoutes:
         self.weights: GlobalWeights | None = None
         self._sums: dict[int, UpdateSum] = {}
         self._uploads: dict[tuple[str, int], asyncio.Task[object]] = {}  # by worker and round
+        self._downloads = 0
 
     # ── Updates ───────────────────────────────────────────────────────────
 
@@ -247,12 +250,30 @@ class UpdateRoutes:
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
         view = view_of(mean.payload)
         task = asyncio.current_task()
+        self._downloads += 1
+        try:
+            await self._send_view(response, view, task)
+        finally:
+            self._downloads -= 1
+        self._run.count("bytes_out", len(view))
+
+    async def _send_view(
+        self, response: web.StreamResponse, view: memoryview, task: asyncio.Task[object] | None
+    ) -> None:
         with self._stalls.watch(task.cancel if task is not None else bool) as transfer:
             for start in range(0, len(view), _CHUNK):
                 await response.write(view[start : start + _CHUNK])
                 transfer.moved = True
             await response.write_eof()
-        self._run.count("bytes_out", len(view))
+
+    async def give_way(self, mean: KeptMean) -> None:
+        """Let a large mean go out first, for a second at most: workers wait for it, and for the outer step nobody."""
+        if mean.payload.numel() < _LARGE:
+            return
+        began = self._clock()
+        await asyncio.sleep(_ASKED_S)  # workers hear of the round's end
+        while self._downloads and self._clock() - began < _LONGEST_S:
+            await asyncio.sleep(_LOOK_S)
 
 
 def _place_in(path: Mapping[str, str]) -> tuple[int, int]:
