@@ -316,6 +316,7 @@ class CoordinatorService:
 
     async def _merge_all(self) -> None:
         while True:
+            # No timeout: rounds may take any time, the next one comes from the same loop, and stop() cancels this task.
             merge = await self._merges.get()
             weights = self.weights
             if weights is None:

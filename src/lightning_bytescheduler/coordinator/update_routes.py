@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator.contributions import Seen
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
 from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.membership import Member
@@ -91,8 +92,7 @@ class UpdateRoutes:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
         if seen is not None:
-            self._run.count("updates_again")
-            return self._receipt("again", seen)
+            return self._again(seen)
         if place is None:
             self._run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
@@ -179,8 +179,7 @@ class UpdateRoutes:
             alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
         # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
         if (seen := run.seen(offer)) is not None:
-            run.count("updates_again")
-            return self._receipt("again", seen)
+            return self._again(seen)
         place = run.place_of(offer)
         if place is None:
             run.dropped(offer, self._now())
@@ -211,6 +210,15 @@ class UpdateRoutes:
             if sums.failed is not None:
                 raise sums.failed
         return sums if merge.counts else None
+
+    def _again(self, seen: Seen) -> web.Response:
+        """Answer an update that was there before.
+
+        One that is part of a later round is "late" again: in a round without a quorum, a worker sends what is not in a
+        later one once more with its next update, and "again" alone would not tell it that this counts already.
+        """
+        self._run.count("updates_again")
+        return self._receipt("late" if seen.is_late else "again", seen.weight)
 
     def _receipt(self, verdict: str, weight: int) -> web.Response:
         receipt = UpdateReceipt(verdict=verdict, weight=weight)
