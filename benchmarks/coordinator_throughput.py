@@ -1,12 +1,13 @@
 """What a coordinator's work costs beside its traffic: updates of a large model, and reports of a thousand workers.
 
-Updates: one worker sends an update and gets the mean of it, through a coordinator and through the same HTTP server with
-no work behind it (what comes in is dropped, what goes out is there already), in turn; both in a process of their own.
-A ratio of 1 would mean that summing, encoding, hashing and stepping are free. Only times of one run compare.
+Updates: workers send an update each and get the mean, through a coordinator and through the same HTTP server with no
+work behind it (what comes in is dropped, what goes out is there already), in turn; both in a process of their own. A
+ratio of 1 would mean that summing, encoding, hashing and stepping are free. Only times of one run compare. The mean of
+one update is that update, so two workers and more show what sums cost; with ``--spread 1`` they cannot be formed in
+doubles alone, as the updates' magnitudes differ too much.
 
 Reports: simulated workers, each with a WebSocket, report their steps at fixed times, as frames that wait for the answer
-to the last one; the coordinator has one core and the workers another. The time of an answer counts from the moment that
-the report was due, so that a slow client is not hidden.
+to the last one, see ``report_workers.py``; the coordinator has one core and the workers another.
 
     python -m benchmarks.coordinator_throughput updates --parameters 100_000_000
     python -m benchmarks.coordinator_throughput reports --workers 1000
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import aiohttp
@@ -30,8 +31,10 @@ import torch
 import xxhash
 from aiohttp import web
 
+from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
+from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.spool import view_of
@@ -40,6 +43,7 @@ from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 
 _CHUNK = 1 << 20
+_MADE = 9  # first rounds, which make the memory: means of 8 are kept
 _PARAMETERS_IN_TENSOR = 1 << 22
 
 
@@ -55,7 +59,8 @@ def serve(options: argparse.Namespace) -> None:
         wire_dtype=options.wire_dtype, inner_steps=options.inner_steps, samples_per_round=options.samples_per_round
     )
     rounds = RoundOptions(start_workers=options.workers, quorum=0.0, grace=600.0, silent_after=600.0)
-    with CoordinatorServer(CoordinatorOptions(run=run, rounds=rounds, lease=600.0)) as server:
+    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0)
+    with CoordinatorServer(own) as server, Garbage.collected_rarely():
         idle = _IdleServer(options.payload_bytes)
         print(json.dumps({"coordinator": server.url, "idle": idle.start(server)}), flush=True)
         sys.stdin.read()
@@ -108,6 +113,13 @@ class _Server:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.urls = json.loads(self._process.stdout.readline())
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That it has computed for."""
+        with open(f"/proc/{self._process.pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def peak_bytes(self) -> int:
@@ -191,7 +203,7 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
         if wire_dtype not in options.wire_dtypes.split(","):
             continue
         payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
-        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=1, payload_bytes=payload_bytes)
+        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes)
         try:
             times = asyncio.run(_updates(server.urls, options, wire_dtype))
             peak = server.peak_bytes
@@ -199,7 +211,8 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
             server.close()
         ratio = statistics.median(times["idle"]) / statistics.median(times["coordinator"])
         print(
-            f"{wire_dtype}: {2 * payload_bytes / 1e6:.0f} MB up and down: idle server {_shown(times['idle'])}, "
+            f"{wire_dtype}, {options.workers} workers: {2 * payload_bytes / 1e6:.0f} MB up and down for each: "
+            f"idle server {_shown(times['idle'])}, "
             f"coordinator {_shown(times['coordinator'])} "
             f"(push {_shown(times['push'])}, merge {_shown(times['merge'])}, "
             f"pull {_shown(times['pull'])}): {ratio:.2f}x; peak {peak / 1e9:.2f} GB",
@@ -216,43 +229,61 @@ def _shown(seconds: list[float]) -> str:
 async def _updates(urls: dict[str, str], options: argparse.Namespace, wire_dtype: WireDtype) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ("idle", "coordinator", "push", "merge", "pull")}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=_CHUNK) as http:
-        worker = _Worker(http, urls["coordinator"], "one", _model(options.parameters))
-        await worker.join()
-        await _provide(http, urls["coordinator"], worker)
+        url = urls["coordinator"]
+        workers = [_Worker(http, url, f"w{n}", _model(options.parameters)) for n in range(options.workers)]
+        for worker in workers:
+            await worker.join()
+            if worker is workers[0]:
+                await _provide(http, url, worker)
         values = torch.randn(options.parameters)
+        if options.spread:
+            values.mul_(torch.randn(options.parameters).mul_(4.0).exp2_())
         body = view_of(WireFormat(dtype=wire_dtype).encode(values))
+        del values
         digest = xxhash.xxh3_128_hexdigest(body)
-        await worker.send(messages.JoinRounds(worker=worker.name))
-        for _ in range(options.rounds + 1):
-            started = await worker.wait_for(messages.StartRound)
-            await worker.send(messages.RoundStarted(worker=worker.name, round=started.round))
-            times["idle"].append(await _through(http, urls["idle"], body))
-            path = urls["coordinator"] + protocol.update_path(started.round, 0)
-            headers = {
-                **worker.headers,
-                protocol.DIGEST_HEADER: digest,
-                protocol.SAMPLES_HEADER: "100",
-                protocol.STEPS_HEADER: "1",
-            }
+        for worker in workers:
+            await worker.send(messages.JoinRounds(worker=worker.name))
+        for _ in range(options.rounds + _MADE):
+            for worker in workers:
+                started = await worker.wait_for(messages.StartRound)
+                await worker.send(messages.RoundStarted(worker=worker.name, round=started.round))
+            times["idle"].append(sum([await _through(http, urls["idle"], body) for _ in workers]))
+            path = url + protocol.update_path(started.round, 0)
             began = time.perf_counter()
-            async with http.put(
-                path, data=_chunks(body), headers={**headers, "Content-Length": str(len(body))}
-            ) as done:
-                assert done.status == 200, await done.text()
+            for worker in workers:
+                await _push(http, path, worker, body, digest)
             pushed = time.perf_counter()
-            await worker.wait_for(messages.RoundEnded)
+            for worker in workers:
+                await worker.wait_for(messages.RoundEnded)
             ended = time.perf_counter()
-            async with http.get(path, headers=worker.headers) as response:
-                assert response.status == 200, await response.text()
-                async for _ in response.content.iter_any():
-                    pass
+            for worker in workers:
+                await _pull(http, path, worker)
             done_at = time.perf_counter()
             times["coordinator"].append(done_at - began)
             times["push"].append(pushed - began)
             times["merge"].append(ended - pushed)
             times["pull"].append(done_at - ended)
             await asyncio.sleep(options.pause)
-    return {name: found[1:] for name, found in times.items()}  # the first one makes the memory
+    return {name: found[_MADE:] for name, found in times.items()}
+
+
+async def _push(http: aiohttp.ClientSession, path: str, worker: _Worker, body: memoryview, digest: str) -> None:
+    headers = {
+        **worker.headers,
+        protocol.DIGEST_HEADER: digest,
+        protocol.SAMPLES_HEADER: "100",
+        protocol.STEPS_HEADER: "1",
+        "Content-Length": str(len(body)),
+    }
+    async with http.put(path, data=_chunks(body), headers=headers) as done:
+        assert done.status == 200, await done.text()
+
+
+async def _pull(http: aiohttp.ClientSession, path: str, worker: _Worker) -> None:
+    async with http.get(path, headers=worker.headers) as response:
+        assert response.status == 200, await response.text()
+        async for _ in response.content.iter_any():
+            pass
 
 
 async def _chunks(body: memoryview) -> AsyncIterator[memoryview]:
@@ -270,11 +301,14 @@ async def _through(http: aiohttp.ClientSession, url: str, body: memoryview) -> f
     return time.perf_counter() - began
 
 
-async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> None:
+def _first_weights(model: Iterable[protocol.ModelParameter]) -> bytes:
     from safetensors.torch import save
 
-    tensors = {f"weights.{one.name}": torch.zeros(one.shape) for one in worker._model}
-    body = save(tensors)
+    return save({f"weights.{one.name}": torch.zeros(one.shape) for one in model})
+
+
+async def _provide(http: aiohttp.ClientSession, url: str, worker: _Worker) -> None:
+    body = _first_weights(worker._model)
     async with http.put(url + protocol.STATE_PATH, data=body, headers=worker.headers) as response:
         assert response.status == 200, await response.text()
 
@@ -286,75 +320,38 @@ def reports(options: argparse.Namespace) -> dict[str, float]:
     """Measure how long workers wait for answers to their reports."""
     server = _Server(workers=options.workers, samples_per_round=10**9, payload_bytes=1, core=0)
     os.sched_setaffinity(0, {1})
+    url, model = server.urls["coordinator"], _model(1000)
     try:
-        found = asyncio.run(_reports(server.urls["coordinator"], options))
+        workers = [ReportWorker(url, "w0", model)]
+        workers[0].provide(_first_weights(model))
+        workers += [ReportWorker(url, f"w{n}", model) for n in range(1, options.workers)]
+        for worker in workers:
+            worker.say(messages.JoinRounds(worker=worker.name))
+        rounds = [worker.await_round() for worker in workers]
+        used, own, began = server.cpu_seconds, time.process_time(), time.perf_counter()
+        latencies, frames = report(workers, rounds[0], rate=options.rate, seconds=options.seconds)
+        wall = time.perf_counter() - began
+        used, own = server.cpu_seconds - used, time.process_time() - own
     finally:
         server.close()
-    print(
-        f"{options.workers} workers, {options.rate:g} steps a second each: {found['reports_per_second']:.0f} reports a "
-        f"second in {found['frames_per_second']:.0f} frames; answers take {found['p50'] * 1e3:.1f} ms (median), "
-        f"{found['p99'] * 1e3:.1f} ms (p99), {found['most'] * 1e3:.1f} ms at most"
-    )
-    return found
-
-
-async def _reports(url: str, options: argparse.Namespace) -> dict[str, float]:
-    model = _model(1000)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        workers = [_Worker(http, url, f"w{n}", model) for n in range(options.workers)]
-        await workers[0].join()
-        await _provide(http, url, workers[0])
-        for start in range(1, len(workers), 50):
-            await asyncio.gather(*(worker.join() for worker in workers[start : start + 50]))
-        for worker in workers:
-            await worker.send(messages.JoinRounds(worker=worker.name))
-        rounds = await asyncio.gather(*(worker.wait_for(messages.StartRound) for worker in workers))
-        begin = time.perf_counter() + 1.0
-        ends = begin + options.seconds
-        latencies: list[float] = []
-        frames = await asyncio.gather(
-            *(
-                _report(worker, rounds[n].round, begin + n / len(workers) / options.rate, ends, options.rate, latencies)
-                for n, worker in enumerate(workers)
-            )
-        )
     latencies.sort()
-    return {
+    found = {
         "reports_per_second": len(latencies) / options.seconds,
-        "frames_per_second": sum(frames) / options.seconds,
+        "frames_per_second": frames / options.seconds,
         "p50": latencies[len(latencies) // 2],
         "p99": latencies[len(latencies) * 99 // 100],
         "most": latencies[-1],
+        "server_core": used / wall,
+        "workers_core": own / wall,
     }
-
-
-async def _report(worker: _Worker, round: int, begin: float, ends: float, rate: float, latencies: list[float]) -> int:
-    """One worker: a step every 1 / rate seconds, reported in a frame as soon as the last one was answered."""
-    steps = frames = 0
-    encoder = protocol.encode_frame
-    while (due := begin + steps / rate) < ends:
-        now = time.perf_counter()
-        if due > now:
-            await asyncio.sleep(due - now)
-        taken = max(int((time.perf_counter() - begin) * rate) + 1 - steps, 1)
-        steps += taken
-        report = messages.StepReport(
-            worker=worker.name, round=round, steps=steps, samples=8 * steps, batch_size=8, seconds=1 / rate
-        )
-        worker._number += 1
-        frame = protocol.Batch(number=worker._number, heard=worker._heard, messages=(report,))
-        await worker.socket.send_str(encoder(frame))
-        frames += 1
-        while True:
-            text: str = await worker.socket.receive_str()  # type: ignore[assignment]  # it decodes
-            worker._heard += 1
-            # Read by hand: a client that decodes as carefully as the real one would be the slower side.
-            if int(text[text.index('"heard":') + 8 :].partition(",")[0].rstrip("}")) >= worker._number:
-                break
-        answered = time.perf_counter()
-        latencies.extend(answered - (begin + (steps - back) / rate) for back in range(taken, 0, -1))
-    return frames
+    print(
+        f"{options.workers} workers, {options.rate:g} steps a second each: {found['reports_per_second']:.0f} reports a "
+        f"second in {found['frames_per_second']:.0f} frames; answers take {found['p50'] * 1e3:.1f} ms (median), "
+        f"{found['p99'] * 1e3:.1f} ms (p99), {found['most'] * 1e3:.1f} ms at most; busy: {found['server_core']:.0%} of "
+        f"the coordinator's core, {found['workers_core']:.0%} of the workers'",
+        flush=True,
+    )
+    return found
 
 
 def main() -> None:
@@ -364,8 +361,10 @@ def main() -> None:
     one = actions.add_parser("updates")
     one.add_argument("--parameters", type=int, default=100_000_000)
     one.add_argument("--rounds", type=int, default=5)
-    one.add_argument("--pause", type=float, default=0.5, help="seconds after each round, for the outer step")
+    one.add_argument("--pause", type=float, default=0.4, help="seconds after each round, for the outer step")
     one.add_argument("--wire-dtypes", default="fp32,bf16,int8")
+    one.add_argument("--workers", type=int, default=2)
+    one.add_argument("--spread", type=int, default=0, help="1: magnitudes that differ by 2^40, log-normal")
     one.set_defaults(run=updates)
     other = actions.add_parser("reports")
     other.add_argument("--workers", type=int, default=1000)

@@ -87,9 +87,9 @@ def test_the_bits_of_doubles_count_what_conversions_count(drawn) -> None:
     """The fast ways to split a number, and to read the sum, beside those for any size; mixed, too."""
     found = merged(drawn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weighted_mean, "_SHIFTED", 2.0**18)  # some are larger
+        patch.setattr(weighted_mean, "MOST_SPLIT", 2.0**18)  # some are larger
         mixed = merged(drawn)
-        patch.setattr(weighted_mean, "_SHIFTED", -1.0)
+        patch.setattr(weighted_mean, "MOST_SPLIT", -1.0)
         assert torch.equal(merged(drawn).view(torch.int32), found.view(torch.int32))
     assert torch.equal(mixed.view(torch.int32), found.view(torch.int32))
 

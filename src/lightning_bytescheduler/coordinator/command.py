@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import importing, require_path, require_positive
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
+from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
 from lightning_bytescheduler.diloco.late_updates import LATE_RULES
@@ -210,9 +211,10 @@ def _wait(server: CoordinatorServer) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             former[number] = signal.signal(number, lambda *_: stop.set())
     try:
-        while not stop.wait(_LOOK_S):
-            if not server.wait(0):
-                break
+        with Garbage.collected_rarely():
+            while not stop.wait(_LOOK_S):
+                if not server.wait(0):
+                    break
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -8,12 +8,13 @@ next round that synchronises their fragment.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 
-__all__ = ["Contribution", "Contributions", "corrected"]
+__all__ = ["Contribution", "Contributions", "Seen", "corrected"]
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,16 +35,28 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     weight: int
 
 
+class Seen(NamedTuple):
+    """What became of an update that is known.
+
+    Attributes:
+        weight: With which it was booked; 0 if it only was remembered.
+        is_late: Whether it is part of a later round than its own.
+    """
+
+    weight: int
+    is_late: bool
+
+
 class Contributions:
     """Booked updates of rounds that have not been merged, and of the last ones that have, to know them again."""
 
     def __init__(self, *, remembered: int = 8) -> None:
         self._remembered = remembered
         self._by_sum: dict[int, list[Contribution]] = {}
-        self._seen: dict[tuple[str, int, int], int] = {}  # worker, incarnation, round: weight
+        self._seen: dict[tuple[str, int, int], Seen] = {}  # by worker, incarnation and round
 
-    def seen(self, worker: str, incarnation: int, round: int) -> int | None:
-        """The weight with which a worker's update of a round was booked, or ``None``."""
+    def seen(self, worker: str, incarnation: int, round: int) -> Seen | None:
+        """What became of a worker's update of a round, or ``None`` if there was none."""
         return self._seen.get((worker, incarnation, round))
 
     def book(self, contribution: Contribution, *, incarnation: int, into: int) -> None:
@@ -54,7 +67,9 @@ class Contributions:
             incarnation: Of the worker's process.
             into: The round whose sum it goes into.
         """
-        self._seen[contribution.worker, incarnation, contribution.round] = contribution.weight
+        self._seen[contribution.worker, incarnation, contribution.round] = Seen(
+            contribution.weight, is_late=bool(contribution.weight) and into != contribution.round
+        )
         if contribution.weight:
             self._by_sum.setdefault(into, []).append(contribution)
 
@@ -65,7 +80,7 @@ class Contributions:
     def take(self, round: int) -> tuple[Contribution, ...]:
         """The same, at its end; it is forgotten."""
         taken = tuple(self._by_sum.pop(round, ()))
-        self._seen = {key: weight for key, weight in self._seen.items() if key[2] > round - self._remembered}
+        self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - self._remembered}
         return taken
 
 

@@ -121,8 +121,8 @@ class GlobalWeights:
         """A sum of nothing, for updates of a fragment."""
         return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self.executor)
 
-    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> tuple[KeptMean, Tensor]:
-        """The mean of a round, encoded and kept, and what it is when decoded, flat; empty if nothing is merged.
+    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> KeptMean:
+        """The mean of a round, encoded and kept.
 
         Args:
             round: Of the round.
@@ -130,43 +130,48 @@ class GlobalWeights:
             sums: Settled; ``None`` if nothing is to be merged.
         """
         pieced = self.formats[fragment]
-        decoded, self._lost = torch.empty(0), None
         payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
+        self._lost = None
         if sums is not None and sums.weight:
-            payload, total = self._buffers.take(pieced.payload_bytes), sums.weight
-            is_plain = pieced.wire.dtype == "fp32"
-            decoded = (payload if is_plain else self._buffers.take(4 * pieced.elements)).view(torch.float32)
-            loop = asyncio.get_running_loop()
-            known = self._residuals.get(fragment)
-            if pieced.wire.keeps_residuals:
-                self._lost = torch.zeros(pieced.elements) if known is None else known.clone()
-            lost = self._lost
-
-            def make(index: int) -> None:
-                sums.encode_mean(payload, index, seed=pieced.seed(round, index), residual=lost)
-                if not is_plain:
-                    start, stop = pieced.pieces[index]
-                    pieced.wire.decode(pieced.part(payload, index), stop - start, out=decoded[start:stop])
-
-            works = (loop.run_in_executor(self.executor, make, index) for index in range(len(pieced.pieces)))
-            await asyncio.gather(*works)
-            digest = await loop.run_in_executor(self.executor, digest_of, payload)
+            total, only = sums.weight, sums.only
+            if only is not None:
+                payload, digest = only.payload, only.digest  # it loses nothing: what was lost before stays so
+            else:
+                payload = self._buffers.take(pieced.payload_bytes)
+                if pieced.wire.keeps_residuals:
+                    known = self._residuals.get(fragment)
+                    self._lost = torch.zeros(pieced.elements) if known is None else known.clone()
+                loop = asyncio.get_running_loop()
+                works = (
+                    loop.run_in_executor(self.executor, self._encode, sums, payload, round, index, self._lost)
+                    for index in range(len(pieced.pieces))
+                )
+                await asyncio.gather(*works)
+                digest = await loop.run_in_executor(self.executor, digest_of, payload)
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
         self._keep(mean)
-        return mean, decoded
+        return mean
 
-    async def step(self, fragment: int, decoded: Tensor, sums: UpdateSum | None) -> None:
+    def _encode(self, sums: UpdateSum, payload: Tensor, round: int, index: int, lost: Tensor | None) -> None:
+        sums.encode_mean(payload, index, seed=sums.pieced.seed(round, index), residual=lost)
+
+    async def step(self, mean: KeptMean, sums: UpdateSum | None) -> None:
         """Take the outer step along what :meth:`mean` has returned, whose sum is not needed any more."""
         if sums is not None:
             await sums.reopen()
-            self._spare[fragment] = sums
+            self._spare[mean.fragment] = sums
         if self._lost is not None:
-            self._residuals[fragment], self._lost = self._lost, None
-        if decoded.numel():
-            await asyncio.get_running_loop().run_in_executor(self.executor, self._step, fragment, decoded)
+            self._residuals[mean.fragment], self._lost = self._lost, None
+        if mean.total:
+            await asyncio.get_running_loop().run_in_executor(self.executor, self._step, mean)
 
-    def _step(self, fragment: int, decoded: Tensor) -> None:
-        names = self._fragments[fragment]
+    def _step(self, mean: KeptMean) -> None:
+        names, pieced = self._fragments[mean.fragment], self.formats[mean.fragment]
+        if pieced.wire.dtype == "fp32":
+            decoded = mean.payload.view(torch.float32)
+        else:
+            decoded = self._buffers.take(4 * pieced.elements).view(torch.float32)
+            pieced.wire.decode(mean.payload, pieced.elements, out=decoded)
         parts = decoded.split([self._shapes[name].numel() for name in names])
         self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
 

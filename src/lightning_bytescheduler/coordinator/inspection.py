@@ -1,14 +1,14 @@
-"""The check of an update while it comes in: its digest, and whether all values are finite and can be summed."""
+"""The check of an update while it comes in: its digest, and how large and how fine its numbers are."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from concurrent.futures import Executor
 
 from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.coordinator.extents import Extent
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
 from lightning_bytescheduler.coordinator.spool import view_of
 
@@ -34,8 +34,7 @@ class Inspection:
         self._executor = executor
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
-        self._pieces = 0
-        self._extent = 0.0
+        self._extents: list[Extent] = []  # of the first pieces
         self._job: asyncio.Future[None] | None = None
 
     def advance(self, filled: int) -> None:
@@ -45,20 +44,17 @@ class Inspection:
                 self._job.result()
             self._job = asyncio.get_running_loop().run_in_executor(self._executor, self._check, filled)
 
-    async def finish(self) -> tuple[str, float]:
-        """The digest in hexadecimal digits, and a bound of the magnitudes: infinity if a number is not finite."""
+    async def finish(self) -> tuple[str, list[Extent]]:
+        """The digest in hexadecimal digits, and the extent of each piece: infinite if a number is not finite."""
         if self._job is not None:
             await self._job
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._check, self._payload.numel())
-        return self._hash.hexdigest(), self._extent
+        return self._hash.hexdigest(), self._extents
 
     def _check(self, filled: int) -> None:
         self._hash.update(view_of(self._payload)[self._hashed : filled])
         self._hashed = filled
-        pieced = self._pieced
-        while self._pieces < len(pieced.pieces) and pieced.end_of(self._pieces) <= filled:
-            part = pieced.part(self._payload, self._pieces)
-            largest = pieced.wire.largest(part, pieced.length_of(self._pieces))
-            self._extent = math.inf if math.isnan(largest) else max(self._extent, largest)
-            self._pieces += 1
+        pieced, extents = self._pieced, self._extents
+        while len(extents) < len(pieced.pieces) and pieced.end_of(len(extents)) <= filled:
+            extents.append(pieced.extent(self._payload, len(extents)))

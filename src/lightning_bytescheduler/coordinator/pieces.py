@@ -6,16 +6,20 @@ scales of its blocks, then its elements.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.coordinator.extents import Extent, extent_of
 
 __all__ = ["PIECE", "PiecedFormat"]
 
 PIECE = 1 << 20
 """Elements of a piece: whole blocks of every format, and whole bytes."""
 
+_LARGEST_INTEGER = 128  # of int8; int4's are smaller
 _ELEMENT_BITS: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 """Formats that can be cut; a payload of another one is one piece."""
 
@@ -61,10 +65,32 @@ class PiecedFormat:
         start, stop = self.pieces[index]
         return stop - start
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the format can be cut, as its payload has all elements in order."""
+        return bool(self._bits)
+
+    def extent(self, payload: Tensor, index: int) -> Extent:
+        """How large and how fine the numbers of one piece are, without decoding them."""
+        if not self._bits:
+            largest = self.wire.largest(self.part(payload, index), self.length_of(index))
+            return Extent(largest if largest == largest else math.inf, 0.0)
+        sections = self._sections(index)
+        if len(sections) == 1:
+            return extent_of(payload[sections[0]], bits=self._bits)
+        # The product of a scale and a whole number is a multiple of the scale's unit, also once it is rounded.
+        scales = extent_of(payload[sections[0]], bits=32)
+        return scales._replace(largest=scales.largest * _LARGEST_INTEGER)
+
     def part(self, payload: Tensor, index: int) -> Tensor:
         """One piece of a payload; without a copy where the format has no scales."""
         sections: list[Tensor] = [payload[section] for section in self._sections(index)]
         return sections[0] if len(sections) == 1 else torch.cat(sections)
+
+    def place_of(self, payload: Tensor, index: int) -> Tensor | None:
+        """Where one piece lies in a payload, if it lies in one place."""
+        sections = self._sections(index)
+        return payload[sections[0]] if len(sections) == 1 else None
 
     def place(self, part: Tensor, payload: Tensor, index: int) -> None:
         """Write one piece into a payload."""

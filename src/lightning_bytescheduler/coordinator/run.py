@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from lightning_bytescheduler.coordinator.admission import difference
-from lightning_bytescheduler.coordinator.contributions import Contribution, Contributions, corrected
+from lightning_bytescheduler.coordinator.contributions import Contribution, Contributions, Seen, corrected
 from lightning_bytescheduler.coordinator.lineage import Lineage
 from lightning_bytescheduler.coordinator.membership import Member, Membership
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
@@ -370,8 +370,8 @@ class Run:
         merging = None if self._merging is None else self._merging.round
         return self._rules.place_of(offer, self.scheduler, merging=merging)
 
-    def seen(self, offer: Offer) -> int | None:
-        """The weight with which the same update was counted before, or ``None``."""
+    def seen(self, offer: Offer) -> Seen | None:
+        """What became of the same update before, or ``None``."""
         if offer.round < 1 or offer.fragment != self._rules.fragment_of(offer.round):
             return None
         return self.contributions.seen(offer.member.name, offer.member.incarnation, offer.round)

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Connection, refuse, release
+from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
@@ -115,6 +116,7 @@ class CoordinatorService:
         self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
         self.states = StateRoutes(self.run, options.spool)
         self.weights: GlobalWeights | None = None
+        self._garbage = Garbage()
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
         self._slice_limits: dict[str, RateLimit] = {}  # by member's name
@@ -287,12 +289,14 @@ class CoordinatorService:
             connection.cut("Come back: somebody else has to send the first weights.")
 
     async def _tick(self) -> None:
-        loop_seconds = 0.0
+        loop_seconds = alive_at = 0.0
         while True:
             now = self._clock()
-            for connection in self._connections.values():
-                if connection.is_open:  # aiohttp's pings have closed those that do not answer
-                    self.run.alive(connection.member, now)
+            if now >= alive_at:
+                alive_at = now + min(self.options.lease / 8, _LONGEST_TICK_S)
+                for connection in self._connections.values():
+                    if connection.is_open:  # aiohttp's pings have closed those that do not answer
+                        self.run.alive(connection.member, now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
@@ -313,19 +317,22 @@ class CoordinatorService:
 
     async def _merge_all(self) -> None:
         while True:
+            # No timeout: rounds may take any time, the next one comes from the same loop, and stop() cancels this task.
             merge = await self._merges.get()
             weights = self.weights
             if weights is None:
                 raise RuntimeError(f"Round {merge.round} ended before there were weights.")
             sums = await self.updates.settled(merge)
-            mean, decoded = await weights.mean(merge.round, merge.fragment, sums)
+            mean = await weights.mean(merge.round, merge.fragment, sums)
             async with self._still:
                 # Workers hear of it before the step is taken here, which they take themselves.
                 self.run.merged(
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 self._note_boundary()
-                await weights.step(merge.fragment, decoded, sums)
+                await self.updates.give_way(mean)
+                await weights.step(mean, sums)
+            self._garbage.collect()
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
 
@@ -415,6 +422,7 @@ class CoordinatorService:
                 self.run.members.disconnect(connection.member)
                 if self._connections.get(connection.member.name) is connection:
                     del self._connections[connection.member.name]
+            self._garbage.ended()
         return socket
 
     def _hear(self, member: Member, messages: tuple[object, ...]) -> None:

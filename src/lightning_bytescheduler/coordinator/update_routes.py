@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator.contributions import Seen
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
 from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.membership import Member
@@ -23,7 +24,7 @@ from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.update_rules import Offer
-from lightning_bytescheduler.coordinator.update_sum import UpdateSum
+from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
     DIGEST_HEADER,
@@ -44,6 +45,8 @@ _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 2**53
+_LARGE = 1 << 24  # bytes of a mean whose sending takes as long as a step
+_ASKED_S, _LOOK_S, _LONGEST_S = 0.05, 0.01, 1.0
 
 
 class UpdateRoutes:
@@ -64,6 +67,7 @@ class UpdateRoutes:
         self.weights: GlobalWeights | None = None
         self._sums: dict[int, UpdateSum] = {}
         self._uploads: dict[tuple[str, int], asyncio.Task[object]] = {}  # by worker and round
+        self._downloads = 0
 
     # ── Updates ───────────────────────────────────────────────────────────
 
@@ -88,8 +92,7 @@ class UpdateRoutes:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
         if seen is not None:
-            self._run.count("updates_again")
-            return self._receipt("again", seen)
+            return self._again(seen)
         if place is None:
             self._run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
@@ -165,18 +168,18 @@ class UpdateRoutes:
         if weights is None:
             raise RuntimeError("There are no weights to add updates for.")
         loop = asyncio.get_running_loop()
-        found, extent = await inspection.finish()
+        found, extents = await inspection.finish()
+        update = Update(payload, extents, found)
         if found != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
-        if not math.isfinite(extent):
+        if not math.isfinite(update.largest):
             raise OptionError("update", "infinities or NaN in it", "finite")
         alignment = None
         if run.seen(offer) is None and run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
             alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
         # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
         if (seen := run.seen(offer)) is not None:
-            run.count("updates_again")
-            return self._receipt("again", seen)
+            return self._again(seen)
         place = run.place_of(offer)
         if place is None:
             run.dropped(offer, self._now())
@@ -185,10 +188,10 @@ class UpdateRoutes:
         weight = run.weight_of(offer, place, alignment)
         if weight:
             sums = self._sum(place, offer.fragment)
-            sums.begin(extent=extent, weight=weight)
+            sums.begin(update, weight=weight)
         run.arrived(offer, self._now(), into=place, weight=weight)
         if weight:
-            await sums.add(payload, weight=weight)
+            await sums.add(update)
         return self._receipt(("late" if is_late else "added") if weight else "dropped", weight)
 
     def _sum(self, round: int, fragment: int) -> UpdateSum:
@@ -207,6 +210,15 @@ class UpdateRoutes:
             if sums.failed is not None:
                 raise sums.failed
         return sums if merge.counts else None
+
+    def _again(self, seen: Seen) -> web.Response:
+        """Answer an update that was there before.
+
+        One that is part of a later round is "late" again: in a round without a quorum, a worker sends what is not in a
+        later one once more with its next update, and "again" alone would not tell it that this counts already.
+        """
+        self._run.count("updates_again")
+        return self._receipt("late" if seen.is_late else "again", seen.weight)
 
     def _receipt(self, verdict: str, weight: int) -> web.Response:
         receipt = UpdateReceipt(verdict=verdict, weight=weight)
@@ -246,12 +258,30 @@ class UpdateRoutes:
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
         view = view_of(mean.payload)
         task = asyncio.current_task()
+        self._downloads += 1
+        try:
+            await self._send_view(response, view, task)
+        finally:
+            self._downloads -= 1
+        self._run.count("bytes_out", len(view))
+
+    async def _send_view(
+        self, response: web.StreamResponse, view: memoryview, task: asyncio.Task[object] | None
+    ) -> None:
         with self._stalls.watch(task.cancel if task is not None else bool) as transfer:
             for start in range(0, len(view), _CHUNK):
                 await response.write(view[start : start + _CHUNK])
                 transfer.moved = True
             await response.write_eof()
-        self._run.count("bytes_out", len(view))
+
+    async def give_way(self, mean: KeptMean) -> None:
+        """Let a large mean go out first, for a second at most: workers wait for it, and for the outer step nobody."""
+        if mean.payload.numel() < _LARGE:
+            return
+        began = self._clock()
+        await asyncio.sleep(_ASKED_S)  # workers hear of the round's end
+        while self._downloads and self._clock() - began < _LONGEST_S:
+            await asyncio.sleep(_LOOK_S)
 
 
 def _place_in(path: Mapping[str, str]) -> tuple[int, int]:

@@ -1,23 +1,58 @@
-"""The exact sum of a round's updates, piece by piece, in several threads; the same bits in any order of arrival."""
+"""The exact sum of a round's updates, piece by piece, in several threads; the same bits in any order of arrival.
+
+Updates are held as they came as long as there are few: their mean is then formed in one pass, without sums in memory.
+When they would take more memory than the sums do, 16 bytes for each element, all of them are added to these in one
+pass. What is held and what the sums take does not depend on the number of workers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator.exact_mean import Weighted, exact_mean, is_exact
+from lightning_bytescheduler.coordinator.extents import Extent
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
-from lightning_bytescheduler.diloco.weighted_mean import LARGEST, WeightedMean
+from lightning_bytescheduler.diloco.weighted_mean import FINEST, LARGEST, MOST_WEIGHT, WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["UpdateSum"]
+__all__ = ["Update", "UpdateSum"]
 
 _PIECE = "piece"
+_SUM_BYTES = 16  # of an element
+_CPU = torch.device("cpu")
+
+
+class Update:
+    """An update that is verified.
+
+    Args:
+        payload: As it came.
+        extents: Of its pieces.
+        digest: Of the payload.
+    """
+
+    def __init__(self, payload: Tensor, extents: Sequence[Extent], digest: str) -> None:
+        self.payload = payload
+        self.extents = extents
+        self.digest = digest
+        self.weight = 0  # once it is part of a sum
+
+    @property
+    def largest(self) -> float:
+        """A bound of the magnitudes of its numbers; infinity if one is not finite."""
+        return max((extent.largest for extent in self.extents), default=0.0)
+
+    @property
+    def unit(self) -> float:
+        """A power of two that all numbers are multiples of."""
+        return min((extent.unit for extent in self.extents), default=math.inf)
 
 
 class UpdateSum:
@@ -33,7 +68,11 @@ class UpdateSum:
     def __init__(self, pieced: PiecedFormat, executor: Executor) -> None:
         self.pieced = pieced
         self._executor = executor
+        self._held: list[Update] = []
+        size = max(pieced.payload_bytes, 1)
+        self._most_held = max(_SUM_BYTES * pieced.elements // size, 1) if pieced.is_cut else 0
         self._sums: list[WeightedMean | None] = [None] * len(pieced.pieces)
+        self._summed = False  # whether something is in the sums
         self._locks = [threading.Lock() for _ in pieced.pieces]  # each for its piece; no other is taken under one
         self._under_way = 0
         self._settled = asyncio.Event()
@@ -42,29 +81,35 @@ class UpdateSum:
         self.weight = 0
         self.failed: BaseException | None = None
 
-    def begin(self, *, extent: float, weight: int) -> None:
-        """Reserve room for an update that is verified, and make :meth:`settled` wait for it.
+    def begin(self, update: Update, *, weight: int) -> None:
+        """Reserve room for an update, and make :meth:`settled` wait for it.
 
         Args:
-            extent: Its largest magnitude.
+            update: The update.
             weight: With which it counts, 1 or more.
 
         Raises:
             OptionError: If it is not finite, or the sum could become too large with it.
         """
-        bound = self._bound + extent * weight
+        largest = update.largest
+        bound = self._bound + largest * weight
         if not bound < LARGEST:  # NaN is not less, either
-            state = f"{extent:.3g} in it" if math.isfinite(extent) else "infinities or NaN in it"
+            state = f"{largest:.3g} in it" if math.isfinite(largest) else "infinities or NaN in it"
             raise OptionError("update", state, f"finite, and below {LARGEST:.3g} when it is weighted and summed")
+        if weight > MOST_WEIGHT:
+            raise OptionError("weight", weight, f"{MOST_WEIGHT} at most")
         self._bound = bound
         self.weight += weight
+        update.weight = weight
         self._under_way += 1
         self._settled.clear()
 
-    async def add(self, payload: Tensor, *, weight: int) -> None:
-        """Add an update that was begun."""
+    async def add(self, update: Update) -> None:
+        """Add an update that was begun; its payload belongs to the sum from now on."""
+        self._held.append(update)
         try:
-            await self._of_pieces(self._add_piece, payload, weight)
+            if len(self._held) > self._most_held:
+                await self._sum_held()
         except BaseException as error:
             self.failed = error  # part of it may be in the sum: nobody is to use that
             raise
@@ -75,7 +120,22 @@ class UpdateSum:
 
     async def settled(self) -> None:
         """Wait until nothing is being added."""
+        # No timeout: what is waited for are additions in memory under way in threads, each of which sets the event
+        # whether it succeeds or fails. The connection of the worker that sent the update does not matter any more.
         await self._settled.wait()
+        if self._held and (self._summed or not self._is_exact()):
+            await self._sum_held()
+
+    @property
+    def only(self) -> Update | None:
+        """The one update that the sum is of, if its payload is the mean; to be asked once it is settled.
+
+        That is so where the mean has the update's bits when it is formed: nothing is below the unit of the sums. In 8
+        or 4 bits the mean would be rounded once more, for nothing.
+        """
+        if self._summed or len(self._held) != 1 or self._held[0].unit < FINEST:
+            return None
+        return self._held[0]
 
     def encode_mean(self, payload: Tensor, index: int, *, seed: int, residual: Tensor | None = None) -> None:
         """Write the mean of one piece into a payload; for any thread, once it is settled and something was added.
@@ -86,31 +146,54 @@ class UpdateSum:
             seed: For its rounding.
             residual: What former means have lost of the whole fragment; is left with what this one loses.
         """
-        sums = self._sums[index]
-        if sums is None:
-            raise ValueError("There is no mean: nothing was added.")
+        wire, length = self.pieced.wire, self.pieced.length_of(index)
+        out = self.pieced.place_of(payload, index)
         start, stop = self.pieced.pieces[index]
         unsent = None if residual is None else residual[start:stop]
-        self.pieced.place(sums.encode_mean(self.pieced.wire, seed=seed, residual=unsent), payload, index)
+        sums = self._sums[index]
+        if self._summed and sums is not None:
+            part = sums.encode_mean(wire, seed=seed, out=out, residual=unsent)
+        elif self._held:
+            chunks = exact_mean(self._parts(self._held, index), wire, length)
+            part = wire.encode_chunks(chunks, length, device=_CPU, seed=seed, out=out, residual=unsent)
+        else:
+            raise ValueError("There is no mean: nothing was added.")
+        if out is None:
+            self.pieced.place(part, payload, index)
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(
-            *(loop.run_in_executor(self._executor, one.clear) for one in self._sums if one is not None)
-        )
+        self._held = []
+        if self._summed:
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(
+                *(loop.run_in_executor(self._executor, one.clear) for one in self._sums if one is not None)
+            )
+        self._summed = False
         self._bound = 0.0
         self.weight = 0
 
-    async def _of_pieces(self, work: Callable[[Tensor, int, int], None], payload: Tensor, weight: int) -> None:
+    def _is_exact(self) -> bool:
+        return all(is_exact(self._parts(self._held, index)) for index in range(len(self.pieced.pieces)))
+
+    def _parts(self, updates: Sequence[Update], index: int) -> list[Weighted]:
+        part = self.pieced.part
+        return [Weighted(part(one.payload, index), one.weight, one.extents[index]) for one in updates]
+
+    async def _sum_held(self) -> None:
+        held, self._held = self._held, []
+        self._summed = True
+        await self._of_pieces(self._add_piece, held)
+
+    async def _of_pieces(self, work: Callable[[list[Update], int], None], updates: list[Update]) -> None:
         loop = asyncio.get_running_loop()
         indices = range(len(self.pieced.pieces))
-        await asyncio.gather(*(loop.run_in_executor(self._executor, work, payload, weight, i) for i in indices))
+        await asyncio.gather(*(loop.run_in_executor(self._executor, work, updates, i) for i in indices))
 
-    def _add_piece(self, payload: Tensor, weight: int, index: int) -> None:
-        part = self.pieced.part(payload, index)
+    def _add_piece(self, updates: list[Update], index: int) -> None:
+        parts = [(self.pieced.part(update.payload, index), update.weight) for update in updates]
         with self._locks[index]:
             sums = self._sums[index]
             if sums is None:
                 sums = self._sums[index] = WeightedMean({_PIECE: torch.empty(self.pieced.length_of(index))})
-            sums.add_encoded(part, self.pieced.wire, weight=weight)
+            sums.add_several(parts, self.pieced.wire)
