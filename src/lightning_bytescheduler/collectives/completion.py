@@ -3,6 +3,11 @@
 One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
 in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive. Gloo's
 messages cannot be waited for in slices: whoever stops the thread while it waits for one breaks the group's connections.
+
+Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
+whose first half has not been dealt with everywhere. Second halves of all older ones have been sent, as they are begun
+when the first is dealt with, so older ones end on every rank, and give it credit to launch this one. On each rank only
+those are before it in the queue: so its turn comes, and it waits for nothing but launches and codec threads.
 """
 
 from __future__ import annotations
@@ -26,7 +31,33 @@ __all__ = ["CompletionThread", "naming", "wait_in_slices"]
 
 _WAIT_SLICE = timedelta(seconds=0.5)
 
-Pending = tuple[StartedOperation, SubCommTask]
+
+
+class Place:
+    """A place in the order of what is waited for, taken when something is launched that has to be encoded first.
+
+    So results are dealt with in the order of launches, which is the same on all ranks. Otherwise a rank could wait for
+    a younger collective, which others have no credit for yet, while they wait for what follows from an older message.
+    """
+
+    def __init__(self) -> None:
+        self._filled = threading.Event()
+        self._started: StartedOperation | None = None
+
+    def fill(self, started: StartedOperation | None) -> None:
+        """It has been started; ``None`` if it never will."""
+        self._started = started
+        self._filled.set()
+
+    def take(self, stopping: threading.Event) -> StartedOperation | None:
+        """What has been started, or ``None`` if there will be nothing, or ``stopping`` was set meanwhile."""
+        while not self._filled.wait(_WAIT_SLICE.total_seconds()):
+            if stopping.is_set():
+                return None
+        return self._started
+
+
+Pending = tuple[StartedOperation | Place, SubCommTask]
 
 
 def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
@@ -71,6 +102,12 @@ class CompletionThread:
         """Notify ``sub_task`` when ``started`` is done."""
         self._pending.put((started, sub_task))
 
+    def reserve(self, sub_task: SubCommTask) -> Place:
+        """Take the place in the order of launches of what will be started later; see :class:`Place`."""
+        place = Place()
+        self._pending.put((place, sub_task))
+        return place
+
     def stop(self, timeout: float) -> bool:
         """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
@@ -90,9 +127,17 @@ class CompletionThread:
             if item is None:
                 return
             started, sub_task = item
+            if isinstance(started, Place):
+                taken = started.take(self._stopping)
+                if taken is None:
+                    continue  # its sub-task has failed, or None is next
+                started = taken
             if failed is None:
                 try:
-                    if not self._await(started):
+                    outcome = self._await(started, sub_task)
+                    if outcome is None:
+                        continue
+                    if not outcome:
                         return
                 except BaseException as error:
                     failed = self._on_error(naming(sub_task, error))
@@ -101,10 +146,13 @@ class CompletionThread:
             else:
                 sub_task.fail(failed)
 
-    def _await(self, started: StartedOperation) -> bool:
-        """Wait for one operation; ``False`` if stopped meanwhile."""
+    def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
+        """Wait for one operation; ``False`` if stopped meanwhile, ``None`` if its end is waited for later."""
         following: StartedOperation | None = started
         while following is not None:
+            if following is not started and following.closing:
+                self._pending.put((following, sub_task))
+                return None
             if following.messages:
                 if not self._await_messages(following.works):
                     return False

@@ -159,6 +159,7 @@ class SchedulerRuntime:
         self.lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
+        self._compression: GradientCompression | None = None
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
         self._order = (
             DecidingOrder(groups.control, self._on_error)
@@ -172,6 +173,10 @@ class SchedulerRuntime:
             observer=self._observe,
             debug=options.debug,
         )
+        if compression is not None:
+            self._compression = compression(self.statistics, self._timeline)
+            if self._compression.choice is not None and agreed.link is not None:
+                self._compression.choice.know_link(agreed.link.beta)
         self._transport = GradientTransport(groups.data, self._on_error, device)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
@@ -183,7 +188,7 @@ class SchedulerRuntime:
             timeout=self._timeout,
             statistics=self.statistics,
             timeline=self._timeline,
-            compression=None if compression is None else compression(self.statistics, self._timeline),
+            compression=self._compression,
         )
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()
@@ -335,6 +340,10 @@ class SchedulerRuntime:
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
         statistics.bytes_uncompressed += plain_bytes
+        if sub.encoded_bytes is not None:
+            statistics.bytes_compressed += plain_bytes
+        if self._compression is not None and self._compression.choice is not None:
+            self._compression.choice.ended(sub)
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:

@@ -79,8 +79,9 @@ class SchedulerHooks(pl.Callback):
     ``bytescheduler/gate_wait_ms`` (the part of it spent at gates in the forward pass),
     ``bytescheduler/megabytes_sent`` and ``bytescheduler/deferred_share`` (the mode: 1 when every update crossed the
     step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
-    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms`` and
-    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next).
+    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms``,
+    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next) and
+    ``bytescheduler/compressed_share`` (of the gradients' bytes, those that travelled compressed).
 
     Args:
         strategy: Whose hooks these are.
@@ -124,6 +125,7 @@ class SchedulerHooks(pl.Callback):
             "bytescheduler/compression_ratio": new.compression_ratio,
             "bytescheduler/codec_ms": 1e3 * new.codec_s / new.steps,
             "bytescheduler/residual_norm": new.residual_norm,
+            "bytescheduler/compressed_share": new.compressed_share,
         }
         pl_module.log_dict(
             {
@@ -131,7 +133,7 @@ class SchedulerHooks(pl.Callback):
                 "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
                 "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
                 "bytescheduler/deferred_share": new.deferred_share,
-                **(compressed if new.codec_s else {}),
+                **(compressed if self._strategy.compresses else {}),
             },
             on_step=True,
             on_epoch=False,
@@ -208,8 +210,11 @@ class ByteSchedulerStrategy(RankStrategy):
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"`` or ``"bf16"``; or a dict of
             patterns of parameter names and such; the first that fits counts: ``{"head.*": None, "*": "int8"}``. The
-            weights are not DDP's then. Nothing is compressed when left out.
+            weights are not DDP's then. ``"auto"`` compresses, step by step, only what would come too late as it is.
+            Nothing is compressed when left out.
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
+        max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
+            its gradient; 0.2 when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -252,6 +257,7 @@ class ByteSchedulerStrategy(RankStrategy):
         debug: bool | None = None,
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
+        max_error: float | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -282,7 +288,7 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
-        self._rules = CompressionRules.resolve(compression, compression_min_size)
+        self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -326,6 +332,11 @@ class ByteSchedulerStrategy(RankStrategy):
     def remember(self, outcome: tuple[OverlapPlan | None, SchedulerStatistics | None]) -> None:
         """See RankStrategy."""
         self._gradients.remember(*outcome)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed, or may be."""
+        return self._rules is not None
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
