@@ -1,12 +1,12 @@
 """``compression="auto"``: rank 0 chooses, for each part that is about to be sent, whether it travels in fewer bytes.
 
 Whether a part has to: ``scheduler/lateness.py``, of what rank 0 measures here: when gradients exist, when gates are
-reached, how long training waits, how fast the link is. In what: the strongest codec whose error on a sample of this very
-part is within ``max_error``, so that as few parts as possible are touched; none, if all of them are beyond.
+reached, how long training waits, how fast the link is. In what: the strongest codec whose error on a sample of this
+very part is within ``max_error``, so that as few parts as possible are touched; none, if all of them are beyond.
 
 Why the ranks agree: nothing is agreed on. The choice travels with the decision to launch the part
-(``collectives/launch_order.py``), and a rank that follows encodes what it is told to. What is measured differs from rank
-to rank and counts on rank 0 alone.
+(``collectives/launch_order.py``), and a rank that follows encodes what it is told to. What is measured differs from
+rank to rank and counts on rank 0 alone.
 
 Threads: the training's tells of gradients and gates, whoever holds the launching lock chooses, the completion thread
 tells what has arrived. One lock guards what they share; it is held for arithmetic only, and nothing is called with it.
@@ -142,20 +142,21 @@ class CompressionChoice:
             width: Bytes of an element.
             given: The form, if it is settled: the second half of a part travels as the first.
         """
-        key, share = sub_task.parent.key, 0.5 if self._late.halves else 1.0
-        form = self._form_of(bucket, sub_task) if given is None else given
+        key, nbytes = sub_task.parent.key, sub_task.size * width * (0.5 if self._late.halves else 1.0)
+        form = self._form_of(bucket, sub_task, nbytes) if given is None else given
         with self._lock:
-            half = int(given is not None)
-            self._late.sent(sub_task, key.bucket, half, form, sub_task.size * width * share)
+            self._late.sent(sub_task, key.bucket, int(given is not None), form, nbytes)
+            self._late.usual = form or self._late.usual
         return form
 
-    def _form_of(self, bucket: Sampled, sub_task: SubCommTask) -> int:
+    def _form_of(self, bucket: Sampled, sub_task: SubCommTask, nbytes: float) -> int:
         with self._lock:
-            late = self._late.is_late(self._clock())
-        sample = bucket.sample(sub_task) if late else None
+            late = self._late.is_late(sub_task.parent.key.bucket, 0, nbytes, self._clock())
+            helpful = [form for form in self._late.pace.forms if self._late.pace.helps(form)]
+        sample = bucket.sample(sub_task) if late and helpful else None
         if sample is not None:
-            for form, codec in enumerate(self.codecs, 1):
-                if relative_error(codec, *sample) <= self._max_error:
+            for form in helpful:
+                if relative_error(self.codec(form), *sample) <= self._max_error:
                     return form
         return 0
 

@@ -23,7 +23,7 @@ __all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
 AUTO = "auto"
 """The choice of a compressor for each part, as it is sent, is left to what is measured."""
 MAX_ERROR = 0.2
-"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient: int4 leaves out 0.11 of normal numbers."""
+"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient; int4 leaves 0.11 of normal numbers out."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 _CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))
@@ -111,8 +111,9 @@ class CompressionRules:
         return None
 
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
-        """How many times fewer bytes travel of all gradients, as far as that does not depend on what they are; 1 where
-        it is left to what is measured.
+        """How many times fewer bytes travel of all gradients, as far as that does not depend on what they are.
+
+        It is 1 where that is left to what is measured.
 
         Args:
             parameters: All that are reduced, by name.

@@ -60,6 +60,7 @@ def agree_on_sizes(
     *,
     in_shards: bool = False,
     ratio: float = 1.0,
+    may_compress: bool = False,
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
@@ -73,6 +74,7 @@ def agree_on_sizes(
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
         ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
             the link as long. The same on all ranks.
+        may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
     """
     groups.warm_up(device)
     message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
@@ -101,6 +103,13 @@ def agree_on_sizes(
                 credit=2 * sizes.credit,
                 bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
             )
+        if may_compress:  # a codec takes milliseconds for a partition of any size, among several ranks
+            larger = _FOR_CODECS * sizes.partition_size
+            sizes = SchedulerSizes(
+                partition_size=larger,
+                credit=max(sizes.credit, 2 * larger),
+                bucket_bytes=max(sizes.bucket_bytes, larger * width),
+            )
         if credit:
             sizes = SchedulerSizes(
                 partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
@@ -114,6 +123,7 @@ def agree_on_sizes(
     return AgreedSizes(sizes=sizes, link=link)
 
 
+_FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
 _LANDING_S = 1.5
 _MOMENT_S = 0.5

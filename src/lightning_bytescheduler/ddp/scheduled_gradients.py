@@ -182,7 +182,15 @@ class ScheduledGradients:
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
-        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards, ratio=ratio)
+        agreed = agree_on_sizes(
+            groups,
+            self._options,
+            parameters,
+            device,
+            in_shards=in_shards,
+            ratio=ratio,
+            may_compress=self._rules is not None and bool(self._rules.choices),
+        )
         options = self._strategy._ddp_kwargs
         if not self._own_buckets:
             options["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20

@@ -1,9 +1,11 @@
 """What would come too late if it were sent as it is: the rest of a step, played through at the link's measured speed.
 
-Used by ``compression="auto"``, on the rank that decides. The rule, in one sentence: *the transfers that are left of this
-step are played through in the order of their priorities, as they are, until the link would fall idle; if a gate would be
-reached before its gradient, the part that is next is sent in fewer bytes.* What comes after an idle link is no reason,
-as fewer bytes now would not make it any earlier.
+Used by ``compression="auto"``, on the rank that decides. The rule, in one sentence: *a part is sent as it is as
+long as everything behind it could still come in time, in fewer bytes if need be*. So the transfers that are left of the
+step are played through in the order of their priorities, in fewer bytes, once behind this part as it is and once behind
+this part in fewer bytes; if a gate would be reached before its gradient, and later so in the first play than in the
+second, the part is compressed. The other way round, compressing first until the rest fits as it is, the link would fall
+idle in the backward pass, where gradients come one after the other, and more would have to be compressed in the end.
 
 Three things are measured:
 
@@ -15,7 +17,8 @@ Three things are measured:
 
 Steps in which exact transfers hide are left alone, also if one of them stumbles: compressing begins when two steps in a
 row have waited for more than ``BEGIN`` of their computation *and* the play of the whole step says that they had to; it
-ends when the play says less than ``END``. In between, parts are compressed until waits of ``AIM`` are left.
+ends when the play says less than ``END``. In between, parts are compressed until waits of ``AIM`` are left. A form in
+which parts are seen to take nearly as long as they are (codecs that cannot keep up) is not used, and tried again later.
 
 Nothing here knows of torch, threads, or clocks: moments are arguments, in seconds of one clock.
 """
@@ -26,7 +29,7 @@ import heapq
 import statistics
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["AIM", "BEGIN", "END", "LateTransfers", "LinkPace", "StepTimes", "Transfer", "lateness"]
 
@@ -39,6 +42,9 @@ AIM = 0.01
 _STEPS = 5  # whose median counts
 _PARTS = 96  # of a kind, that the link's speed is taken from
 _IN_A_ROW = 2
+_WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
+_SAME = 1e-9  # seconds
+_TRIED_AGAIN = 50  # steps later
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +64,21 @@ class Transfer:
     seconds: float
 
 
-def lateness(start: float, transfers: Iterable[Transfer], *, past_idle: bool = False) -> float:
+def lateness(start: float, transfers: Iterable[Transfer]) -> float:
     """By how much the latest of ``transfers`` misses its moment, in seconds; below 0 if all are early.
 
     Args:
         start: When the link is free.
         transfers: Sent by priority, as their data comes; a more urgent one interrupts.
-        past_idle: Go on after the link has been idle.
 
     Returns:
-        Minus infinity if nothing is sent before the link is idle.
+        Minus infinity if there are none.
     """
     coming = sorted(transfers, key=lambda transfer: transfer.ready)
     now, worst, at = start, float("-inf"), 0
     waiting: list[tuple[int, int, float]] = []  # priority, position, seconds that are left
     while at < len(coming) or waiting:
         if not waiting and coming[at].ready > now:
-            if not past_idle:
-                return worst
             now = coming[at].ready
         while at < len(coming) and coming[at].ready <= now:
             heapq.heappush(waiting, (coming[at].priority, at, coming[at].seconds))
@@ -93,9 +96,9 @@ def lateness(start: float, transfers: Iterable[Transfer], *, past_idle: bool = F
 class LinkPace:
     """How long the link takes for a byte of gradient, by the form in which it travels.
 
-    Only parts that were on their way when the one before ended count: others' times have the wait for slower ranks in
-    them. A form that was not seen for long may have been measured on another link. As it is, a byte takes no longer than
-    the bytes that a smaller form of it saves allow, so whichever is less counts.
+    Parts that were on their way when the one before ended count. Times of others may have the wait for slower ranks in
+    them, so they only count if they are shorter than what is known. What was not sent for long may have been measured on another link: as it is, a byte takes no longer than as many
+    bytes in a smaller form as it would make, so whichever is less counts.
 
     Args:
         ratios: How many times smaller each form is; that of form 0 is 1.
@@ -109,18 +112,35 @@ class LinkPace:
         self._sums: dict[int, list[float]] = {form: [0.0, 0.0] for form in ratios}
         self._last_end = float("-inf")
 
+    @property
+    def forms(self) -> tuple[int, ...]:
+        """All but 0."""
+        return tuple(form for form in self._ratios if form)
+
     def ended(self, form: int, nbytes: float, started: float, ended: float) -> None:
         """A part of ``nbytes`` (as it is) has travelled."""
         before, self._last_end = self._last_end, max(self._last_end, ended)
-        if started < before < ended:
-            seen, sums = self._seen[form], self._sums[form]
-            if len(seen) == _PARTS:
-                seconds, size = seen[0]
-                sums[0] -= seconds
-                sums[1] -= size
-            seen.append((ended - before, nbytes))
-            sums[0] += ended - before
-            sums[1] += nbytes
+        took, known = ended - max(started, before), self.seconds_per_byte(form)
+        if ended <= before or (started >= before and (known is None or took >= known * nbytes)):
+            return
+        seen, sums = self._seen[form], self._sums[form]
+        if len(seen) == _PARTS:
+            seconds, size = seen[0]
+            sums[0] -= seconds
+            sums[1] -= size
+        seen.append((took, nbytes))
+        sums[0] += took
+        sums[1] += nbytes
+
+    def helps(self, form: int) -> bool:
+        """Whether a byte takes less time in ``form`` than as it is, as far as both were seen."""
+        (seconds, size), (exact, exact_size) = self._sums[form], self._sums[0]
+        return not (size > 0 and exact_size > 0) or seconds / size < _WORTH_IT * exact / exact_size
+
+    def forget(self, form: int) -> None:
+        """Take ``form`` for one that was never seen."""
+        self._seen[form].clear()
+        self._sums[form] = [0.0, 0.0]
 
     @property
     def last_end(self) -> float:
@@ -251,6 +271,10 @@ class LateTransfers:
     Args:
         pace: Of the link.
         halves: Whether each bucket travels twice: first to be summed, all of them before anything is needed, then back.
+
+    Attributes:
+        compressing: Whether parts may be compressed in this step.
+        usual: The form that parts are compressed in.
     """
 
     def __init__(self, pace: LinkPace, *, halves: bool = False) -> None:
@@ -258,10 +282,12 @@ class LateTransfers:
         self.pace = pace
         self.halves = halves
         self.compressing = False
+        self.usual = min(pace.forms, default=0)
         self._left: dict[tuple[int, int], float] = {}  # bytes that were not sent, by bucket and half
         self._under_way: dict[Hashable, tuple[int, float]] = {}
         self._waited_for_long = 0
         self._planned = False
+        self._steps = 0
 
     def begin(self, kind: Hashable, now: float) -> None:
         """A step begins: nothing of the last one is under way."""
@@ -269,6 +295,11 @@ class LateTransfers:
         if times.span:
             waits = times.waited(now) > BEGIN * times.span
             self._waited_for_long = self._waited_for_long + 1 if waits else 0
+        self._steps += 1
+        if self._steps % _TRIED_AGAIN == 0:
+            for form in self.pace.forms:
+                if not self.pace.helps(form):
+                    self.pace.forget(form)
         times.begin(kind)
         self._left.clear()
         self._under_way.clear()
@@ -294,31 +325,44 @@ class LateTransfers:
         if known is not None:
             self.pace.ended(*known, started, ended)
 
-    def is_late(self, now: float) -> bool:
-        """Whether the part that is next has to be smaller, so that nothing waits."""
-        times, per_byte = self.times, self.pace.seconds_per_byte()
+    def is_late(self, bucket: int, half: int, nbytes: float, now: float) -> bool:
+        """Whether the part that is next has to be smaller, so that nothing waits for it, or for what is behind it.
+
+        Args:
+            bucket: The part's.
+            half: 0, or 1 on its way back.
+            nbytes: Of the part, as it is.
+            now: When that is decided.
+        """
+        times, exact, smaller = self.times, self.pace.seconds_per_byte(), self.pace.seconds_per_byte(self.usual)
         span = times.span
-        if per_byte is None or not span or not times.complete:
+        if exact is None or smaller is None or not span or not times.complete:
             return False
         if not self._planned:
             self._planned = True
-            self._plan(per_byte, span)
+            self._plan(exact, span)
         if not self.compressing:
             return False
         origin, waited = times.origin(now), times.waited(now)
         busy = sum((self.pace.seconds_per_byte(form) or 0.0) * n for form, n in self._under_way.values())
-        if self._under_way:  # the first of them is partly there
-            busy = max(busy - max(now - max(self.pace.last_end, 0.0), 0.0), 0.0)
-        free = now + busy
-        soonest = min(times.offsets(bucket)[1] for bucket in times.buckets)
-        left = []
-        for bucket, known in times.buckets.items():
-            ready, needed = times.offsets(bucket)
-            at = now if times.is_ready(bucket) else max(origin + ready, now)
-            for half, size in self._sizes(bucket, known):
-                if size > 0:
-                    left.append(self._transfer(known, half, at, origin + waited, (soonest, needed), size * per_byte))
-        return lateness(free, left) > max(AIM * span - waited, 0.0)
+        if self._under_way and self.pace.last_end > 0:  # the first of them is partly there
+            busy = max(busy - max(now - self.pace.last_end, 0.0), 0.0)
+        soonest = min(times.offsets(each)[1] for each in times.buckets)
+        behind, due = [], now
+        for each, known in times.buckets.items():
+            ready, needed = times.offsets(each)
+            at = now if times.is_ready(each) else max(origin + ready, now)
+            for part, size in self._sizes(each, known):
+                transfer = self._transfer(known, part, at, origin + waited, (soonest, needed), size * smaller)
+                if (each, part) == (bucket, half):
+                    due, left = transfer.due, size - nbytes
+                    transfer = replace(transfer, seconds=max(left, 0.0) * smaller)
+                if transfer.seconds > 0:
+                    behind.append(transfer)
+        ends = [now + busy + nbytes * per_byte for per_byte in (exact, smaller)]
+        allowed = max(AIM * span - waited, 0.0)
+        as_it_is = max(ends[0] - due, lateness(ends[0], behind))
+        return as_it_is > allowed and as_it_is > max(ends[1] - due, lateness(ends[1], behind)) + _SAME
 
     def _plan(self, per_byte: float, span: float) -> None:
         """Whether exact transfers of the whole step hide."""
@@ -331,7 +375,7 @@ class LateTransfers:
             for half in range(1 + self.halves):
                 seconds = known.nbytes * share * per_byte
                 whole.append(self._transfer(known, half, ready, 0.0, (soonest, needed), seconds))
-        wait = lateness(min(each.ready for each in whole), whole, past_idle=True)
+        wait = lateness(min(each.ready for each in whole), whole)
         if self.compressing:
             self.compressing = wait > END * span
         else:
