@@ -13,9 +13,7 @@ from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace, 
 _TICK = 1.0
 moments = st.integers(0, 20).map(float)
 transfers = st.lists(
-    st.builds(
-        Transfer, ready=moments, due=moments, priority=st.integers(-3, 3), seconds=st.integers(1, 6).map(float)
-    ),
+    st.builds(Transfer, ready=moments, due=moments, priority=st.integers(-3, 3), seconds=st.integers(1, 6).map(float)),
     max_size=8,
 )
 

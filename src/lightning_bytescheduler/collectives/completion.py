@@ -32,7 +32,6 @@ __all__ = ["CompletionThread", "naming", "wait_in_slices"]
 _WAIT_SLICE = timedelta(seconds=0.5)
 
 
-
 class Place:
     """A place in the order of what is waited for, taken when something is launched that has to be encoded first.
 

@@ -23,7 +23,7 @@ __all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
 AUTO = "auto"
 """The choice of a compressor for each part, as it is sent, is left to what is measured."""
 MAX_ERROR = 0.2
-"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient; int4 leaves 0.11 of normal numbers out."""
+"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient; int4 leaves out 0.11 of normal ones."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 _CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))

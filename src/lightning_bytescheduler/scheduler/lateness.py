@@ -43,6 +43,7 @@ _STEPS = 5  # whose median counts
 _PARTS = 96  # of a kind, that the link's speed is taken from
 _IN_A_ROW = 2
 _WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
+_LEAST_SECONDS = 1e-3  # of a part on the link: a codec takes about as long, however small it is
 _SAME = 1e-9  # seconds
 _TRIED_AGAIN = 50  # steps later
 
@@ -97,8 +98,9 @@ class LinkPace:
     """How long the link takes for a byte of gradient, by the form in which it travels.
 
     Parts that were on their way when the one before ended count. Times of others may have the wait for slower ranks in
-    them, so they only count if they are shorter than what is known. What was not sent for long may have been measured on another link: as it is, a byte takes no longer than as many
-    bytes in a smaller form as it would make, so whichever is less counts.
+    them, so they only count if they are shorter than what is known. What was not sent for long may have been measured
+    on another link: as it is, a byte takes no longer than as many bytes in a smaller form as it would make, so
+    whichever is less counts.
 
     Args:
         ratios: How many times smaller each form is; that of form 0 is 1.
@@ -337,6 +339,8 @@ class LateTransfers:
         times, exact, smaller = self.times, self.pace.seconds_per_byte(), self.pace.seconds_per_byte(self.usual)
         span = times.span
         if exact is None or smaller is None or not span or not times.complete:
+            return False
+        if nbytes * exact < _LEAST_SECONDS:
             return False
         if not self._planned:
             self._planned = True
