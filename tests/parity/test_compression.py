@@ -129,6 +129,19 @@ def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: P
     assert off < 0.01 < far, "what was left to be sent was not sent"
 
 
+def save_to(path: str, trainer: Trainer, model: Any) -> None:
+    trainer.save_checkpoint(path)
+
+
+def test_a_checkpoint_after_the_fit_has_what_was_left(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "after.ckpt"
+    model = partial(Tower, optimizer=adamw)
+    train_on(two_ranks, Recipe(model=model, steps=4, after=partial(save_to, str(path))), Run(options=INT8))
+    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
+    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
+    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
+
+
 def differ(rank: int) -> str:
     options = {**SIZES, "compression": "int8" if rank else "bf16"}
     try:

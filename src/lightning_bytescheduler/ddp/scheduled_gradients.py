@@ -324,10 +324,16 @@ class ScheduledGradients:
             return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
         return StepMode(mode == "ddp")
 
+    def begin_anew(self) -> None:
+        """Another fit begins: what the last one had left to send was there for checkpoints until now."""
+        self.residuals = Residuals()
+
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan  # with the names that the engine knows
-        self._compression, self.residuals = None, Residuals()
+        self._compression = None
+        if failed:  # what one rank has left to send may be of another step than what others have
+            self.residuals = Residuals()
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)

@@ -351,6 +351,8 @@ class ByteSchedulerStrategy(RankStrategy):
         self._release()  # a failed fit whose teardown was skipped
         self._failed = False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._gradients.begin_anew()
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
@@ -456,7 +458,7 @@ class ByteSchedulerStrategy(RankStrategy):
     def compression_state(self) -> dict[str, Any] | None:
         """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
         residuals = self._gradients.residuals
-        if self._rules is None or self._failed or self._gradients.runtime is None:
+        if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
         with self._explained():
@@ -487,10 +489,14 @@ class ByteSchedulerStrategy(RankStrategy):
         super().load_model_state_dict(*args, **kwargs)
         self._gradients.weights_replaced()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        if self._hooks is None and "optimizer_states" in checkpoint:  # after the fit, whose callback is gone
+            state = self.compression_state()
+            if state is not None:
+                checkpoint[_COMPRESSION] = state
         with nullcontext() if self._board is None else self._board.patient():
-            super().save_checkpoint(*args, **kwargs)
+            super().save_checkpoint(checkpoint, *args, **kwargs)
 
 
 def _say_if_tiny(option: str, size: int | None) -> None:
