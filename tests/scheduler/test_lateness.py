@@ -71,7 +71,7 @@ class Steps:
         late.begin("overlapped", self.now)
         backward = [self.now + (n + 1) * 2 / 3 / layers for n in range(layers)]
         free, sent, compressed = self.now, [], 0
-        waiting = {}
+        waiting: dict[int, float] = {}
         arrived: dict[int, float] = {}
         told = 0
 
