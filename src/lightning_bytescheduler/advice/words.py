@@ -155,7 +155,7 @@ def _auto(advice: AdviceFigures) -> Iterator[str]:
         f"{codec.name} below {rate_in_words(break_even_bandwidth(advice.link, codec))}" for codec in CODECS
     )
     if not expected.compressed_share:
-        yield f"bytescheduler with compression='auto' compresses nothing here. Codecs of one core pay on links: {below}."
+        yield f"bytescheduler with compression='auto' compresses nothing here. One core's codecs pay on links: {below}."
         return
     yield (
         f"bytescheduler with compression='auto': {_ms(expected.step_seconds)} a step instead of "

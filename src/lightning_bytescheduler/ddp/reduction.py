@@ -438,29 +438,22 @@ class StepTasks:
                     on_scattered(scatter)
                 gather.notify_ready()
 
-        scatter = self.enqueue(
+        enqueue = partial(self.enqueue, buffer=buffer, of=encoded, index=index, wire_share=share)
+        scatter = enqueue(
             f"bucket {index} scatter",
-            buffer,
-            reduce_scatter,
+            operation=reduce_scatter,
             encoded=None if encoded is None else encoded.scatter,
-            of=encoded,
             phase=Phase.REDUCE,
-            index=index,
             priority=scatter_priority,
-            wire_share=share,
             ready=ready,
             on_end=scattered,
         )
-        gather = self.enqueue(
+        gather = enqueue(
             f"bucket {index} gather",
-            buffer,
-            all_gather,
+            operation=all_gather,
             encoded=None if encoded is None else encoded.gather,
-            of=encoded,
             phase=Phase.GATHER,
-            index=index,
             priority=bucket.priority,
-            wire_share=share,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
             joinable=True,
