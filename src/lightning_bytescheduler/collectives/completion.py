@@ -15,7 +15,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -92,6 +95,8 @@ class CompletionThread:
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
+        self._closing: deque[tuple[StartedOperation, SubCommTask]] = deque()
+        self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
@@ -122,7 +127,7 @@ class CompletionThread:
         prefer_short_turns()
         failed: BaseException | None = None
         while True:
-            item = self._pending.get()  # woken by stop(), which puts None
+            item = self._next()
             if item is None:
                 return
             started, sub_task = item
@@ -135,7 +140,7 @@ class CompletionThread:
                 try:
                     outcome = self._await(started, sub_task)
                     if outcome is None:
-                        continue
+                        continue  # its second half is under way
                     if not outcome:
                         return
                 except BaseException as error:
@@ -145,12 +150,28 @@ class CompletionThread:
             else:
                 sub_task.fail(failed)
 
+    def _next(self) -> Pending | None:
+        """What is to be waited for next: second halves, but one encoded part's first half goes before the last of them.
+
+        Else a part that was sent in fewer bytes as it is urgent would wait here for long ones that were sent later.
+        """
+        if not self._closing:
+            behind, self._behind = self._behind, None
+            return self._pending.get() if behind is None else behind  # woken by stop(), which puts None
+        if len(self._closing) == 1 and self._behind is None:
+            with suppress(queue.Empty):
+                item = self._pending.get_nowait()
+                if item is None or isinstance(item[0], Place):
+                    return item
+                self._behind = item
+        return self._closing.popleft()
+
     def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
         """Wait for one operation; ``False`` if stopped meanwhile, ``None`` if its end is waited for later."""
         following: StartedOperation | None = started
         while following is not None:
             if following is not started and following.closing:
-                self._pending.put((following, sub_task))
+                self._closing.append((replace(following, closing=False), sub_task))
                 return None
             if following.messages:
                 if not self._await_messages(following.works):

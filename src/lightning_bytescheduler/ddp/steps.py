@@ -13,7 +13,6 @@ engine, is of one kind from then on, and has all that is known of it alone:
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -353,7 +352,7 @@ class StepContext:
         self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
 
 
-class TrainingStep(ABC):
+class TrainingStep:
     """A step: what is done with its buckets, with the optimizer's step, and when all of it has to be final.
 
     What is said here is true of steps for whose gradients DDP waits.
@@ -373,7 +372,6 @@ class TrainingStep(ABC):
 
     # ------------------------------------------------------------------ the backward pass
 
-    @abstractmethod
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks.
 
@@ -384,6 +382,7 @@ class TrainingStep(ABC):
         Returns:
             What DDP waits for.
         """
+        raise NotImplementedError
 
     def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """The same, of sparse gradients, which cannot be cut into partitions."""
