@@ -39,7 +39,7 @@ END = 0.03
 """Share below which exact transfers hide again."""
 AIM = 0.01
 """Share that compressing leaves."""
-_STEPS = 5  # whose median counts
+_STEPS = 3  # whose median counts: soon right once training waits less, as waits hide how early gates are reached
 _PARTS = 96  # of a kind, that the link's speed is taken from
 _IN_A_ROW = 2
 _WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
