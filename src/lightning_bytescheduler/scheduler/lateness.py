@@ -39,7 +39,7 @@ END = 0.03
 """Share below which exact transfers hide again."""
 AIM = 0.01
 """Share that compressing leaves."""
-_STEPS = 3  # whose median counts: soon right once training waits less, as waits hide how early gates are reached
+_STEPS = 5  # that moments are taken from
 _PARTS = 96  # of a kind, that the link's speed is taken from
 _IN_A_ROW = 2
 _WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
@@ -243,7 +243,7 @@ class StepTimes:
     def span(self) -> float:
         """Seconds from the first gradient of a step to the last gate, without waits; 0 if not known."""
         spans = self._spans.get(self._kind)
-        return statistics.median(spans) if spans else 0.0
+        return _typical(spans) if spans else 0.0
 
     def origin(self, now: float) -> float:
         """When this step's last gradient existed, or will."""
@@ -257,12 +257,22 @@ class StepTimes:
         return bucket in self._ready_at
 
     def offsets(self, bucket: int) -> tuple[float, float]:
-        """(when it exists, when it is needed) after the origin; medians of recent steps."""
+        """(when it exists, when it is needed) after the origin, as in recent steps."""
         found = self._offsets.get(bucket)
         if found is None:  # for the whole step: what is noted in it counts in the next
             known = self.buckets[bucket]
-            found = self._offsets[bucket] = statistics.median(known.ready), statistics.median(known.needed)
+            found = self._offsets[bucket] = statistics.median(known.ready), _typical(known.needed)
         return found
+
+
+def _typical(moments: Iterable[float]) -> float:
+    """The second largest of several.
+
+    The largest may be that of a step with a validation before its forward pass. Small ones are of steps that waited:
+    where a device is given work ahead, it still computes during a part of each wait.
+    """
+    ordered = sorted(moments)
+    return ordered[-2] if len(ordered) > 2 else ordered[-1]
 
 
 class LateTransfers:
