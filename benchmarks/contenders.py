@@ -77,7 +77,7 @@ def _contenders() -> list[Contender]:
                 name=f"bytescheduler, {wire}",
                 strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
             )
-            for wire in ("bf16", "int8", "int4")
+            for wire in ("bf16", "int8", "int4", "auto")
         ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
@@ -94,7 +94,7 @@ class _Named(dict[str, Contender]):
 
     def __missing__(self, name: str) -> Contender:
         found = re.fullmatch(
-            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4))?", name
+            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4|auto))?", name
         )
         if found is None:
             raise KeyError(name)

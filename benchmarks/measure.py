@@ -40,12 +40,14 @@ class Measured:
         bytes_per_step: What rank 0's interface sent; 0 on loopback.
         account: Seconds of a step on rank 0, on average in the last round, by what the training thread did besides
             computing: woken late, deferred steps, waits at gates; and the processor time of the whole process.
+        compressed_share: Of the gradients' bytes that rank 0 sent, in each round.
     """
 
     seconds: list[float] = field(default_factory=list)
     round_medians: list[float] = field(default_factory=list)
     bytes_per_step: float = 0.0
     account: dict[str, float] = field(default_factory=dict)
+    compressed_share: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -98,6 +100,8 @@ def measure(
             measured.round_medians.append(statistics.median(result["seconds"]))
             measured.bytes_per_step = result["bytes_per_step"]
             measured.account = result["account"]
+            if result["compressed_share"] is not None:
+                measured.compressed_share.append(result["compressed_share"])
             on_contender(result["contender"])
         codes = [rank.wait() for rank in ranks]
     if any(codes) or not all(measured.seconds for measured in found.values()):

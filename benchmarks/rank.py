@@ -37,12 +37,16 @@ class Steps(L.Callback):
         self.ends: list[float] = []
         self.sent: list[int] = []
         self.accounts: list[dict[str, float]] = []
+        self.gradient_bytes: list[tuple[float, float]] = []  # all, and those of them that travelled compressed
 
     def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
         self.ends.append(time.perf_counter())
         if len(self.ends) > WARM_UP_STEPS:
             self.sent.append(_sent_bytes())
             self.accounts.append(_account(trainer, model))
+            statistics = getattr(trainer.strategy, "statistics", None)
+            if statistics is not None:
+                self.gradient_bytes.append((statistics.bytes_uncompressed, statistics.bytes_compressed))
 
     def seconds(self) -> list[float]:
         ends = self.ends[WARM_UP_STEPS:]
@@ -52,6 +56,12 @@ class Steps(L.Callback):
         """Seconds of a step, on average, by what the training thread did besides computing."""
         first, last = self.accounts[0], self.accounts[-1]
         return {name: (last[name] - first[name]) / max(len(self.accounts) - 1, 1) for name in first}
+
+    def compressed_share(self) -> float | None:
+        if len(self.gradient_bytes) < 2:
+            return None
+        sent, compressed = (b - a for a, b in zip(self.gradient_bytes[0], self.gradient_bytes[-1], strict=True))
+        return compressed / sent if sent else None
 
     def bytes_per_step(self) -> float:
         return (self.sent[-1] - self.sent[0]) / (len(self.sent) - 1) if len(self.sent) > 1 else 0.0
@@ -117,6 +127,7 @@ def run(contender_name: str, model: L.LightningModule, steps: int) -> dict[str, 
         "seconds": timer.seconds(),
         "bytes_per_step": timer.bytes_per_step(),
         "account": timer.account(),
+        "compressed_share": timer.compressed_share(),
     }
 
 

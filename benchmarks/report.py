@@ -94,6 +94,9 @@ def show(console: Console, cell: Cell) -> None:
         )
     console.print(table)
     for name, measured in cell.measured.items():
+        if any(measured.compressed_share):
+            shares = ", ".join(f"{share:.0%}" for share in measured.compressed_share)
+            console.print(f"{name}: of the gradients' bytes, compressed {shares}")
         if measured.account:
             spent = ", ".join(f"{what} {1e3 * seconds:.1f}" for what, seconds in measured.account.items())
             console.print(f"{name}: of a step's milliseconds, {spent}")

@@ -223,6 +223,7 @@ def test_the_table() -> None:
         "ddp, best bucket size",
         "bytescheduler",
         "ddp, bf16 on the wire",
+        "bytescheduler, compression auto",
         "diloco, every 20 steps",
         "ceiling of ddp's training",
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +18,12 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.order import PriorityOrder
+from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 Array = npt.NDArray[np.float32]
@@ -43,6 +46,7 @@ class Result:
     residuals: dict[str, Array]
     norms: list[list[float]]
     statistics: SchedulerStatistics
+    kept: dict[str, Array] = field(default_factory=dict)  # residuals when the step after an overflow begins
 
 
 def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
@@ -58,6 +62,15 @@ def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
         dist.destroy_process_group()
 
 
+class _Scripted(PriorityOrder):
+    """Where there is a choice: all as it is in the first step, then in one form or another; the same on both ranks."""
+
+    def decided(self, batch: Sequence[SubCommTask]) -> None:
+        for sub_task in batch:
+            step = sub_task.parent.key.step
+            sub_task.take((step + sub_task.index) % 4 if step > 1 else 0)
+
+
 def reduce_steps(
     rank: int,
     group: dist.ProcessGroup,
@@ -66,14 +79,18 @@ def reduce_steps(
     sharded: bool = False,
     spoil: dict[int, float] | None = None,
     min_size: int = _MIN_SIZE,
+    overflow: int = 0,
 ) -> Result:
     """Average some buckets, of gradients that only step and rank tell, and return all of it."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
     residuals, statistics = Residuals(), SchedulerStatistics()
     rules = CompressionRules.resolve(compression, min_size)
     assert rules is not None
-    known = GradientCompression(rules, parameters, residuals, statistics=statistics)
-    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION)
+    scale = 8.0
+    known = GradientCompression(
+        rules, parameters, residuals, statistics=statistics, loss_scale=lambda: scale if overflow else None, ranks=2
+    )
+    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=_Scripted())
     device = torch.device("cpu")
 
     def failed(error: BaseException) -> BaseException:
@@ -84,12 +101,17 @@ def reduce_steps(
     result = Result([], {}, [], statistics)
     try:
         for step in range(1, steps + 1):
+            if overflow and step == overflow + 1:
+                scale = 4.0  # the step before was left out
             known.begin_step()
+            if overflow and step == overflow + 1:
+                result.kept = {name: residuals.of(name, _SIZES[name]).numpy().copy() for name in ("a", "c")}
             buffer = torch.from_numpy(gradient(step, rank).copy())
             if spoil and step in spoil and rank == 1:
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            reduction = (ShardedReduction if sharded else CompressedReduction)(core, transport, step, device, known)
+            plain = AllReduction if compression == "auto" else CompressedReduction
+            reduction = (ShardedReduction if sharded else plain)(core, transport, step, device, known)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(20)
@@ -169,6 +191,10 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "spoiled": {"steps": 3, "compression": "int8", "sharded": True, "spoil": _SPOILED},
         "lossless": {"steps": 3, "compression": {"a": "lossless", "c": "lossless"}, "min_size": 0},
         "sharded": {"steps": 1, "compression": "int8", "sharded": True},
+        "auto": {"steps": _STEPS, "compression": "auto"},
+        "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
+        "left out": {"steps": 4, "compression": "int4", "overflow": 3},
+        "three": {"steps": 2, "compression": "int4"},
     }
     by_rank = two_plain_ranks.run(reduce_all, jobs=list(jobs.values()))
     return {name: [ofs[index] for ofs in by_rank] for index, name in enumerate(jobs)}
@@ -227,3 +253,26 @@ def test_norms_are_those_of_what_is_applied(results: dict[str, list[Result]]) ->
     assert np.allclose(first.norms[0], expected, rtol=1e-5)
     assert first.statistics.codec_s > 0
     assert first.statistics.residual_squares > 0
+
+
+@pytest.mark.parametrize("job", ["auto", "auto in shards"])
+def test_parts_may_travel_in_one_form_after_the_other(results: dict[str, list[Result]], job: str) -> None:
+    first, second = results[job]
+    halves = [gradient(1, rank) * np.float32(0.5) for rank in range(2)]
+    assert np.array_equal(first.means[0], halves[0] + halves[1]), "nothing was compressed yet"
+    assert all(np.array_equal(a, b) for a, b in zip(first.means, second.means, strict=True))
+    applied = np.sum([mean.astype(np.float64) for mean in first.means], axis=0)
+    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, _STEPS + 1) for rank in range(2)], axis=0)
+    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
+        left = first.residuals[name].astype(np.float64) + second.residuals[name]
+        assert np.allclose(applied[here] + left, gradients[here], rtol=1e-5, atol=1e-4)
+        assert np.abs(left).max() > 0
+    assert not np.array_equal(first.means[1], sum(gradient(2, rank) * np.float32(0.5) for rank in range(2)))
+
+
+def test_a_step_that_is_left_out_takes_no_residuals_with_it(results: dict[str, list[Result]]) -> None:
+    """Step 3 is found to have overflowed when step 4 begins, under half the loss scale."""
+    for rank in range(2):
+        kept = results["left out"][rank].kept
+        for name, before in results["three"][rank].residuals.items():
+            assert np.array_equal(kept[name], before / 2), name

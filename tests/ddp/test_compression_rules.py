@@ -98,3 +98,21 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
     assert torch.equal(resumed[0].of("new", 2), torch.zeros(2))
     with pytest.raises(ValueError, match="reads format 1"):
         resumed[0].load({**state, "format": 7}, 3)
+
+
+def test_auto_is_a_choice_of_its_own() -> None:
+    rules = CompressionRules.resolve({"head.*": None, "*": "auto"}, max_error=0.05)
+    assert rules is not None
+    assert [codec.spec for codec in rules.choices] == ["int4:nearest", "int8:nearest", "bf16"]
+    assert rules.spec == "head.*: none, *: auto (min_size 1024, max_error 0.05)"
+    weight = nn.Parameter(torch.zeros(5000))
+    assert rules.ratio({"weight": weight}) == 1.0
+    assert rules.codec_for("head.weight", weight) is None
+    assert rules.codec_for("weight", weight) is rules.choices[0]
+    with pytest.raises(OptionError, match="'auto' and None, or compressors and None"):
+        CompressionRules.resolve({"head.*": "int8", "*": "auto"})
+    for compression in (None, "int8", {"*": "int8"}):
+        with pytest.raises(OptionError, match=r"max_error.*left out without compression='auto'"):
+            CompressionRules.resolve(compression, max_error=0.1)
+    with pytest.raises(OptionError, match="max_error"):
+        CompressionRules.resolve("auto", max_error=0)

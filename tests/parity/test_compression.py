@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
 from lightning_bytescheduler.exceptions import RanksDifferError
+from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
-from tests.support.fit import SIZES, Outcome, Recipe, Run, train
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train, train_all
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -127,6 +129,19 @@ def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: P
     assert off < 0.01 < far, "what was left to be sent was not sent"
 
 
+def save_to(path: str, trainer: Trainer, model: Any) -> None:
+    trainer.save_checkpoint(path)
+
+
+def test_a_checkpoint_after_the_fit_has_what_was_left(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "after.ckpt"
+    model = partial(Tower, optimizer=adamw)
+    train_on(two_ranks, Recipe(model=model, steps=4, after=partial(save_to, str(path))), Run(options=INT8))
+    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
+    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
+    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
+
+
 def differ(rank: int) -> str:
     options = {**SIZES, "compression": "int8" if rank else "bf16"}
     try:
@@ -140,6 +155,63 @@ def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> Non
     for said in two_ranks.run(differ):
         assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
         assert "'int8:nearest (min_size 1024)' on rank 1" in said
+
+
+AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}
+
+
+def train_chosen(rank: int, recipe: Recipe, runs: list[Run], every: int = 2) -> list[Outcome]:
+    """As if one of ``every`` parts came too late, on the rank that is asked; and the others go by what it says."""
+    asked = itertools.count(1)
+
+    def is_late(*_: Any) -> bool:
+        assert rank == 0, "one rank decides"
+        return next(asked) % every == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateTransfers, "is_late", is_late)
+        patch.setattr(LinkPace, "helps", lambda *_: True)  # parts as small as these take no less time compressed
+        return train_all(rank, recipe, runs)
+
+
+def test_auto_leaves_alone_what_hides(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10)
+    runs = [DDP, Run(options=AUTO)]
+    ddp, auto = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, every=1_000_000), strict=True)
+    assert_same(ddp, auto)
+    statistics, plan = auto[0].statistics, auto[0].plan
+    assert statistics is not None
+    assert plan is not None
+    assert statistics.compressed_share == 0.0
+    assert "where it would come too late" in plan.summary()
+
+
+@pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.05}], ids=["all-reduced", "in shards"])
+def test_auto_compresses_what_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, trainer=trainer)
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    overlapped, waiting = zip(
+        *two_ranks.run(
+            train_chosen, recipe=recipe, runs=[Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False})]
+        ),
+        strict=True,
+    )
+    for outcomes in (overlapped, waiting):
+        assert same_weights(outcomes[0], outcomes[1]), "ranks drift apart"
+        assert not same_weights(ddp[0], outcomes[0]), "nothing was compressed"
+        assert max_difference(ddp[0], outcomes[0]) < 0.05
+        for outcome in outcomes:
+            assert outcome.error is None
+            assert outcome.statistics is not None
+            assert 0.2 < outcome.statistics.compressed_share < 0.6
+
+
+def test_auto_stops_at_max_error(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=6)
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    runs = [Run(options={**AUTO, "max_error": 1e-9})]
+    exact = [outcomes[0] for outcomes in two_ranks.run(train_chosen, recipe=recipe, runs=runs)]
+    assert_same(ddp, exact)
 
 
 def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:

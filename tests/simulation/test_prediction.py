@@ -45,6 +45,8 @@ def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
         "computation alone",
         "lower bound",
         "lower bound with norm clipping",
+        "bytescheduler, int8",
+        "bytescheduler, auto",
     ]
     for line in simulated:
         assert simulate(vgg16, link, line.schedule).step_seconds == pytest.approx(line.step_seconds)

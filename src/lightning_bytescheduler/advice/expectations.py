@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
+from lightning_bytescheduler.simulation.compressed_steps import CODECS, CompressedStep, auto_step
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -20,6 +22,7 @@ from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 
 __all__ = [
     "ALONE",
+    "AUTO",
     "BF16",
     "BYTESCHEDULER",
     "DDP",
@@ -47,6 +50,7 @@ DDP = "ddp"
 DDP_BEST = "ddp, best bucket size"
 BF16 = "ddp, bf16 on the wire"
 BYTESCHEDULER = "bytescheduler"
+AUTO = "bytescheduler, compression auto"
 DILOCO = "diloco"
 ALONE = "one worker alone"
 
@@ -89,6 +93,7 @@ class Expectation:
         same_training: Whether the weights are those of ``ddp``.
         bucket_bytes: The bucket size it takes, where that is a choice.
         inner_steps: Steps between two exchanges, for ``diloco``.
+        compressed_share: Of the gradients' bytes, where that is a choice.
     """
 
     strategy: str
@@ -96,6 +101,7 @@ class Expectation:
     same_training: bool = True
     bucket_bytes: int | None = None
     inner_steps: int | None = None
+    compressed_share: float | None = None
 
 
 def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, ...]:
@@ -112,6 +118,7 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
     best = best_ddp(profile, link)
     smaller = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
     inner = diloco_interval(profile, link)
+    auto = _auto(measured, link)
     return (
         Expectation(strategy=DDP, step_seconds=_seconds(profile, link, [Schedule.ddp()])),
         Expectation(
@@ -124,6 +131,12 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
             strategy=BF16,
             step_seconds=_seconds(profile, smaller, [Schedule.ddp()]),
             same_training=False,
+        ),
+        Expectation(
+            strategy=AUTO,
+            step_seconds=auto.step_seconds,
+            same_training=not auto.share,
+            compressed_share=auto.share,
         ),
         Expectation(
             strategy=DILOCO,
@@ -167,6 +180,14 @@ def _bytescheduler(measured: MeasuredStep, link: LinkModel) -> float:
     clipping = "gather_early" if measured.norm_needed_by else None
     chosen = chosen_schedule(profile, link, clipping=clipping, busy_processor=busy)
     return _seconds(profile, link, [chosen, Schedule.ddp()])
+
+
+def _auto(measured: MeasuredStep, link: LinkModel) -> CompressedStep:
+    """With as little in int4 as hides, at the codec's speed on one core; gradients on a GPU are not compressed."""
+    if measured.device != "cpu" or link.workers == 1:
+        return CompressedStep(_bytescheduler(measured, link), 0.0)
+    int4 = next(codec for codec in CODECS if codec.name == "int4")
+    return auto_step(partial(_bytescheduler, measured), measured.profile.compute_seconds, link, int4)
 
 
 def _seconds(profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> float:
@@ -282,6 +303,7 @@ class AdviceFigures:
                     "same_training": expected.same_training,
                     "bucket_bytes": expected.bucket_bytes,
                     "inner_steps": expected.inner_steps,
+                    "compressed_share": expected.compressed_share,
                 }
                 for expected in self.expectations
             ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lightning_bytescheduler.advice.expectations import (
     ALONE,
+    AUTO,
     BF16,
     BYTESCHEDULER,
     DDP,
@@ -14,7 +15,9 @@ from lightning_bytescheduler.advice.expectations import (
     DILOCO_OVERHEAD,
     AdviceFigures,
 )
+from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import network_in_words
+from lightning_bytescheduler.simulation.quantities import rate_in_words
 
 __all__ = ["sentences", "table"]
 
@@ -55,6 +58,7 @@ def sentences(advice: AdviceFigures) -> Iterator[str]:
     yield _bytescheduler(advice)
     yield _limit(advice)
     yield _compression(advice)
+    yield from _auto(advice)
     yield _diloco(advice)
     yield from _remarks(advice)
 
@@ -140,6 +144,23 @@ def _compression(advice: AdviceFigures) -> str:
     return (
         f"{text} and makes a step of ddp {_ms(expected)}, {_speed(advice, expected)}. It rounds each gradient "
         "to 8 bits of precision: compare the losses."
+    )
+
+
+def _auto(advice: AdviceFigures) -> Iterator[str]:
+    if advice.measured.device != "cpu" or advice.link.workers == 1:
+        return
+    expected, exact = advice.of(AUTO), advice.of(BYTESCHEDULER)
+    below = ", ".join(
+        f"{codec.name} below {rate_in_words(break_even_bandwidth(advice.link, codec))}" for codec in CODECS
+    )
+    if not expected.compressed_share:
+        yield f"bytescheduler with compression='auto' compresses nothing here. One core's codecs pay on links: {below}."
+        return
+    yield (
+        f"bytescheduler with compression='auto': {_ms(expected.step_seconds)} a step instead of "
+        f"{_ms(exact.step_seconds)}, with {expected.compressed_share:.0%} of the bytes compressed. Codecs of one core "
+        f"pay on links: {below}. The weights are not ddp's: compare the losses."
     )
 
 

@@ -1,9 +1,9 @@
 """A thread that encodes what is to be sent, so that neither the training nor a launch waits for that.
 
 One thread, named ``bytescheduler-codec``, owned by the transport and started with the first thing there is to encode.
-It works in the order in which sub-tasks are launched and holds no lock while it does; what it has encoded it hands to
-the completion thread, which decodes. Whatever it does ends by itself: arithmetic on one partition, and messages that
-are begun and not waited for. :meth:`CodecThread.stop` therefore waits for one partition at most.
+It works in the order in which sub-tasks are launched and holds no lock while it does; the completion thread, which
+decodes, takes up what is encoded in that order. Whatever it does ends by itself: arithmetic on one partition, and
+messages that are begun and not waited for. :meth:`CodecThread.stop` therefore waits for one partition at most.
 
 Why no rank waits forever: what travels encoded are messages between two ranks, which carry the number of the operation,
 and numbers are given at the launch, in one order on all ranks. When a message is begun does not matter.

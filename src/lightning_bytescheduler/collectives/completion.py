@@ -3,6 +3,11 @@
 One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
 in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive. Gloo's
 messages cannot be waited for in slices: whoever stops the thread while it waits for one breaks the group's connections.
+
+Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
+whose first half has not been dealt with everywhere. Second halves of all older ones have been sent, as they are begun
+when the first is dealt with, so older ones end on every rank, and give it credit to launch this one. On each rank only
+those are before it in the queue: so its turn comes, and it waits for nothing but launches and codec threads.
 """
 
 from __future__ import annotations
@@ -10,7 +15,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,7 +34,32 @@ __all__ = ["CompletionThread", "naming", "wait_in_slices"]
 
 _WAIT_SLICE = timedelta(seconds=0.5)
 
-Pending = tuple[StartedOperation, SubCommTask]
+
+class Place:
+    """A place in the order of what is waited for, taken when something is launched that has to be encoded first.
+
+    So results are dealt with in the order of launches, which is the same on all ranks. Otherwise a rank could wait for
+    a younger collective, which others have no credit for yet, while they wait for what follows from an older message.
+    """
+
+    def __init__(self) -> None:
+        self._filled = threading.Event()
+        self._started: StartedOperation | None = None
+
+    def fill(self, started: StartedOperation | None) -> None:
+        """It has been started; ``None`` if it never will."""
+        self._started = started
+        self._filled.set()
+
+    def take(self, stopping: threading.Event) -> StartedOperation | None:
+        """What has been started, or ``None`` if there will be nothing, or ``stopping`` was set meanwhile."""
+        while not self._filled.wait(_WAIT_SLICE.total_seconds()):
+            if stopping.is_set():
+                return None
+        return self._started
+
+
+Pending = tuple[StartedOperation | Place, SubCommTask]
 
 
 def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
@@ -62,6 +95,8 @@ class CompletionThread:
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
+        self._closing: deque[tuple[StartedOperation, SubCommTask]] = deque()
+        self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
@@ -70,6 +105,12 @@ class CompletionThread:
     def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
         """Notify ``sub_task`` when ``started`` is done."""
         self._pending.put((started, sub_task))
+
+    def reserve(self, sub_task: SubCommTask) -> Place:
+        """Take the place in the order of launches of what will be started later; see :class:`Place`."""
+        place = Place()
+        self._pending.put((place, sub_task))
+        return place
 
     def stop(self, timeout: float) -> bool:
         """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
@@ -86,13 +127,21 @@ class CompletionThread:
         prefer_short_turns()
         failed: BaseException | None = None
         while True:
-            item = self._pending.get()  # woken by stop(), which puts None
+            item = self._next()
             if item is None:
                 return
             started, sub_task = item
+            if isinstance(started, Place):
+                taken = started.take(self._stopping)
+                if taken is None:
+                    continue  # its sub-task has failed, or None is next
+                started = taken
             if failed is None:
                 try:
-                    if not self._await(started):
+                    outcome = self._await(started, sub_task)
+                    if outcome is None:
+                        continue  # its second half is under way
+                    if not outcome:
                         return
                 except BaseException as error:
                     failed = self._on_error(naming(sub_task, error))
@@ -101,10 +150,29 @@ class CompletionThread:
             else:
                 sub_task.fail(failed)
 
-    def _await(self, started: StartedOperation) -> bool:
-        """Wait for one operation; ``False`` if stopped meanwhile."""
+    def _next(self) -> Pending | None:
+        """What is to be waited for next: second halves, but one encoded part's first half goes before the last of them.
+
+        Else a part that was sent in fewer bytes as it is urgent would wait here for long ones that were sent later.
+        """
+        if not self._closing:
+            behind, self._behind = self._behind, None
+            return self._pending.get() if behind is None else behind  # woken by stop(), which puts None
+        if len(self._closing) == 1 and self._behind is None:
+            with suppress(queue.Empty):
+                item = self._pending.get_nowait()
+                if item is None or isinstance(item[0], Place):
+                    return item
+                self._behind = item
+        return self._closing.popleft()
+
+    def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
+        """Wait for one operation; ``False`` if stopped meanwhile, ``None`` if its end is waited for later."""
         following: StartedOperation | None = started
         while following is not None:
+            if following is not started and following.closing:
+                self._closing.append((replace(following, closing=False), sub_task))
+                return None
             if following.messages:
                 if not self._await_messages(following.works):
                     return False

@@ -12,6 +12,8 @@ Why the ranks agree, and why nobody waits forever:
 * Take the oldest collective that has not completed. Rank 0 has launched it (decisions precede everything younger). Each
   follower will: everything older has completed there, so its credit is free for at least one sub-task, its data will
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
+* In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
+  decision itself: a follower learns of both at once, before it can launch either way.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
   partition. The message for what comes next travels while the credit's worth of data is in flight.
 """
@@ -37,8 +39,8 @@ from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
-_CAPACITY = 28  # decisions per message: 29 records of 6 int64 fit one Ethernet frame
-_FIELDS = 6  # of the key, then partition size, index and task size
+_CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
+_FIELDS = 7  # of the key, then partition size, index, task size and form
 _CLOSE = -1
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
@@ -61,11 +63,17 @@ class DecidingOrder(PriorityOrder):
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept alive until gloo has sent them
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
-        """Broadcast the batch's decisions; returns without waiting for anyone."""
+        """Choose forms, and broadcast the batch's decisions; returns without waiting for anyone."""
+        for sub in batch:
+            forms = sub.parent.forms
+            if forms is not None:
+                sub.take(forms.choose(sub))
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
             records = [[len(part), *_REST]]
-            records += [[*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size] for sub in part]
+            records += [
+                [*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size, sub.form] for sub in part
+            ]
             self._send(records)
 
     def close(self) -> None:
@@ -156,8 +164,14 @@ class FollowingOrder(AnnouncedOrder):
                     self._closed = True
                     return
                 decisions = [
-                    Decision(key=TaskKey(step, phase, bucket), partition_size=size, index=index, task_size=task_size)
-                    for step, phase, bucket, size, index, task_size in records[1 : 1 + count]
+                    Decision(
+                        key=TaskKey(step, phase, bucket),
+                        partition_size=size,
+                        index=index,
+                        task_size=task_size,
+                        form=form,
+                    )
+                    for step, phase, bucket, size, index, task_size, form in records[1 : 1 + count]
                 ]
                 update_order(partial(self.announce, decisions))
         except BaseException as error:

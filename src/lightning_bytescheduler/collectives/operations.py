@@ -83,11 +83,14 @@ class StartedOperation:
         finish: Run once all of them have ended; may start what has to end after them.
         messages: Whether ``works`` are point-to-point messages. Gloo cannot wait for one in slices: it breaks all
             connections of a group on which a message did not come in time.
+        closing: What is started by a ``finish`` and begins nothing itself. All that others wait for has been sent with
+            it, so whoever waits may see first to what was launched meanwhile.
     """
 
     works: Sequence[dist.Work]
     finish: Callable[[], StartedOperation | None] | None = None
     messages: bool = False
+    closing: bool = False
 
 
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]

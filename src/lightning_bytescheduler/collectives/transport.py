@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.codec import CodecThread
-from lightning_bytescheduler.collectives.completion import CompletionThread
+from lightning_bytescheduler.collectives.completion import CompletionThread, Place
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -79,10 +79,15 @@ class GradientTransport:
         if self._completion is None:
             raise RuntimeError("Encoded gradients travel from a CPU only.")
         self._started += 1
-        self._codec.run(partial(self._encode, sub_task, start, self._started, self._completion), sub_task)
+        place = self._completion.reserve(sub_task)
+        self._codec.run(partial(self._encode, sub_task, start, self._started, place), sub_task)
 
-    def _encode(self, sub_task: SubCommTask, start: EncodedStart, number: int, completion: CompletionThread) -> None:
-        completion.watch(start(self.group, sub_task, number), sub_task)
+    def _encode(self, sub_task: SubCommTask, start: EncodedStart, number: int, place: Place) -> None:
+        started = None
+        try:
+            started = start(self.group, sub_task, number)
+        finally:
+            place.fill(started)
 
     @property
     def streams(self) -> DeviceStreams | None:

@@ -33,7 +33,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,8 +43,9 @@ from torch import Tensor, nn
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.compressor import Compressor
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
+from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
+from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Phase, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -55,6 +56,8 @@ __all__ = ["CompressedBucket", "CompressedReduction", "GradientCompression"]
 
 _ALIGNED = 8  # bytes: each piece of a payload begins at a multiple, so that it can be read as numbers
 _SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
+_SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
+_CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
 _LENGTH = 8  # bytes of one
 
 
@@ -66,21 +69,27 @@ class Piece:
         first: Position in the bucket.
         end: Position after the last.
         codec: What they travel in; ``None`` for as they are.
-        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out.
+        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
+        before: Is filled with the residual as it was before the step, if that may have to be taken back.
+        name: The parameter's.
     """
 
     first: int
     end: int
     codec: Compressor | None
     residual: Tensor | None
+    before: Tensor | None = None
+    name: str = ""
 
     def within(self, first: int, end: int) -> Piece | None:
         """The part of it between two positions in the bucket, or ``None``."""
         start, stop = max(first, self.first), min(end, self.end)
         if start >= stop:
             return None
-        residual = None if self.residual is None else self.residual[start - self.first : stop - self.first]
-        return Piece(start, stop, self.codec, residual)
+        here = slice(start - self.first, stop - self.first)
+        residual = None if self.residual is None else self.residual[here]
+        before = None if self.before is None else self.before[here]
+        return Piece(start, stop, self.codec, residual, before, self.name)
 
     def nbytes(self, width: int) -> int | None:
         """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
@@ -97,16 +106,97 @@ class CompressedBucket:
         buffer: The flat gradient; is filled with the mean.
         pieces: All of it, in order.
         observer: Told of work and of residuals.
+        choice: Says in what each part travels, where that is not settled.
     """
 
-    def __init__(self, buffer: Tensor, pieces: list[Piece], observer: GradientCompression) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        pieces: list[Piece],
+        observer: GradientCompression,
+        choice: CompressionChoice | None = None,
+    ) -> None:
         self._buffer = buffer
         self._pieces = pieces
         self._observer = observer
+        self._choice = choice
+        self._forms: dict[int, int] = {}  # by index of the part: what its first half was chosen to travel in
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
+
+    # ------------------------------------------------------------------ in what parts travel
+
+    @property
+    def has_choice(self) -> bool:
+        """See ``EncodedBucket``."""
+        return self._choice is not None
+
+    def choose(self, sub_task: SubCommTask) -> int:
+        """See ``PartForms``."""
+        if self._choice is None:
+            return 0
+        given = self._forms.pop(sub_task.index, None)
+        width = self._buffer.element_size()
+        form = self._choice.choose(self, sub_task, width=width, given=given)
+        if given is None and sub_task.parent.key.phase == Phase.REDUCE:
+            self._forms[sub_task.index] = form
+        return form
+
+    def charge(self, sub_task: SubCommTask, form: int) -> int:
+        """See ``PartForms``."""
+        return sub_task.size if self._choice is None else self._choice.charge(sub_task.size, form)
+
+    def sample(self, sub_task: SubCommTask) -> tuple[Tensor, Tensor] | None:
+        """See :class:`~lightning_bytescheduler.ddp.compression_choice.Sampled`."""
+        pieces = [piece for piece in self._as_known(sub_task) if piece.codec is not None]
+        if not pieces:
+            return None
+        apart = max(sum(piece.end - piece.first for piece in pieces) // _CHUNKS, _CHUNK)
+        gradients, sent = [], []
+        for piece in pieces:
+            for first in range(piece.first, piece.end, apart):
+                chunk = piece.within(first, first + _CHUNK)
+                if chunk is not None:
+                    gradients.append(self._buffer[chunk.first : chunk.end].float() / self._observer.ranks)
+                    sent.append(gradients[-1] if chunk.residual is None else gradients[-1] + chunk.residual)
+        return torch.cat(gradients), torch.cat(sent)
+
+    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
+        """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits."""
+        for piece in self._as_known(sub_task):
+            gradient = self._buffer[piece.first : piece.end]
+            if piece.residual is not None:
+                if piece.before is not None:
+                    piece.before.copy_(piece.residual)
+                if _is_finite(gradient):
+                    gradient.add_(piece.residual, alpha=world_size)  # which is divided by that like the gradient
+                    piece.residual.zero_()
+
+    def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
+        """Pieces of a part, with their residuals if they have any."""
+        edges = sub_task.offset, sub_task.offset + sub_task.size
+        whole = [piece for piece in self._pieces if piece.within(*edges) is not None]
+        found = (self._observer.with_residual(piece, make=False).within(*edges) for piece in whole)
+        return [piece for piece in found if piece is not None]
+
+    def _within(self, first: int, end: int) -> list[Piece]:
+        found = (piece.within(first, end) for piece in self._pieces)
+        return [piece for piece in found if piece is not None]
+
+    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """See ``EncodedBucket``."""
+        scattered = self.scatter(group, sub_task, number)
+
+        def then() -> StartedOperation | None:
+            following = None if scattered.finish is None else scattered.finish()
+            if following is not None:
+                raise RuntimeError(f"{sub_task.name} is to travel in a form whose size depends on what is in it.")
+            return replace(self.gather(group, sub_task, _SECOND_HALVES + number), closing=True)
+
+        return replace(scattered, finish=then)
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
+        self._keep_before(sub_task)
         shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares:
             for shard in shards.values():
@@ -145,6 +235,16 @@ class CompressedBucket:
         senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
 
+    def _keep_before(self, sub_task: SubCommTask) -> None:
+        """See that all pieces of a part have their residuals, and can have them back if the step is left out."""
+        edges = sub_task.offset, sub_task.offset + sub_task.size
+        for at, piece in enumerate(self._pieces):
+            if piece.within(*edges) is not None:
+                self._pieces[at] = piece = self._observer.with_residual(piece)
+                inside = piece.within(*edges)
+                if inside is not None and inside.before is not None and inside.residual is not None:
+                    inside.before.copy_(inside.residual)
+
     # ------------------------------------------------------------------ messages
 
     def _messages(
@@ -160,7 +260,7 @@ class CompressedBucket:
 
         Where a payload's size depends on what is in it, sizes travel first.
         """
-        sub_task.encoded_bytes = sum(len(payload) for payload in sent.values())
+        sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
         sizes = {rank: self._payload_bytes(shard) for rank, shard in senders.items()}
         depends = any(piece.nbytes(1) is None for piece in self._pieces)
         known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
@@ -186,8 +286,10 @@ class CompressedBucket:
         for rank in range(group.size()):
             first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
             if first < end:
-                found = (piece.within(first, end) for piece in self._pieces)
-                shards[rank] = [piece for piece in found if piece is not None]
+                shards[rank] = self._within(first, end)
+                if self._choice is not None:
+                    codec = self._choice.codec(sub_task.form)
+                    shards[rank] = [p if p.codec is None else replace(p, codec=codec) for p in shards[rank]]
         return shards
 
     def _bodies(self, shard: list[Piece], payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -309,10 +411,14 @@ class GradientCompression:
         residuals: What was left out so far; kept by the caller.
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
-        loss_scale: Says what losses are multiplied with at present: residuals are of such gradients.
+        loss_scale: Says what losses are multiplied with at present: residuals are of such gradients. ``None`` if that
+            never changes.
+        ranks: How many there are.
+        decides: Whether this rank chooses for all, where there is a choice.
         clock: Seconds; the core's clock.
 
     Attributes:
+        choice: What that is left to, if it is.
         compressed: Names of the parameters whose gradients travel encoded, and in what.
         ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
     """
@@ -325,10 +431,16 @@ class GradientCompression:
         *,
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        loss_scale: Callable[[], float | None] = lambda: None,
+        ranks: int = 1,
+        decides: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
+        self.ranks = ranks
+        self.choice: CompressionChoice | None = None
+        if rules.choices:
+            self.choice = CompressionChoice(rules.choices, rules.max_error, decides=decides, clock=clock)
         self._residuals = residuals
         self._statistics = statistics
         self._timeline = timeline
@@ -336,21 +448,40 @@ class GradientCompression:
         self._lock = threading.Lock()  # of the counters, which two threads keep
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
-        self.compressed = {name: codec.spec for name, codec in self._codecs.values()}
+        self.compressed = {name: codec.spec if self.choice is None else AUTO for name, codec in self._codecs.values()}
         self.ratio = rules.ratio(parameters)
 
-    def begin_step(self) -> None:
-        """A backward pass has its first bucket, and nothing of the last one is under way."""
-        self._residuals.scale_to(self._loss_scale())
+    def begin_step(self, kind: str = "", *, halves: bool = False) -> None:
+        """A backward pass has its first bucket, and nothing of the last one is under way.
+
+        Args:
+            kind: Of the step.
+            halves: Whether its gradients are reduced in shards.
+        """
+        if self.choice is not None:
+            self.choice.begin_step(kind, halves=halves)
+        self._residuals.begin_step(self._loss_scale())
 
     def encoded(self, bucket: GradientBucket) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
-        if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
-            return None
+        known = self.choice is not None or any(id(parameter) in self._codecs for parameter in bucket.parameters)
         buffer = bucket.buffer
-        if buffer.is_complex():
+        if not known or buffer.is_complex():
             return None
-        return CompressedBucket(buffer, list(self._pieces(bucket.parameters)), self)
+        return CompressedBucket(buffer, list(self._pieces(bucket.parameters)), self, self.choice)
+
+    def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
+        """The piece of a whole parameter, with what was left to be sent of it; on the thread that sends it.
+
+        Args:
+            piece: Of the parameter.
+            make: Begin a residual if there is none yet; else nothing was ever left.
+        """
+        size = piece.end - piece.first
+        if piece.codec is None or piece.codec.exact or not (make or self._residuals.knows(piece.name)):
+            return piece
+        residual, before = self._residuals.to_change(piece.name, size)
+        return replace(piece, residual=residual, before=before)
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -358,8 +489,8 @@ class GradientCompression:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            residual = None if codec is None or codec.exact else self._residuals.of(name, size)
-            yield Piece(at, at + size, codec, residual)
+            piece = Piece(at, at + size, codec, None, name=name)
+            yield self.with_residual(piece, make=self.choice is None)
             at += size
 
     def working(self, what: str, sub_task: SubCommTask) -> _Working:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
@@ -18,9 +18,16 @@ from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import MIN_SIZE, make_compressor
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["CompressionRules"]
+__all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
+
+AUTO = "auto"
+"""The choice of a compressor for each part, as it is sent, is left to what is measured."""
+MAX_ERROR = 0.2
+"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient; int4 leaves out 0.11 of normal ones."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
+_CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))
+_STRONGEST = _CHOICES[0]
 _LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,24 +39,37 @@ class CompressionRules:
         by_pattern: Pairs of a pattern of parameter names, as of :mod:`fnmatch`, and a codec; the first that fits
             counts. ``None`` is for as they are, which is also what fits nothing.
         min_size: Elements below which a parameter's gradient travels as it is.
+        choices: For ``"auto"``: what parts may be sent in, from what leaves most out to what leaves least out. What
+            ``by_pattern`` has is the first of them then.
+        max_error: For ``"auto"``: what it may leave out, relative to the gradient.
     """
 
     by_pattern: tuple[tuple[str, Compressor | None], ...]
     min_size: int = MIN_SIZE
+    choices: tuple[Compressor, ...] = ()
+    max_error: float = MAX_ERROR
 
     @classmethod
-    def resolve(cls, compression: Any, min_size: int | None = None) -> CompressionRules | None:
+    def resolve(
+        cls, compression: Any, min_size: int | None = None, max_error: float | None = None
+    ) -> CompressionRules | None:
         """Make them of options.
 
         Args:
             compression: The name of a codec, or codecs by pattern; ``None`` for none.
             min_size: See the class.
+            max_error: See the class.
 
         Raises:
             OptionError: Names the option, its value and what is allowed.
         """
         if min_size is not None:
             require_whole("compression_min_size", min_size, 0)
+        if max_error is not None:
+            require_positive("max_error", max_error)
+            values = compression.values() if isinstance(compression, Mapping) else [compression]
+            if AUTO not in [value for value in values if isinstance(value, str)]:
+                raise OptionError("max_error", max_error, f"left out without compression={AUTO!r}")
         if compression is None:
             if min_size is not None:
                 raise OptionError("compression_min_size", min_size, "left out where nothing is compressed")
@@ -64,7 +84,17 @@ class CompressionRules:
             pairs = [("*", _codec("compression", compression))]
         if all(codec is None for _, codec in pairs):
             return None
-        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size)
+        chosen = [codec is _STRONGEST for _, codec in pairs if codec is not None]
+        if any(chosen) and not all(chosen):
+            raise OptionError(
+                "compression", compression, f"{AUTO!r} and None, or compressors and None; parts hold several parameters"
+            )
+        return cls(
+            by_pattern=tuple(pairs),
+            min_size=MIN_SIZE if min_size is None else min_size,
+            choices=_CHOICES if any(chosen) else (),
+            max_error=MAX_ERROR if max_error is None else max_error,
+        )
 
     def codec_for(self, name: str, parameter: nn.Parameter) -> Compressor | None:
         """What the gradient of a parameter travels in; ``None`` for as it is."""
@@ -83,9 +113,13 @@ class CompressionRules:
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
         """How many times fewer bytes travel of all gradients, as far as that does not depend on what they are.
 
+        It is 1 where that is left to what is measured.
+
         Args:
             parameters: All that are reduced, by name.
         """
+        if self.choices:
+            return 1.0
         plain = sent = 0
         for name, parameter in parameters.items():
             with torch._C.DisableTorchFunctionSubclass():
@@ -102,16 +136,19 @@ class CompressionRules:
             said = _name(self.by_pattern[0][1])
         else:
             said = ", ".join(f"{pattern}: {_name(codec)}" for pattern, codec in self.by_pattern)
-        return f"{said} (min_size {self.min_size})"
+        error = f", max_error {self.max_error:g}" if self.choices else ""
+        return f"{said} (min_size {self.min_size}{error})"
 
 
 def _name(codec: Compressor | None) -> str:
-    return "none" if codec is None else codec.spec
+    return "none" if codec is None else AUTO if codec is _STRONGEST else codec.spec
 
 
 def _codec(option: str, value: Any) -> Compressor | None:
     if value is None or value == "none":
         return None
+    if value == AUTO:
+        return _STRONGEST
     if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
     made = value if isinstance(value, Compressor) else None

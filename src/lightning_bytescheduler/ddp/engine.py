@@ -246,8 +246,6 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self._context, self.options, self._step.number + 1
-        if context.compression is not None:
-            context.compression.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
         if as_ddp and context.compression is not None:  # messages as DDP's would not be compressed
             self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
@@ -263,6 +261,9 @@ class GradientEngine:
             self._step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
             self._step = SynchronisedStep(context, number, self._position_of)
+        if context.compression is not None:
+            sharded = options.sharded and isinstance(self._step, OverlappedStep)
+            context.compression.begin_step(self._step.kind, halves=sharded)
 
     def _nothing_pending(self, number: int) -> TrainingStep:
         """What stands for step ``number`` from the next backward pass on, until that communicates."""

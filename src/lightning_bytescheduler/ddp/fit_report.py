@@ -154,8 +154,9 @@ def _compression_in_words(statistics: SchedulerStatistics) -> str:
         return ""
     return (
         f"{statistics.bytes_sent / 1e6:.3g} MB of gradients sent instead of {statistics.bytes_uncompressed / 1e6:.3g}, "
-        f"{statistics.compression_ratio:.3g} times fewer; codecs took {_ms(statistics.codec_s / statistics.steps)} ms "
-        "of a step, beside the training"
+        f"{statistics.compression_ratio:.3g} times fewer, as "
+        f"{statistics.compressed_share:.0%} travelled compressed; codecs took "
+        f"{_ms(statistics.codec_s / statistics.steps)} ms of a step, beside the training"
     )
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
+from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled
 from lightning_bytescheduler.ddp.partial_step import (
@@ -136,6 +137,9 @@ class OverlapPlan:
             return ""
         counts = Counter(self.compressed.values())
         what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
+        if set(counts) == {AUTO}:
+            where = "with error feedback, where it would come too late"
+            return f"{before}compressed {where}: up to {len(self.compressed)} tensors"
         return f"{before}compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
 
     def __repr__(self) -> str:

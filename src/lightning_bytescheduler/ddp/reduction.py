@@ -42,7 +42,7 @@ from lightning_bytescheduler.collectives.operations import (
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import CommTask, PartForms, SubCommTask, TaskKey
 
 __all__ = [
     "AllReduction",
@@ -105,8 +105,18 @@ class GradientBucket:
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 
 
-class EncodedBucket(Protocol):
+class EncodedBucket(PartForms, Protocol):
     """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether each part may travel as it is, too: then its form says so."""
+
+    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
+        """Before a part is sent as it is: add what was left to be sent of it."""
+
+    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """:meth:`scatter`, and then :meth:`gather`; an ``EncodedStart``."""
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
@@ -148,19 +158,31 @@ class AllReduction:
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
+        encoder: Says what may travel encoded instead, part by part, if anything does.
     """
 
-    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        core: ByteCore,
+        transport: GradientTransport,
+        step: int,
+        device: torch.device,
+        encoder: Encoder | None = None,
+    ) -> None:
         self._tasks = StepTasks(core, transport, step, device)
+        self._encoder = encoder
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
         tasks = self._tasks
         ready = ReadyMark(tasks.device)
+        encoded = None if self._encoder is None else self._encoder.encoded(bucket)
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
             all_reduce,
+            encoded=None if encoded is None else encoded.reduce,
+            of=encoded,
             phase=Phase.REDUCE,
             index=bucket.index,
             priority=bucket.priority,
@@ -334,6 +356,7 @@ class StepTasks:
         operation: Operation,
         *,
         encoded: EncodedStart | None = None,
+        of: EncodedBucket | None = None,
         phase: Phase,
         index: int,
         priority: int,
@@ -350,6 +373,7 @@ class StepTasks:
             buffer: What is sent.
             operation: What is done to each part.
             encoded: What is done instead of that, where parts travel encoded.
+            of: Whose parts these are, where they do.
             phase: Of the step.
             index: The bucket's.
             priority: See :class:`CommTask`.
@@ -364,11 +388,12 @@ class StepTasks:
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(self._send, buffer, operation, encoded, ready),
+            launch=partial(self._send, buffer, operation, encoded, of, ready),
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
             on_end=on_end if streams is None else streams.forget,
+            forms=of if of is not None and of.has_choice else None,
         )
         if streams is not None:
             streams.expect(task, None if on_end is None else partial(on_end, task))
@@ -413,27 +438,22 @@ class StepTasks:
                     on_scattered(scatter)
                 gather.notify_ready()
 
-        scatter = self.enqueue(
+        enqueue = partial(self.enqueue, buffer=buffer, of=encoded, index=index, wire_share=share)
+        scatter = enqueue(
             f"bucket {index} scatter",
-            buffer,
-            reduce_scatter,
+            operation=reduce_scatter,
             encoded=None if encoded is None else encoded.scatter,
             phase=Phase.REDUCE,
-            index=index,
             priority=scatter_priority,
-            wire_share=share,
             ready=ready,
             on_end=scattered,
         )
-        gather = self.enqueue(
+        gather = enqueue(
             f"bucket {index} gather",
-            buffer,
-            all_gather,
+            operation=all_gather,
             encoded=None if encoded is None else encoded.gather,
             phase=Phase.GATHER,
-            index=index,
             priority=bucket.priority,
-            wire_share=share,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
             joinable=True,
@@ -471,10 +491,15 @@ class StepTasks:
         buffer: torch.Tensor,
         operation: Operation,
         encoded: EncodedStart | None,
+        of: EncodedBucket | None,
         ready: ReadyMark | None,
         sub_task: SubCommTask,
     ) -> None:
         with profiled(f"bytescheduler::start {sub_task.name}"):
+            if of is not None and of.has_choice and not sub_task.form:
+                encoded = None
+                if sub_task.parent.key.phase == Phase.REDUCE:
+                    of.add_left(sub_task, self.world_size)
             if encoded is not None:
                 self._transport.send_encoded(sub_task, encoded)
                 return

@@ -23,11 +23,18 @@ _FORMAT = 1
 
 
 class Residuals:
-    """One rank's. For one thread at a time: the training's, while nothing is under way."""
+    """One rank's. For one thread at a time: the training's, while nothing is under way.
+
+    While something is, threads that send ask for a parameter's (:meth:`knows`, :meth:`to_change`), each for parts that
+    no other one has; one of them begins new ones.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._scale = 1.0
+        self._before: dict[str, Tensor] = {}  # the step that may be left out
+        self._changed: set[str] = set()  # in it
+        self._may_be_left_out = False
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
 
@@ -40,6 +47,35 @@ class Residuals:
             if loaded is not None and loaded.numel() == size:
                 known.copy_(loaded.view(-1)).mul_(1.0 / self._ranks)
         return known
+
+    def knows(self, name: str) -> bool:
+        """Whether there is, or may be, something left of a parameter."""
+        return name in self._tensors or name in self._loaded
+
+    def to_change(self, name: str, size: int) -> tuple[Tensor, Tensor | None]:
+        """The residual of a parameter, and where what it was before the step goes, if that may have to come back."""
+        residual = self.of(name, size)
+        if not self._may_be_left_out:
+            return residual, None
+        before = self._before.get(name)
+        if before is None or before.numel() != size:
+            before = self._before[name] = residual.clone()
+        if name not in self._changed:
+            self._changed.add(name)
+        return residual, before
+
+    def begin_step(self, loss_scale: float | None) -> None:
+        """A step begins, whose losses are multiplied with ``loss_scale``; ``None`` if steps are never left out.
+
+        A scale that is smaller than before says that the last step had overflowed and was left out: what it sent came
+        to nothing, and what it found is to be sent is what there was before.
+        """
+        if loss_scale is not None and loss_scale < self._scale:
+            for name in self._changed:
+                self._tensors[name].copy_(self._before[name])
+        self._changed.clear()
+        self._may_be_left_out = loss_scale is not None
+        self.scale_to(1.0 if loss_scale is None else loss_scale)
 
     def scale_to(self, loss_scale: float) -> None:
         """Losses are multiplied with ``loss_scale`` from here on."""
@@ -80,6 +116,8 @@ class Residuals:
                 f"reads format {_FORMAT}."
             )
         self._tensors.clear()
+        self._before.clear()
+        self._changed.clear()
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.float().clone() for name, tensor in state["residuals"].items()}
         self._ranks = ranks

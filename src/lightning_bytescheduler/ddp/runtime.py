@@ -60,6 +60,7 @@ def agree_on_sizes(
     *,
     in_shards: bool = False,
     ratio: float = 1.0,
+    may_compress: bool = False,
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
@@ -73,6 +74,7 @@ def agree_on_sizes(
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
         ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
             the link as long. The same on all ranks.
+        may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
     """
     groups.warm_up(device)
     message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
@@ -101,6 +103,13 @@ def agree_on_sizes(
                 credit=2 * sizes.credit,
                 bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
             )
+        if may_compress:  # a codec takes milliseconds for a partition of any size, among several ranks
+            larger = _FOR_CODECS * sizes.partition_size
+            sizes = SchedulerSizes(
+                partition_size=larger,
+                credit=max(sizes.credit, 2 * larger),
+                bucket_bytes=max(sizes.bucket_bytes, larger * width),
+            )
         if credit:
             sizes = SchedulerSizes(
                 partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
@@ -114,6 +123,7 @@ def agree_on_sizes(
     return AgreedSizes(sizes=sizes, link=link)
 
 
+_FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
 _LANDING_S = 1.5
 _MOMENT_S = 0.5
@@ -159,6 +169,7 @@ class SchedulerRuntime:
         self.lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
+        self._compression: GradientCompression | None = None
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
         self._order = (
             DecidingOrder(groups.control, self._on_error)
@@ -172,6 +183,10 @@ class SchedulerRuntime:
             observer=self._observe,
             debug=options.debug,
         )
+        if compression is not None:
+            self._compression = compression(self.statistics, self._timeline)
+            if self._compression.choice is not None and agreed.link is not None:
+                self._compression.choice.know_link(agreed.link.beta)
         self._transport = GradientTransport(groups.data, self._on_error, device)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
@@ -183,7 +198,7 @@ class SchedulerRuntime:
             timeout=self._timeout,
             statistics=self.statistics,
             timeline=self._timeline,
-            compression=None if compression is None else compression(self.statistics, self._timeline),
+            compression=self._compression,
         )
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()
@@ -335,6 +350,10 @@ class SchedulerRuntime:
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
         statistics.bytes_uncompressed += plain_bytes
+        if sub.encoded_bytes is not None:
+            statistics.bytes_compressed += plain_bytes
+        if self._compression is not None and self._compression.choice is not None:
+            self._compression.choice.ended(sub)
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:

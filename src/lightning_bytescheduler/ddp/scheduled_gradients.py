@@ -179,9 +179,18 @@ class ScheduledGradients:
             )
         self._known = set(map(id, parameters))
         groups = SchedulerGroups.create(timeout=self._timeout)
-        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or self._rules is not None
+        whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
+        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
-        agreed = agree_on_sizes(groups, self._options, parameters, device, in_shards=in_shards, ratio=ratio)
+        agreed = agree_on_sizes(
+            groups,
+            self._options,
+            parameters,
+            device,
+            in_shards=in_shards,
+            ratio=ratio,
+            may_compress=self._rules is not None and bool(self._rules.choices),
+        )
         options = self._strategy._ddp_kwargs
         if not self._own_buckets:
             options["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
@@ -215,6 +224,8 @@ class ScheduledGradients:
             statistics=statistics,
             timeline=timeline,
             loss_scale=partial(_loss_scale, self._strategy),
+            ranks=self._strategy.world_size,
+            decides=dist.get_rank() == 0,
         )
         return self._compression
 
@@ -313,10 +324,16 @@ class ScheduledGradients:
             return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
         return StepMode(mode == "ddp")
 
+    def begin_anew(self) -> None:
+        """Another fit begins: what the last one had left to send was there for checkpoints until now."""
+        self.residuals = Residuals()
+
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan  # with the names that the engine knows
-        self._compression, self.residuals = None, Residuals()
+        self._compression = None
+        if failed:  # what one rank has left to send may be of another step than what others have
+            self.residuals = Residuals()
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)
@@ -434,10 +451,11 @@ def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def _loss_scale(strategy: DDPStrategy) -> float:
-    """What losses are multiplied with at present; asked for in a backward pass, when that is settled."""
+def _loss_scale(strategy: DDPStrategy) -> float | None:
+    """What losses are multiplied with at present, if anything; asked for in a backward pass, when that is settled."""
     plugin = strategy.precision_plugin
-    return float(plugin.scaler.get_scale()) if isinstance(plugin, MixedPrecision) and plugin.scaler is not None else 1.0
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    return None if scaler is None else float(scaler.get_scale())
 
 
 def _bytes_of_gradients(module: pl.LightningModule) -> int:

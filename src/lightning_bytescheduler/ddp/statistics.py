@@ -34,6 +34,7 @@ class SchedulerStatistics:
         bytes_sent: Bytes this rank put on the wire for gradients, ``2(n-1)/n`` per byte reduced; where gradients are
             compressed, those of what is sent instead.
         bytes_uncompressed: What ``bytes_sent`` would be if nothing were compressed.
+        bytes_compressed: The part of ``bytes_uncompressed`` that travelled compressed.
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
         exposed_s: Seconds the training thread waited for gradients, anywhere.
@@ -52,6 +53,7 @@ class SchedulerStatistics:
     deferred_updates: int = 0
     bytes_sent: float = 0.0
     bytes_uncompressed: float = 0.0
+    bytes_compressed: float = 0.0
     sub_tasks: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
@@ -65,6 +67,11 @@ class SchedulerStatistics:
     def compression_ratio(self) -> float:
         """How many times fewer bytes travel than uncompressed; 1 before the first."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def compressed_share(self) -> float:
+        """Share of the gradients' bytes that travelled compressed; 0 before the first."""
+        return self.bytes_compressed / self.bytes_uncompressed if self.bytes_uncompressed else 0.0
 
     @property
     def residual_norm(self) -> float:

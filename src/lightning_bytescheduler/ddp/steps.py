@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
@@ -251,9 +252,25 @@ class StepContext:
         """
         if sharded:
             return ShardedReduction(self.core, self.transport, number, self.device, self.compression)
-        if self.compression is not None:
+        if self.compression is not None and self.choice is None:
             return CompressedReduction(self.core, self.transport, number, self.device, self.compression)
-        return AllReduction(self.core, self.transport, number, self.device)
+        return AllReduction(self.core, self.transport, number, self.device, self.compression)
+
+    @property
+    def choice(self) -> CompressionChoice | None:
+        """What chooses in what parts travel, and is told of when gradients exist and are needed."""
+        return None if self.compression is None else self.compression.choice
+
+    def bucket_ready(self, bucket: GradientBucket, *, last: bool) -> None:
+        """A bucket's gradient is there on this rank, before it is handed over."""
+        if self.choice is not None:
+            nbytes = bucket.buffer.numel() * bucket.buffer.element_size()
+            self.choice.bucket_ready(bucket.index, nbytes, bucket.priority, last=last)
+
+    def bucket_needed(self, bucket: GradientBucket) -> None:
+        """Somebody reaches for what depends on a bucket's gradient."""
+        if self.choice is not None:
+            self.choice.bucket_needed(bucket.index)
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
@@ -279,11 +296,15 @@ class StepContext:
             return
         start = self.clock()
         self.waiting = True
+        if self.choice is not None:
+            self.choice.waiting()
         try:
             with profiled(f"bytescheduler::gate {task.name}"):
                 self.transport.join(task, self.timeout)
         finally:
             self.waiting = False
+            if self.choice is not None:
+                self.choice.waiting_ends()
         waited = self.clock() - start
         self.statistics.exposed_s += waited
         if self.forward.under_way:
@@ -371,6 +392,8 @@ class TrainingStep:
         """The backward pass has ended just now: DDP has waited for what it was given."""
         if self.waits_from:
             self.context.statistics.exposed_s += self.context.clock() - self.waits_from
+            if self.context.choice is not None:
+                self.context.choice.waiting_ends()
 
     def end_backward(self) -> None:
         """The backward pass has ended: see to gradients that could be read without a touch."""
@@ -496,8 +519,12 @@ class SynchronisedStep(TrainingStep):
         if buffer.numel():
             future = context.futures.new()
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
+            context.bucket_ready(known, last=bucket.is_last())
             self._reduction.reduce(known, partial(complete, future, buffer))
         else:
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
+        if bucket.is_last() and context.choice is not None:
+            context.choice.all_needed()
+            context.choice.waiting()
         self.waits_from = context.clock()
         return future

@@ -79,8 +79,9 @@ class SchedulerHooks(pl.Callback):
     ``bytescheduler/gate_wait_ms`` (the part of it spent at gates in the forward pass),
     ``bytescheduler/megabytes_sent`` and ``bytescheduler/deferred_share`` (the mode: 1 when every update crossed the
     step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
-    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms`` and
-    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next).
+    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms``,
+    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next) and
+    ``bytescheduler/compressed_share`` (of the gradients' bytes, those that travelled compressed).
 
     Args:
         strategy: Whose hooks these are.
@@ -124,6 +125,7 @@ class SchedulerHooks(pl.Callback):
             "bytescheduler/compression_ratio": new.compression_ratio,
             "bytescheduler/codec_ms": 1e3 * new.codec_s / new.steps,
             "bytescheduler/residual_norm": new.residual_norm,
+            "bytescheduler/compressed_share": new.compressed_share,
         }
         pl_module.log_dict(
             {
@@ -131,7 +133,7 @@ class SchedulerHooks(pl.Callback):
                 "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
                 "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
                 "bytescheduler/deferred_share": new.deferred_share,
-                **(compressed if new.codec_s else {}),
+                **(compressed if self._strategy.compresses else {}),
             },
             on_step=True,
             on_epoch=False,
@@ -208,8 +210,11 @@ class ByteSchedulerStrategy(RankStrategy):
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"`` or ``"bf16"``; or a dict of
             patterns of parameter names and such; the first that fits counts: ``{"head.*": None, "*": "int8"}``. The
-            weights are not DDP's then. Nothing is compressed when left out.
+            weights are not DDP's then. ``"auto"`` compresses, step by step, only what would come too late as it is.
+            Nothing is compressed when left out.
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
+        max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
+            its gradient; 0.2 when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -252,6 +257,7 @@ class ByteSchedulerStrategy(RankStrategy):
         debug: bool | None = None,
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
+        max_error: float | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -282,7 +288,7 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
-        self._rules = CompressionRules.resolve(compression, compression_min_size)
+        self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -328,6 +334,11 @@ class ByteSchedulerStrategy(RankStrategy):
         self._gradients.remember(*outcome)
 
     @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed, or may be."""
+        return self._rules is not None
+
+    @property
     def runtime(self) -> SchedulerRuntime | None:
         """The scheduler during ``fit``."""
         return self._gradients.runtime
@@ -340,6 +351,8 @@ class ByteSchedulerStrategy(RankStrategy):
         self._release()  # a failed fit whose teardown was skipped
         self._failed = False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._gradients.begin_anew()
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
@@ -445,7 +458,7 @@ class ByteSchedulerStrategy(RankStrategy):
     def compression_state(self) -> dict[str, Any] | None:
         """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
         residuals = self._gradients.residuals
-        if self._rules is None or self._failed or self._gradients.runtime is None:
+        if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
         with self._explained():
@@ -476,10 +489,14 @@ class ByteSchedulerStrategy(RankStrategy):
         super().load_model_state_dict(*args, **kwargs)
         self._gradients.weights_replaced()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        if self._hooks is None and "optimizer_states" in checkpoint:  # after the fit, whose callback is gone
+            state = self.compression_state()
+            if state is not None:
+                checkpoint[_COMPRESSION] = state
         with nullcontext() if self._board is None else self._board.patient():
-            super().save_checkpoint(*args, **kwargs)
+            super().save_checkpoint(checkpoint, *args, **kwargs)
 
 
 def _say_if_tiny(option: str, size: int | None) -> None:

@@ -268,7 +268,7 @@ class ByteCore:
             if sub_task in self._in_flight:
                 self._in_flight.remove(sub_task)
                 if not sub_task.parent.immediate:
-                    self._in_flight_size -= sub_task.size
+                    self._in_flight_size -= sub_task.charge
             self._ended.notify_all()
         try:
             if self._observer is not None and sub_task.state is TaskState.FINISHED:
@@ -348,7 +348,7 @@ class ByteCore:
                     if sub is None:
                         break
                     self._in_flight.add(sub)
-                    self._in_flight_size += sub.size
+                    self._in_flight_size += sub.charge
                     batch.append(sub)
                 return batch
             except BaseException as error:
@@ -372,7 +372,12 @@ class ByteCore:
         self._withdraw(batch)
 
     def _start(self, batch: list[SubCommTask]) -> None:
+        charged = sum(sub.charge for sub in batch)
         self._order.decided(batch)
+        returned = charged - sum(sub.charge for sub in batch)
+        if returned:  # what travels in fewer bytes leaves credit for more
+            with self._lock:
+                self._in_flight_size -= returned
         for sub in batch:
             if self._stopped:
                 return

@@ -28,12 +28,14 @@ class Decision:
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
+        form: In which the sub-task travels, see :class:`~lightning_bytescheduler.scheduler.task.PartForms`.
     """
 
     key: TaskKey
     partition_size: int
     index: int
     task_size: int | None = None
+    form: int = 0
 
 
 class LaunchOrder(Protocol):
@@ -147,6 +149,7 @@ class AnnouncedOrder:
                 f"parameters in {len(task.sub_tasks)} parts, {self._popped.get(decision.key, 0)} of them "
                 "launched. Every rank must build the same model and use the same bucket sizes."
             )
+        sub.take(decision.form)
         self._decisions.popleft()
         popped = self._popped.pop(decision.key, 0) + 1
         if popped == len(task.sub_tasks):

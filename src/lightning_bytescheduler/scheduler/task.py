@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
 
-__all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
+__all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
 
 
 class TaskState(enum.Enum):
@@ -52,12 +52,17 @@ class SubCommTask:
         finished_at: When it finished or failed; 0 until then.
         encoded_bytes: What was sent, where that is another number than the task's ``wire_bytes`` makes it; for
             accounting, set by whoever sends.
+        form: In which it travels, where there is a choice: 0 as it is. Set by the deciding rank's choice, see
+            :class:`CommTask`, and told to the others with its decision to send it.
+        charge: What it takes of the credit: its size, or less where it travels in fewer bytes.
     """
 
     __slots__ = (
         "_claimed",
+        "charge",
         "encoded_bytes",
         "finished_at",
+        "form",
         "index",
         "offset",
         "parent",
@@ -77,7 +82,16 @@ class SubCommTask:
         self.started_at = 0.0
         self.finished_at = 0.0
         self.encoded_bytes: int | None = None
+        self.form = 0
+        self.charge = size
         self._claimed = False  # chosen to be sent next, but not launched yet
+
+    def take(self, form: int) -> None:
+        """Travel in ``form``."""
+        forms = self.parent.forms
+        if forms is not None and form:
+            self.form = form
+            self.charge = min(max(forms.charge(self, form), 1), self.size)
 
     @property
     def name(self) -> str:
@@ -149,6 +163,16 @@ class TaskListener(Protocol):
         """The outcome is known, the callback has run (or raised ``callback_error``), waiters are awake."""
 
 
+class PartForms(Protocol):
+    """What a part can travel in, and which of that it does. Nothing is called with a lock but the launching one."""
+
+    def choose(self, sub_task: SubCommTask) -> int:
+        """The form of a part that is sent next; asked once, on the rank that decides."""
+
+    def charge(self, sub_task: SubCommTask, form: int) -> int:
+        """What it then takes of the credit, at least 1; asked on all ranks."""
+
+
 class TaskKey(NamedTuple):
     """What names a task on every rank alike, and travels with each decision to send a part of it.
 
@@ -191,6 +215,7 @@ class CommTask:
         wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
+        forms: In which forms its parts can travel, if there is a choice.
 
     Raises:
         OptionError: If ``size`` is not a positive whole number.
@@ -207,6 +232,7 @@ class CommTask:
         immediate: bool = False,
         wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,
+        forms: PartForms | None = None,
     ) -> None:
         self.name = name
         self.size = require_size("size", size)
@@ -214,6 +240,7 @@ class CommTask:
         self.key = key
         self.immediate = immediate
         self.wire_bytes = wire_bytes
+        self.forms = forms
         self._launch = launch
         self._on_end = on_end
         self._lock = threading.Lock()

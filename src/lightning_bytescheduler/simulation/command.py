@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_bytescheduler.checks import closest
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
 from lightning_bytescheduler.simulation.prediction import Prediction, predict
@@ -16,6 +17,7 @@ from lightning_bytescheduler.simulation.quantities import (
     RATES,
     TIMES,
     parameters_in,
+    rate_in_words,
     require_duration,
     require_rate,
 )
@@ -210,7 +212,10 @@ def _rows(profile: ModelProfile, link: LinkModel, lines: tuple[Prediction, ...])
     ]
     for line in lines:
         speedup = f"{ddp.step_seconds / line.step_seconds:.2f}x"
-        rows.append((line.name, f"{line.step_seconds * 1e3:,.1f} ms  {speedup:>7}"))
+        share = "" if line.compressed_share is None else f"  {line.compressed_share:.0%} of the bytes compressed"
+        rows.append((line.name, f"{line.step_seconds * 1e3:,.1f} ms  {speedup:>7}{share}"))
+    if any(line.compressed_share is not None for line in lines):
+        rows += [(f"{codec.name} pays below", rate_in_words(break_even_bandwidth(link, codec))) for codec in CODECS]
     rows.append(("ddp's best buckets", _megabytes(ddp.schedule)))
     if best.schedule is not None and best.schedule.partition_bytes and best.schedule.credit_bytes:
         rows += [

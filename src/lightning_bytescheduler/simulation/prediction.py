@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
+from lightning_bytescheduler.simulation.compressed_steps import CODECS, auto_step, compressed_link
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
-__all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "predict"]
+__all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "compressed_predictions", "predict"]
 
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
@@ -31,12 +32,14 @@ class Prediction:
     Attributes:
         name: What it is.
         step_seconds: Seconds of a step.
-        schedule: What was simulated, or ``None`` for a bound.
+        schedule: What was simulated, or ``None`` for a bound, and with compression.
+        compressed_share: Of the gradients' bytes, where that is a choice.
     """
 
     name: str
     step_seconds: float
     schedule: Schedule | None
+    compressed_share: float | None = None
 
 
 def predict(profile: ModelProfile, link: LinkModel) -> tuple[Prediction, ...]:
@@ -48,7 +51,8 @@ def predict(profile: ModelProfile, link: LinkModel) -> tuple[Prediction, ...]:
 
     Returns:
         The computation alone, the lower bound, DDP with its default and its best buckets, cross-barrier FIFO, priority,
-        ByteScheduler with the strategy's own and the best sizes; and, where the link can, with norm clipping.
+        ByteScheduler with the strategy's own and the best sizes; where the link can, with norm clipping; and with
+        compression, all gradients in int8, and in int4 what would not hide (``"auto"``).
     """
     chosen = chosen_schedule(profile, link)
     lines = [
@@ -64,7 +68,23 @@ def predict(profile: ModelProfile, link: LinkModel) -> tuple[Prediction, ...]:
     if link.algorithm != "push_pull":
         lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
         lines.append(best_scheduled(profile, link, clipping="gather_early"))
+    if link.workers > 1 and link.algorithm != "push_pull":
+        lines += compressed_predictions(profile, link)
     return tuple(lines)
+
+
+def compressed_predictions(profile: ModelProfile, link: LinkModel) -> list[Prediction]:
+    """The strategy's own sizes with ``compression="int8"`` and ``"auto"``; codecs as fast as ``CODECS`` says."""
+
+    def step_on(other: LinkModel) -> float:
+        return simulate(profile, other, chosen_schedule(profile, other), steps=1).step_seconds
+
+    by_name = {codec.name: codec for codec in CODECS}
+    auto = auto_step(step_on, profile.compute_seconds, link, by_name["int4"])
+    return [
+        Prediction("bytescheduler, int8", step_on(compressed_link(link, by_name["int8"])), None),
+        Prediction("bytescheduler, auto", auto.step_seconds, None, auto.share),
+    ]
 
 
 def best_ddp(profile: ModelProfile, link: LinkModel) -> Prediction:

@@ -1,0 +1,412 @@
+"""What would come too late if it were sent as it is: the rest of a step, played through at the link's measured speed.
+
+Used by ``compression="auto"``, on the rank that decides. The rule, in one sentence: *a part is sent as it is as
+long as everything behind it could still come in time, in fewer bytes if need be*. So the transfers that are left of the
+step are played through in the order of their priorities, in fewer bytes, once behind this part as it is and once behind
+this part in fewer bytes; if a gate would be reached before its gradient, and later so in the first play than in the
+second, the part is compressed. The other way round, compressing first until the rest fits as it is, the link would fall
+idle in the backward pass, where gradients come one after the other, and more would have to be compressed in the end.
+
+Three things are measured:
+
+* when, in recent steps, each bucket's gradient existed and was first needed: :class:`StepTimes`. Both count from the
+  moment the last gradient existed, without the time for which training waited for gradients: so would they come in a
+  step that never waits, whatever is sent and however late it was;
+* how long the link takes for a byte: :class:`LinkPace`, by parts that followed each other without a gap;
+* how long training waits.
+
+Steps in which exact transfers hide are left alone, also if one of them stumbles: compressing begins when two steps in a
+row have waited for more than ``BEGIN`` of their computation *and* the play of the whole step says that they had to; it
+ends when the play says less than ``END``. In between, parts are compressed until waits of ``AIM`` are left. A form in
+which parts are seen to take nearly as long as they are (codecs that cannot keep up) is not used, and tried again later.
+
+Nothing here knows of torch, threads, or clocks: moments are arguments, in seconds of one clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+__all__ = ["AIM", "BEGIN", "END", "LateTransfers", "LinkPace", "StepTimes", "Transfer", "lateness"]
+
+BEGIN = 0.05
+"""Share of the computation that training has to wait before anything is compressed."""
+END = 0.03
+"""Share below which exact transfers hide again."""
+AIM = 0.01
+"""Share that compressing leaves."""
+_STEPS = 5  # that moments are taken from
+_PARTS = 96  # of a kind, that the link's speed is taken from
+_IN_A_ROW = 2
+_WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
+_LEAST_SECONDS = 1e-3  # of a part on the link: a codec takes about as long, however small it is
+_SAME = 1e-9  # seconds
+_TRIED_AGAIN = 50  # steps later
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Something to be sent.
+
+    Attributes:
+        ready: When its data exists.
+        due: When it is needed.
+        priority: A lower number is sent first.
+        seconds: The link takes for it.
+    """
+
+    ready: float
+    due: float
+    priority: int
+    seconds: float
+
+
+def lateness(start: float, transfers: Iterable[Transfer]) -> float:
+    """By how much the latest of ``transfers`` misses its moment, in seconds; below 0 if all are early.
+
+    Args:
+        start: When the link is free.
+        transfers: Sent by priority, as their data comes; a more urgent one interrupts.
+
+    Returns:
+        Minus infinity if there are none.
+    """
+    coming = sorted(transfers, key=lambda transfer: transfer.ready)
+    now, worst, at = start, float("-inf"), 0
+    waiting: list[tuple[int, int, float]] = []  # priority, position, seconds that are left
+    while at < len(coming) or waiting:
+        if not waiting and coming[at].ready > now:
+            now = coming[at].ready
+        while at < len(coming) and coming[at].ready <= now:
+            heapq.heappush(waiting, (coming[at].priority, at, coming[at].seconds))
+            at += 1
+        priority, position, seconds = heapq.heappop(waiting)
+        if at < len(coming) and coming[at].ready < now + seconds:
+            heapq.heappush(waiting, (priority, position, seconds - (coming[at].ready - now)))
+            now = coming[at].ready
+        else:
+            now += seconds
+            worst = max(worst, now - coming[position].due)
+    return worst
+
+
+class LinkPace:
+    """How long the link takes for a byte of gradient, by the form in which it travels.
+
+    Parts that were on their way when the one before ended count. Times of others may have the wait for slower ranks in
+    them, so they only count if they are shorter than what is known. What was not sent for long may have been measured
+    on another link: as it is, a byte takes no longer than as many bytes in a smaller form as it would make, so
+    whichever is less counts.
+
+    Args:
+        ratios: How many times smaller each form is; that of form 0 is 1.
+        seconds_per_byte: Of form 0, until parts have been seen; ``None`` if not known.
+    """
+
+    def __init__(self, ratios: Mapping[int, float], seconds_per_byte: float | None = None) -> None:
+        self._ratios = ratios
+        self._first = seconds_per_byte
+        self._seen: dict[int, deque[tuple[float, float]]] = {form: deque(maxlen=_PARTS) for form in ratios}
+        self._sums: dict[int, list[float]] = {form: [0.0, 0.0] for form in ratios}
+        self._last_end = float("-inf")
+
+    @property
+    def forms(self) -> tuple[int, ...]:
+        """All but 0."""
+        return tuple(form for form in self._ratios if form)
+
+    def ended(self, form: int, nbytes: float, started: float, ended: float) -> None:
+        """A part of ``nbytes`` (as it is) has travelled."""
+        before, self._last_end = self._last_end, max(self._last_end, ended)
+        took, known = ended - max(started, before), self.seconds_per_byte(form)
+        if ended <= before or (started >= before and (known is None or took >= known * nbytes)):
+            return
+        seen, sums = self._seen[form], self._sums[form]
+        if len(seen) == _PARTS:
+            seconds, size = seen[0]
+            sums[0] -= seconds
+            sums[1] -= size
+        seen.append((took, nbytes))
+        sums[0] += took
+        sums[1] += nbytes
+
+    def helps(self, form: int) -> bool:
+        """Whether a byte takes less time in ``form`` than as it is, as far as both were seen."""
+        (seconds, size), (exact, exact_size) = self._sums[form], self._sums[0]
+        return not (size > 0 and exact_size > 0) or seconds / size < _WORTH_IT * exact / exact_size
+
+    def forget(self, form: int) -> None:
+        """Take ``form`` for one that was never seen."""
+        self._seen[form].clear()
+        self._sums[form] = [0.0, 0.0]
+
+    @property
+    def last_end(self) -> float:
+        """When the last part ended."""
+        return self._last_end
+
+    def seconds_per_byte(self, form: int = 0) -> float | None:
+        """Of gradient, not of what travels for it; ``None`` if not known."""
+        seconds, size = self._sums[form]
+        if form:
+            if size > 0:
+                return max(seconds / size, 0.0)
+            exact = self.seconds_per_byte()
+            return None if exact is None else exact / self._ratios[form]
+        known = [seconds / size] if size > 0 else ([] if self._first is None else [self._first])
+        known += [s / n * self._ratios[form] for form, (s, n) in self._sums.items() if form and n > 0]
+        return max(min(known), 0.0) if known else None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    nbytes: float
+    priority: int
+    ready: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    needed: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
+
+
+class StepTimes:
+    """When gradients exist and are needed, as in recent steps of the same kind; see the module.
+
+    Buckets are named by anything that is the same in each step.
+    """
+
+    def __init__(self) -> None:
+        self._kind: Hashable = None
+        self._known: dict[Hashable, dict[int, _Bucket]] = {}
+        self._spans: dict[Hashable, deque[float]] = {}
+        self.buckets: dict[int, _Bucket] = {}
+        self._ready_at: dict[int, float] = {}
+        self._needed: set[int] = set()
+        self._waited = 0.0
+        self._waiting_since: float | None = None
+        self._origin: float | None = None
+        self._offsets: dict[int, tuple[float, float]] = {}
+
+    def begin(self, kind: Hashable) -> None:
+        """A step begins; what is known of steps of another kind says nothing about it."""
+        if self._origin is not None and len(self._ready_at) != len(self.buckets):
+            self._known.pop(self._kind, None)  # other buckets than in the step before
+        self._kind = kind
+        self.buckets = self._known.setdefault(kind, {})
+        self._spans.setdefault(kind, deque(maxlen=_STEPS))
+        self._ready_at, self._needed, self._offsets = {}, set(), {}
+        self._waited, self._waiting_since, self._origin = 0.0, None, None
+
+    def ready(self, bucket: int, nbytes: float, priority: int, now: float, *, last: bool) -> None:
+        """A bucket's gradient exists on this rank; ``last`` of the step."""
+        known = self.buckets.get(bucket)
+        if known is None or known.nbytes != nbytes:
+            known = self.buckets[bucket] = _Bucket(nbytes, priority)
+            self._offsets.pop(bucket, None)
+        known.priority = priority
+        self._ready_at[bucket] = now
+        if last:
+            self._origin = now
+            for each, at in self._ready_at.items():
+                self.buckets[each].ready.append(at - now)
+
+    def needed(self, bucket: int, now: float) -> None:
+        """A bucket's gradient is needed; the first time in a step counts."""
+        if self._origin is not None and bucket in self.buckets and bucket not in self._needed:
+            self._needed.add(bucket)
+            moment = max(now - self._origin - self.waited(now), 0.0)
+            self.buckets[bucket].needed.append(moment)
+            if len(self._needed) == len(self._ready_at):  # the last one: so long is a step, without what is after it
+                self._spans[self._kind].append(moment - min(self._ready_at.values()) + self._origin)
+
+    def waiting(self, now: float) -> None:
+        """Training begins to wait for gradients."""
+        self._waiting_since = now
+
+    def waiting_ends(self, now: float) -> None:
+        """It has got them."""
+        if self._waiting_since is not None:
+            self._waited += max(now - self._waiting_since, 0.0)
+            self._waiting_since = None
+
+    def waited(self, now: float) -> float:
+        """How long training has waited in this step."""
+        return self._waited + (0.0 if self._waiting_since is None else max(now - self._waiting_since, 0.0))
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known of all buckets when they exist and are needed."""
+        return bool(self.buckets) and all(known.ready and known.needed for known in self.buckets.values())
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first gradient of a step to the last gate, without waits; 0 if not known."""
+        spans = self._spans.get(self._kind)
+        return _typical(spans) if spans else 0.0
+
+    def origin(self, now: float) -> float:
+        """When this step's last gradient existed, or will."""
+        if self._origin is not None:
+            return self._origin
+        behind = [at - self.offsets(b)[0] for b, at in self._ready_at.items()]
+        return max(behind[-1], now) if behind else now
+
+    def is_ready(self, bucket: int) -> bool:
+        """Whether the gradient exists in this step."""
+        return bucket in self._ready_at
+
+    def offsets(self, bucket: int) -> tuple[float, float]:
+        """(when it exists, when it is needed) after the origin, as in recent steps."""
+        found = self._offsets.get(bucket)
+        if found is None:  # for the whole step: what is noted in it counts in the next
+            known = self.buckets[bucket]
+            found = self._offsets[bucket] = statistics.median(known.ready), _typical(known.needed)
+        return found
+
+
+def _typical(moments: Iterable[float]) -> float:
+    """The second largest of several.
+
+    The largest may be that of a step with a validation before its forward pass. Small ones are of steps that waited:
+    where a device is given work ahead, it still computes during a part of each wait.
+    """
+    ordered = sorted(moments)
+    return ordered[-2] if len(ordered) > 2 else ordered[-1]
+
+
+class LateTransfers:
+    """Says of each part that is about to be sent whether it has to be smaller; see the module.
+
+    For whoever holds the launching lock and whoever trains; the caller sees to that these do not meet.
+
+    Args:
+        pace: Of the link.
+        halves: Whether each bucket travels twice: first to be summed, all of them before anything is needed, then back.
+
+    Attributes:
+        compressing: Whether parts may be compressed in this step.
+        usual: The form that parts are compressed in.
+    """
+
+    def __init__(self, pace: LinkPace, *, halves: bool = False) -> None:
+        self.times = StepTimes()
+        self.pace = pace
+        self.halves = halves
+        self.compressing = False
+        self.usual = min(pace.forms, default=0)
+        self._left: dict[tuple[int, int], float] = {}  # bytes that were not sent, by bucket and half
+        self._under_way: dict[Hashable, tuple[int, float]] = {}
+        self._waited_for_long = 0
+        self._planned = False
+        self._steps = 0
+
+    def begin(self, kind: Hashable, now: float) -> None:
+        """A step begins: nothing of the last one is under way."""
+        times = self.times
+        if times.span:
+            waits = times.waited(now) > BEGIN * times.span
+            self._waited_for_long = self._waited_for_long + 1 if waits else 0
+        self._steps += 1
+        if self._steps % _TRIED_AGAIN == 0:
+            for form in self.pace.forms:
+                if not self.pace.helps(form):
+                    self.pace.forget(form)
+        times.begin(kind)
+        self._left.clear()
+        self._under_way.clear()
+        self._planned = False
+
+    def ready(self, bucket: int, nbytes: float, priority: int, now: float, *, last: bool) -> None:
+        """See :meth:`StepTimes.ready`."""
+        self.times.ready(bucket, nbytes, priority, now, last=last)
+        if self.halves:
+            self._left[bucket, 0] = self._left[bucket, 1] = nbytes / 2
+        else:
+            self._left[bucket, 0] = nbytes
+
+    def sent(self, part: Hashable, bucket: int, half: int, form: int, nbytes: float) -> None:
+        """A part is on its way."""
+        left = self._left.get((bucket, half), 0.0) - nbytes
+        self._left[bucket, half] = max(left, 0.0)
+        self._under_way[part] = (form, nbytes)
+
+    def ended(self, part: Hashable, started: float, ended: float) -> None:
+        """A part has arrived."""
+        known = self._under_way.pop(part, None)
+        if known is not None:
+            self.pace.ended(*known, started, ended)
+
+    def is_late(self, bucket: int, half: int, nbytes: float, now: float) -> bool:
+        """Whether the part that is next has to be smaller, so that nothing waits for it, or for what is behind it.
+
+        Args:
+            bucket: The part's.
+            half: 0, or 1 on its way back.
+            nbytes: Of the part, as it is.
+            now: When that is decided.
+        """
+        times, exact, smaller = self.times, self.pace.seconds_per_byte(), self.pace.seconds_per_byte(self.usual)
+        span = times.span
+        if exact is None or smaller is None or not span or not times.complete:
+            return False
+        if nbytes * exact < _LEAST_SECONDS:
+            return False
+        if not self._planned:
+            self._planned = True
+            self._plan(exact, span)
+        if not self.compressing:
+            return False
+        origin, waited = times.origin(now), times.waited(now)
+        busy = sum((self.pace.seconds_per_byte(form) or 0.0) * n for form, n in self._under_way.values())
+        if self._under_way and self.pace.last_end > 0:  # the first of them is partly there
+            busy = max(busy - max(now - self.pace.last_end, 0.0), 0.0)
+        soonest = min(times.offsets(each)[1] for each in times.buckets)
+        behind, due = [], now
+        for each, known in times.buckets.items():
+            ready, needed = times.offsets(each)
+            at = now if times.is_ready(each) else max(origin + ready, now)
+            for part, size in self._sizes(each, known):
+                transfer = self._transfer(known, part, at, origin + waited, (soonest, needed), size * smaller)
+                if (each, part) == (bucket, half):
+                    due, left = transfer.due, size - nbytes
+                    transfer = replace(transfer, seconds=max(left, 0.0) * smaller)
+                if transfer.seconds > 0:
+                    behind.append(transfer)
+        ends = [now + busy + nbytes * per_byte for per_byte in (exact, smaller)]
+        allowed = max(AIM * span - waited, 0.0)
+        as_it_is = max(ends[0] - due, lateness(ends[0], behind))
+        return as_it_is > allowed and as_it_is > max(ends[1] - due, lateness(ends[1], behind)) + _SAME
+
+    def _plan(self, per_byte: float, span: float) -> None:
+        """Whether exact transfers of the whole step hide."""
+        times = self.times
+        soonest = min(times.offsets(bucket)[1] for bucket in times.buckets)
+        whole = []
+        for bucket, known in times.buckets.items():
+            ready, needed = times.offsets(bucket)
+            share = 0.5 if self.halves else 1.0
+            for half in range(1 + self.halves):
+                seconds = known.nbytes * share * per_byte
+                whole.append(self._transfer(known, half, ready, 0.0, (soonest, needed), seconds))
+        wait = lateness(min(each.ready for each in whole), whole)
+        if self.compressing:
+            self.compressing = wait > END * span
+        else:
+            self.compressing = wait > BEGIN * span and self._waited_for_long >= _IN_A_ROW
+
+    def _sizes(self, bucket: int, known: _Bucket) -> list[tuple[int, float]]:
+        if not self.times.is_ready(bucket):
+            return [(0, known.nbytes / 2), (1, known.nbytes / 2)] if self.halves else [(0, known.nbytes)]
+        return [(half, self._left.get((bucket, half), 0.0)) for half in range(1 + self.halves)]
+
+    def _transfer(
+        self, known: _Bucket, half: int, ready: float, due: float, needed: tuple[float, float], seconds: float
+    ) -> Transfer:
+        first = self.halves and not half  # sums are all needed before the first gate opens, and precede everything
+        return Transfer(
+            ready=ready,
+            due=due + needed[not first],
+            priority=known.priority - (1 << 40 if first else 0),
+            seconds=seconds,
+        )
