@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy
 
-__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender"]
+__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender", "PowerSGDHook"]
 
 ALONE = "alone"
 DDP_BUCKETS = (1, 2, 4, 8)
@@ -54,6 +55,16 @@ def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return compressed
 
 
+class PowerSGDHook(DDPStrategy):
+    """DDP with PyTorch's own PowerSGD of rank 4, from as early on as it can."""
+
+    def _register_ddp_hooks(self) -> None:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise TypeError("DDP did not wrap the model.")
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        self.model.register_comm_hook(state, powerSGD_hook)
+
+
 _CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
 
 
@@ -69,6 +80,13 @@ def _contenders() -> list[Contender]:
             for size in DDP_BUCKETS
         ),
         Contender(name="ddp, bf16 on the wire", strategy=_HalfTheBytes),
+        *(
+            Contender(
+                name="ddp, powersgd" + ("" if size == 25 else f", {size} MB buckets"),
+                strategy=partial(PowerSGDHook, bucket_cap_mb=size, gradient_as_bucket_view=True),
+            )
+            for size in (25, *DDP_BUCKETS)
+        ),
         Contender(name="bytescheduler", strategy=ByteSchedulerStrategy),
         Contender(name="bytescheduler, overlapped", strategy=partial(ByteSchedulerStrategy, mode="overlapped")),
         Contender(name="bytescheduler, as ddp", strategy=partial(ByteSchedulerStrategy, mode="ddp")),
@@ -77,7 +95,7 @@ def _contenders() -> list[Contender]:
                 name=f"bytescheduler, {wire}",
                 strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
             )
-            for wire in ("bf16", "int8", "int4")
+            for wire in ("bf16", "int8", "int4", "powersgd")
         ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
@@ -94,7 +112,7 @@ class _Named(dict[str, Contender]):
 
     def __missing__(self, name: str) -> Contender:
         found = re.fullmatch(
-            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4))?", name
+            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4|powersgd))?", name
         )
         if found is None:
             raise KeyError(name)
