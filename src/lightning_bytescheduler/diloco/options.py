@@ -141,7 +141,7 @@ class DiLoCoOptions:
         require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         WireFormat(dtype=self.wire_dtype, density=self.density)
         if self.wire_dtype == "sparse" and self.outer_optimizer is None:
-            for option, value in (("outer_lr", 1.0), ("outer_momentum", 0.0)):  # what is unsent is the momentum
+            for option, value in (("outer_lr", 1.0), ("outer_momentum", 0.5)):  # what is unsent acts as momentum, too
                 if getattr(self, option) is None:
                     object.__setattr__(self, option, value)
         require_whole("lead_steps", self.lead_steps, 1)
