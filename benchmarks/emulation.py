@@ -117,6 +117,8 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         layer = ctx.layer
         layer.accelerator.finish(layer.backward_seconds, asked_before=not layer.last)
+        if layer.gradient.dtype is not layer.weight.dtype:  # Lightning has converted the weights since
+            layer.gradient = layer.gradient.to(layer.weight.dtype)
         return gradients[0], layer.gradient, None
 
 
