@@ -133,7 +133,8 @@ class _Named(dict[str, Contender]):
             known = self[plain]
             return replace(known, name=name, trainer={**known.trainer, "precision": "bf16-true"})
         found = re.fullmatch(
-            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4|powersgd|lossless))?", name
+            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4|powersgd|lossless))?",
+            name,
         )
         if found is None:
             raise KeyError(name)

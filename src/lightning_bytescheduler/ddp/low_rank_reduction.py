@@ -30,7 +30,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -90,7 +90,7 @@ class Matrix:
     shape: tuple[int, int]
     residual: Tensor
     right: Tensor
-    _whole: Tensor = field(init=False)
+    _added: bool = False
 
     @property
     def end(self) -> int:
@@ -98,39 +98,50 @@ class Matrix:
         return self.first + self.shape[0] * self.shape[1]
 
     def begin(self, buffer: Tensor, ranks: int, left: Tensor) -> None:
-        """Fill ``left`` with this rank's part of P."""
-        gradient = buffer[self.first : self.end].view(self.shape)
-        own = gradient if gradient.dtype is torch.float32 else gradient.float()
-        self._whole = torch.add(self.residual.view(self.shape), own, alpha=1.0 / ranks, out=own)
-        if _is_finite(own):
-            torch.mm(own, _orthonormal(self.right), out=left.view(self.shape[0], -1))
+        """Fill ``left`` with this rank's part of P, column by column; what is kept becomes x."""
+        gradient = self._gradient(buffer)
+        self._added = _is_finite(gradient)
+        if self._added:
+            whole = self._kept.add_(gradient, alpha=1.0 / ranks)
+            torch.mm(_orthonormal(self.right).t(), whole.t(), out=self._factor(left))
         else:
             left.fill_(torch.nan)
 
     def go_on(self, left: Tensor, right: Tensor) -> None:
-        """Make P orthonormal, and fill ``right`` with this rank's part of Q."""
-        factor = left.view(self.shape[0], -1)
+        """Make P orthonormal, and fill ``right`` with this rank's part of Q, column by column."""
+        factor = self._factor(left)
         if _is_finite(left):
-            factor.copy_(_orthonormal(factor))
-            torch.mm(self._whole.t(), factor, out=right.view(self.shape[1], -1))
+            factor.copy_(_orthonormal(factor.t()).t())
+            torch.mm(factor, self._kept, out=self._factor(right))
         else:  # on one rank, so on all: the sum is the same
             right.fill_(torch.nan)
 
     def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> float:
         """Put P Q^T in its place, and keep what it leaves out; returns the square of the norm of that."""
-        gradient = buffer[self.first : self.end].view(self.shape)
-        if not _is_finite(right):  # what overflows is lost; residual and Q stay as they were
+        gradient = self._gradient(buffer)
+        if not _is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
+            if self._added:
+                self._kept.sub_(gradient, alpha=1.0 / ranks)
             gradient.fill_(torch.nan)
             return 0.0
-        rows = left.view(self.shape[0], -1)
-        columns = right.view(self.shape[1], -1).mul_(ranks)  # was averaged on the way
-        self.right.copy_(columns)
-        torch.addmm(self._whole, rows, columns.t(), alpha=-1.0 / ranks, out=self.residual.view(self.shape))
+        rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
+        self.right.copy_(columns.t())
+        self._kept.addmm_(rows, columns, alpha=-1.0 / ranks)
         if gradient.dtype is torch.float32:
-            torch.mm(rows, columns.t(), out=gradient)
+            torch.mm(rows, columns, out=gradient)
         else:
-            gradient.copy_(rows @ columns.t())
+            gradient.copy_(rows @ columns)
         return float(torch.dot(self.residual, self.residual))
+
+    @property
+    def _kept(self) -> Tensor:
+        return self.residual.view(self.shape)
+
+    def _gradient(self, buffer: Tensor) -> Tensor:
+        return buffer[self.first : self.end].view(self.shape)
+
+    def _factor(self, flat: Tensor) -> Tensor:
+        return flat.view(self.right.shape[1], -1)
 
 
 class LowRankBucket:
@@ -143,8 +154,8 @@ class LowRankBucket:
         observer: Told of work and of residuals.
 
     Attributes:
-        lefts: All P, flat.
-        rights: All Q, flat.
+        lefts: All P, flat, column by column.
+        rights: All Q, flat, column by column.
     """
 
     def __init__(self, buffer: Tensor, matrices: Sequence[Matrix], ranks: int, observer: WorkObserver) -> None:
@@ -327,7 +338,9 @@ def _never(name: str, group: dist.ProcessGroup, part: Tensor, number: int) -> St
 
 def _is_finite(values: Tensor) -> bool:
     flat = values.view(-1)
-    return bool(torch.isfinite(torch.dot(flat, flat))) or bool(torch.isfinite(flat).all())
+    return (values.dtype is torch.float32 and bool(torch.isfinite(torch.dot(flat, flat)))) or bool(
+        torch.isfinite(flat).all()
+    )
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

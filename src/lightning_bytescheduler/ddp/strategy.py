@@ -207,8 +207,8 @@ class ByteSchedulerStrategy(RankStrategy):
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
-            ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts: ``{"head.*": None, "*": "int8"}``. The
-            weights are not DDP's then. Nothing is compressed when left out.
+            ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
+            ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. Nothing is compressed when left out.
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
