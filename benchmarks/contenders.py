@@ -5,7 +5,7 @@ No postponed annotations here: DDP looks at those of a comm hook as objects.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy
 
-__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender"]
+__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender", "PowerSGDHook"]
 
 ALONE = "alone"
+_HALF = ", bf16-true"
 DDP_BUCKETS = (1, 2, 4, 8)
 """Bucket sizes tried beside DDP's default of 25, in MB."""
 
@@ -54,6 +56,29 @@ def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return compressed
 
 
+class PowerSGDHook(DDPStrategy):
+    """DDP with PyTorch's own PowerSGD of rank 4, from as early on as it can.
+
+    A bucket's turn comes when the one before has its result: the hook starts collectives in callbacks, so that those of
+    two buckets would come in another order on each rank, and with gloo's two threads they wait for each other for ever.
+    """
+
+    def _register_ddp_hooks(self) -> None:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise TypeError("DDP did not wrap the model.")
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        self.model.register_comm_hook([state, None], _powersgd_in_turn)
+
+
+def _powersgd_in_turn(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    settings, last = state
+    if last is not None:
+        last.wait()
+    found: torch.futures.Future[torch.Tensor] = powerSGD_hook(settings, bucket)
+    state[1] = None if bucket.is_last() else found
+    return found
+
+
 _CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
 
 
@@ -69,6 +94,13 @@ def _contenders() -> list[Contender]:
             for size in DDP_BUCKETS
         ),
         Contender(name="ddp, bf16 on the wire", strategy=_HalfTheBytes),
+        *(
+            Contender(
+                name=f"ddp, powersgd, {size} MB buckets",
+                strategy=partial(PowerSGDHook, bucket_cap_mb=size, gradient_as_bucket_view=True),
+            )
+            for size in (64, *DDP_BUCKETS)
+        ),
         Contender(name="bytescheduler", strategy=ByteSchedulerStrategy),
         Contender(name="bytescheduler, overlapped", strategy=partial(ByteSchedulerStrategy, mode="overlapped")),
         Contender(name="bytescheduler, as ddp", strategy=partial(ByteSchedulerStrategy, mode="ddp")),
@@ -77,7 +109,7 @@ def _contenders() -> list[Contender]:
                 name=f"bytescheduler, {wire}",
                 strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
             )
-            for wire in ("bf16", "int8", "int4", "auto")
+            for wire in ("bf16", "int8", "int4", "powersgd", "lossless", "auto")
         ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
@@ -90,11 +122,20 @@ def _contenders() -> list[Contender]:
 
 
 class _Named(dict[str, Contender]):
-    """Makes what is asked for with sizes of its own: ``"bytescheduler, partition 65536, credit 131072"``."""
+    """Makes what is asked for with sizes of its own: ``"bytescheduler, partition 65536, credit 131072"``.
+
+    Any name with ``", bf16-true"`` after it trains with weights and gradients of two bytes.
+    """
 
     def __missing__(self, name: str) -> Contender:
+        plain = name.removesuffix(_HALF)
+        if plain != name:
+            known = self[plain]
+            return replace(known, name=name, trainer={**known.trainer, "precision": "bf16-true"})
         found = re.fullmatch(
-            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?(?:, (bf16|int8|int4|auto))?", name
+            r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?"
+            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?",
+            name,
         )
         if found is None:
             raise KeyError(name)

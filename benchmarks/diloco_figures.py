@@ -12,6 +12,7 @@ SYNCHRONOUS = ("ddp", "ddp, bf16 on the wire", "bytescheduler")
 _VALIDATIONS = 12
 _WIRE_LENGTH = 20
 _SPARSE_S = 60
+_SPARSE = {"wire_dtype": "sparse"}
 _STALL_SAMPLES = 320  # of a round of the example
 _STALLS = (("example", 8, 0.5, 1, 0), ("example", 8, 0.5, 4, 2), ("5M", 1, 0.05, 1, 0), ("5M", 1, 0.05, 4, 10))
 
@@ -64,14 +65,15 @@ def gap(options: argparse.Namespace) -> list[Group]:
 def wire(options: argparse.Namespace) -> list[Group]:
     """Rounds of one length with each wire dtype; the same steps for all, as fast as they go.
 
-    What sparse does not send takes the place of outer momentum, so that there is plain averaging to compare it with,
-    too.
+    What sparse does not send acts as momentum, so that there is plain averaging to compare it with, too; it has its own
+    outer optimizer.
     """
-    strategy = {"inner_steps": _WIRE_LENGTH, "equal_steps": True, **_tuned(options)}
+    rounds = {"inner_steps": _WIRE_LENGTH, "equal_steps": True}
+    strategy = {**rounds, **_tuned(options)}
     averaging = {**strategy, "outer_lr": 1.0, "outer_momentum": 0.0}
     compared = [(dtype, {**strategy, "wire_dtype": dtype}) for dtype in ("fp32", "int8", "int4")]
     compared.append(("fp32, plain averaging", {**averaging, "wire_dtype": "fp32"}))
-    compared.append(("sparse", {**averaging, "wire_dtype": "sparse"}))
+    compared.append(("sparse", {**rounds, **_SPARSE}))
     own = {
         "batch": 2 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
         "steps": options.steps,
@@ -105,8 +107,13 @@ def sparse(options: argparse.Namespace) -> list[Group]:
     made: list[Group] = []
     for length in options.grid:
         samples = round(length * options.batch * (1 + options.ratio))
-        for name, outer in (("int4", _tuned(options)), ("int4, plain averaging", averaging), ("sparse", averaging)):
-            strategy = {"samples_per_round": samples, **outer, "wire_dtype": name.split(",")[0]}
+        int4 = {"wire_dtype": "int4"}
+        for name, outer in (
+            ("int4", {**_tuned(options), **int4}),
+            ("int4, plain averaging", {**averaging, **int4}),
+            ("sparse", _SPARSE),
+        ):
+            strategy = {"samples_per_round": samples, **outer}
             contender = _diloco(f"{name}, {samples} samples", round(length * options.ratio), strategy)
             made.append([{**contender, "seconds": _SPARSE_S}])
     return made

@@ -16,6 +16,7 @@ extensions do: no PyTorch function touches them.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_bytescheduler.simulation import LayerProfile, ModelProfile
 __all__ = ["Accelerator", "EmulatedModel", "scaled"]
 
 _BYTES = 4
+_MATRIX = 4096  # numbers of a layer whose weights are a matrix, as near to a square as can be
 
 
 def scaled(profile: ModelProfile, *, parameter_bytes: int, compute_seconds: float) -> ModelProfile:
@@ -105,9 +107,9 @@ class _Compute(torch.autograd.Function):
         ctx.layer = layer
         if layer.raw:
             with torch._C.DisableTorchFunctionSubclass():  # as a kernel that takes its memory
-                first = weight[0]
+                first = weight.view(-1)[0]
         else:
-            first = weight[0]  # here its gate opens
+            first = weight.view(-1)[0]  # here its gate opens
         layer.accelerator.begin(layer.forward_seconds)
         return value + first
 
@@ -115,6 +117,8 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         layer = ctx.layer
         layer.accelerator.finish(layer.backward_seconds, asked_before=not layer.last)
+        if layer.gradient.dtype is not layer.weight.dtype:  # Lightning has converted the weights since
+            layer.gradient = layer.gradient.to(layer.weight.dtype)
         return gradients[0], layer.gradient, None
 
 
@@ -127,8 +131,10 @@ class EmulatedLayer(nn.Module):
         self.accelerator = accelerator
         self.last = last
         count = profile.parameter_bytes // _BYTES
-        self.weight = nn.Parameter(torch.zeros(count))
-        self.gradient = torch.full((count,), 1e-3)
+        rows = math.isqrt(count) if count >= _MATRIX else 1
+        shape = (rows, count // rows) if rows > 1 else (count,)
+        self.weight = nn.Parameter(torch.zeros(shape))
+        self.gradient = 1e-3 * torch.randn(shape)
         self.forward_seconds = profile.forward_seconds
         self.backward_seconds = profile.backward_seconds
 

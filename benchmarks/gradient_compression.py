@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from benchmarks.contenders import PowerSGDHook
 from benchmarks.measure import free_port, ranks_of
 from examples.demo.model import CharacterGPT
 from examples.demo.size import GPTSize
@@ -32,6 +33,7 @@ _SIZE = GPTSize(context=48, width=96, heads=4, layers=3)
 _VALIDATION_WINDOWS = 256
 _RANKS = 2
 _EXACT = "exact"
+_TORCHS = "torch's powersgd"
 
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     L.seed_everything(asked["seed"], verbose=False)
     training, validation = (Windows(text, _SIZE.context) for text in training_and_validation_text())
     wire = None if asked["wire"] == _EXACT else asked["wire"]
-    strategy = ByteSchedulerStrategy(mode="overlapped", compression=wire)
+    strategy: Any = PowerSGDHook() if wire == _TORCHS else ByteSchedulerStrategy(mode="overlapped", compression=wire)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=_RANKS,
@@ -60,7 +62,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         DataLoader(training, batch_size=16, shuffle=True),
         DataLoader(Subset(validation, range(0, apart * _VALIDATION_WINDOWS, apart)), batch_size=16),
     )
-    statistics = strategy.statistics
+    statistics = getattr(strategy, "statistics", None)
     losses = {name: float(value) for name, value in trainer.callback_metrics.items() if "val" in name}
     return {
         **asked,
@@ -85,7 +87,7 @@ def _rank(specification: str) -> None:
 def main() -> int:
     """Train what was asked for; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradient_compression", description=__doc__)
-    parser.add_argument("--wires", nargs="+", default=["int8", "int4"], metavar="SPEC")
+    parser.add_argument("--wires", nargs="+", default=["int8", "int4"], metavar="SPEC", help=f"also {_TORCHS!r}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON")

@@ -85,7 +85,7 @@ def test_layers_keep_their_shares() -> None:
         assert layer.parameter_bytes == pytest.approx(1e6 * share, abs=4)
         assert layer.forward_seconds * original.compute_seconds == pytest.approx(whole.forward_seconds * 0.3)
     parameters = sum(p.numel() for p in EmulatedModel(small).parameters())
-    assert 4 * parameters == small.parameter_bytes
+    assert 4 * parameters == pytest.approx(small.parameter_bytes, rel=0.01)  # less what makes no whole matrix
 
 
 def test_what_is_predicted_lies_above_its_bound_and_in_its_order() -> None:

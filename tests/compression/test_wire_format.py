@@ -180,6 +180,15 @@ def test_what_is_not_finite_is_refused(dtype: str, value: float) -> None:
         WireFormat(dtype=dtype).encode(torch.tensor([1.0, value]))
 
 
+def test_means_of_sparse_payloads_are_denser() -> None:
+    assert WireFormat(dtype="sparse", density=0.1).of_means == WireFormat(dtype="sparse", density=0.2)
+    assert WireFormat(dtype="sparse", density=0.7).of_means.density == 1.0
+    sent, int4 = WireFormat(dtype="sparse"), WireFormat(dtype="int4")
+    there_and_back = sent.payload_bytes(10**6) + sent.of_means.payload_bytes(10**6)
+    assert there_and_back < 2 * int4.payload_bytes(10**6) / 10
+    assert int4.of_means is int4
+
+
 def test_what_bf16_cannot_hold() -> None:
     with pytest.raises(ValueError, match="bf16"):
         WireFormat(dtype="bf16").encode(torch.tensor([3.4e38]))

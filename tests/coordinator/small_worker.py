@@ -207,7 +207,7 @@ class SmallWorker:
         if total:
             names = self.fragments[fragment]
             weights = self.outer.weights
-            flat = self.wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self.size(fragment))
+            flat = self.wire.of_means.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self.size(fragment))
             parts = flat.split([weights[name].numel() for name in names])
             self.outer.step({n: part.view_as(weights[n]) for n, part in zip(names, parts, strict=True)})
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, digest_of
 from lightning_bytescheduler.coordinator.options import run_options
+from lightning_bytescheduler.coordinator.update_sum import Update
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -28,15 +29,19 @@ def updates(count: int) -> list[Tensor]:
 async def means(weights: GlobalWeights, rounds: range, sent: list[Tensor]) -> list[Tensor]:
     """The mean of each of some rounds, to which each worker sends the same as in the others, exactly."""
     decoded = []
+    pieced = weights.formats[0]
     for round in rounds:
         sums = weights.sum_of(0)
         for seed, update in enumerate(sent):
-            payload = weights.formats[0].wire.encode(update, seed=seed)
-            sums.begin(extent=10.0, weight=seed + 1)
-            await sums.add(payload, weight=seed + 1)
-        _, mean = await weights.mean(round, 0, sums)
-        decoded.append(mean.clone())
-        await weights.step(0, mean, sums)
+            payload = pieced.wire.encode(update, seed=seed)
+            extents = [pieced.extent(payload, index) for index in range(len(pieced.pieces))]
+            given = Update(payload, extents, digest_of(payload))
+            sums.begin(given, weight=seed + 1)
+            await sums.add(given)
+        await sums.settled()
+        mean = await weights.mean(round, 0, sums)
+        decoded.append(pieced.of_means.wire.decode(mean.payload, ELEMENTS).clone())
+        await weights.step(mean, sums)
     return decoded
 
 

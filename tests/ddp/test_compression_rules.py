@@ -34,8 +34,7 @@ def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
         ("int9", "compression='int9' is not allowed"),
         (8, "compression=8 is not allowed"),
         ("topk", "'topk' has 1 to 2 parameters"),
-        ("powersgd:4", "PowerSGD needs matrices"),
-        (PowerSGD(2), "PowerSGD needs matrices"),
+        (PowerSGD(2, (20, 30)), "without a shape"),
         (ErrorFeedback(TopK(0.1)), "Error feedback is the strategy's own"),
         ({}, "patterns of parameter names"),
         ({"*.weight": "int3"}, "compression['*.weight']='int3' is not allowed"),
@@ -79,6 +78,19 @@ def test_what_would_not_shrink_travels_as_it_is() -> None:
     assert spec_of("int8:stochastic", "large", torch.zeros(2000)) == "int8"
 
 
+def test_matrices_travel_as_factors_and_all_else_as_it_is() -> None:
+    large = torch.zeros(100, 50, 2)
+    assert spec_of("powersgd", "large", large) == "powersgd:4"
+    assert spec_of(PowerSGD(2), "large", large) == "powersgd:2"
+    assert spec_of("powersgd:4", "flat", torch.zeros(10_000)) is None
+    assert spec_of("powersgd:25", "narrow", large) is None, "its factors would be half as large"
+    assert spec_of("powersgd:4", "small", torch.zeros(31, 33)) is None
+    assert rules("powersgd:4").whole_matrices
+    assert not rules("int8").whole_matrices
+    parameters = {"large": nn.Parameter(large), "flat": nn.Parameter(torch.zeros(1000))}
+    assert rules("powersgd:4").ratio(parameters) == 11_000 / (4 * (100 + 100) + 1000)
+
+
 def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
     ranks = [Residuals() for _ in range(2)]
     for rank, residuals in enumerate(ranks):
@@ -89,6 +101,14 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
     assert state is not None
     assert ranks[0].total(lambda tensor: None, keep=False) is None
     assert torch.equal(ranks[0].of("a", 3), torch.ones(3)), "saving changes a training"
+
+    right = ranks[0].right_of("m", 5, 2).fill_(7.0)
+    assert torch.equal(ranks[1].right_of("m", 5, 2), Residuals().right_of("m", 5, 2)), "ranks begin differently"
+    with_factors = ranks[0].total(lambda tensor: tensor.copy_(total), keep=True)
+    assert with_factors is not None
+    going_on = Residuals()
+    going_on.load(with_factors, 2)
+    assert torch.equal(going_on.right_of("m", 5, 2), right)
 
     resumed = [Residuals() for _ in range(3)]
     for residuals in resumed:

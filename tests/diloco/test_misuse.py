@@ -105,9 +105,9 @@ def test_a_number_without_its_name() -> None:
         DiLoCoStrategy(100)  # type: ignore[arg-type]
 
 
-def test_what_sparse_does_not_send_is_the_momentum() -> None:
+def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     options = DiLoCoStrategy(wire_dtype="sparse")._options
-    assert (options.outer_lr, options.outer_momentum, options.density) == (1.0, 0.0, None)
+    assert (options.outer_lr, options.outer_momentum, options.density) == (1.0, 0.5, None)
     options = DiLoCoStrategy(wire_dtype="sparse", density=0.1, outer_lr=0.5, outer_momentum=0.3)._options
     assert (options.outer_lr, options.outer_momentum, options.outer(None).wire.density) == (0.5, 0.3, 0.1)
     assert common_options(options)["density"] == 0.1  # the same on all ranks, or they are refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,27 @@ def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:
     for rank in range(3):
         assert same_weights(ours[0], ours[rank]), "ranks drift apart"
         assert max_difference(ddp[rank], ours[rank]) < 0.02
+
+
+def test_gradients_as_factors(two_ranks: RankPool) -> None:
+    options = {**INT8, "compression": "powersgd:1"}
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8)
+    clipped = replace(recipe, trainer={"gradient_clip_val": 0.05})
+    ddp, overlapped, waiting = train_on(
+        two_ranks, recipe, DDP, Run(options=options, network="held"), Run(options={**options, "cross_barrier": False})
+    )
+    assert_overlapped(overlapped, share=0.85)
+    assert_same(overlapped, waiting)
+    for rank in range(2):
+        assert same_weights(overlapped[0], overlapped[rank]), "ranks drift apart"
+        assert not same_weights(ddp[rank], overlapped[rank]), "nothing was compressed"
+        assert max_difference(ddp[rank], overlapped[rank]) < 0.05
+    plan = overlapped[0].plan
+    assert plan is not None
+    assert set(plan.compressed.values()) == {"powersgd:1"}
+
+    (waits,) = train_on(two_ranks, clipped, Run(options=options))
+    plan = waits[0].plan
+    assert plan is not None
+    assert "cannot reduce in shards" in plan.summary()
+    assert same_weights(waits[0], waits[1])

@@ -125,7 +125,7 @@ def _taken_apart(whole: Tensor) -> tuple[Tensor, Tensor]:
     size = whole.element_size()
     exponents = torch.empty(len(whole), dtype=torch.uint8)
     rest = torch.empty((size - 1) * len(whole), dtype=torch.uint8)
-    low = rest[: 2 * len(whole)].view(torch.int16)
+    low = rest[: 2 * len(whole)].view(torch.int16) if size > 2 else rest
     for first, length in chunks_of(len(whole), chunk_size(whole.device)):
         part = slice(first, first + length)
         turned = whole[part] << 1

@@ -48,7 +48,7 @@ class PowerSGD(Compressor):
         self.rank = require_whole("rank", rank, 1)
         if shape is not None and (len(shape) != 2 or min(shape) < 1):
             raise OptionError("shape", shape, "two positive whole numbers")
-        self._shape = shape
+        self.shape = shape
         self._kept: dict[str, Tensor] = {}
 
     @property
@@ -115,8 +115,8 @@ class PowerSGD(Compressor):
 
     def _dimensions(self, elements: int) -> tuple[int, int, int]:
         """Rows, columns, rank."""
-        if self._shape is not None and math.prod(self._shape) == elements:
-            rows, columns = self._shape
+        if self.shape is not None and math.prod(self.shape) == elements:
+            rows, columns = self.shape
         else:
             columns = max(1, math.isqrt(elements))
             rows = -(-elements // columns)

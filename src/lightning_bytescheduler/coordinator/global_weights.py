@@ -137,7 +137,7 @@ class GlobalWeights:
             if only is not None:
                 payload, digest = only.payload, only.digest  # it loses nothing: what was lost before stays so
             else:
-                payload = self._buffers.take(pieced.payload_bytes)
+                payload = self._buffers.take(pieced.of_means.payload_bytes)
                 if pieced.wire.keeps_residuals:
                     known = self._residuals.get(fragment)
                     self._lost = torch.zeros(pieced.elements) if known is None else known.clone()
@@ -171,7 +171,7 @@ class GlobalWeights:
             decoded = mean.payload.view(torch.float32)
         else:
             decoded = self._buffers.take(4 * pieced.elements).view(torch.float32)
-            pieced.wire.decode(mean.payload, pieced.elements, out=decoded)
+            pieced.of_means.wire.decode(mean.payload, pieced.elements, out=decoded)
         parts = decoded.split([self._shapes[name].numel() for name in names])
         self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
 
@@ -188,7 +188,8 @@ class GlobalWeights:
         if not kept:
             return None
         pieced = self.formats[fragment]
-        update, reference = (pieced.wire.decode(one, pieced.elements) for one in (payload, kept[0].payload))
+        update = pieced.wire.decode(payload, pieced.elements)
+        reference = pieced.of_means.wire.decode(kept[0].payload, pieced.elements)
         return alignment({"": update}, {"": reference})
 
     def kept(self, round: int) -> KeptMean | None:

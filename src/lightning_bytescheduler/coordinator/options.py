@@ -18,6 +18,7 @@ from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.late_updates import require_late
+from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.exceptions import OptionError
@@ -78,8 +79,8 @@ def run_options(**given: Any) -> RunOptions:
         OptionError: Names the option that is not allowed.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen.get("wire_dtype") == "sparse":  # what is unsent is the momentum, as DiLoCoStrategy has it
-        chosen = {"outer_lr": 1.0, "outer_momentum": 0.0, **chosen}
+    if chosen.get("wire_dtype") == "sparse":
+        chosen = {**SPARSE_DEFAULTS, **chosen}
     options = RunOptions(**chosen)
     if options.samples_per_round is not None:
         require_whole("samples_per_round", options.samples_per_round, 1)

@@ -7,6 +7,7 @@ scales of its blocks, then its elements.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class PiecedFormat:
         self.pieces = [(start, min(start + piece, elements)) for start in range(0, elements, piece)]
         self._scales = self.payload_bytes - self._element_bytes(elements)
         self._scales_of_piece = wire.payload_bytes(PIECE) - self._element_bytes(PIECE)
+
+    @cached_property
+    def of_means(self) -> PiecedFormat:
+        """The same for the means of such payloads."""
+        wire = self.wire.of_means
+        return self if wire == self.wire else PiecedFormat(wire, self.elements)
 
     def _element_bytes(self, elements: int) -> int:
         return -(-elements * self._bits // 8)

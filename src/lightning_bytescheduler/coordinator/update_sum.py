@@ -146,20 +146,20 @@ class UpdateSum:
             seed: For its rounding.
             residual: What former means have lost of the whole fragment; is left with what this one loses.
         """
-        wire, length = self.pieced.wire, self.pieced.length_of(index)
-        out = self.pieced.place_of(payload, index)
+        means, length = self.pieced.of_means, self.pieced.length_of(index)
+        wire, out = means.wire, means.place_of(payload, index)
         start, stop = self.pieced.pieces[index]
         unsent = None if residual is None else residual[start:stop]
         sums = self._sums[index]
         if self._summed and sums is not None:
             part = sums.encode_mean(wire, seed=seed, out=out, residual=unsent)
         elif self._held:
-            chunks = exact_mean(self._parts(self._held, index), wire, length)
+            chunks = exact_mean(self._parts(self._held, index), self.pieced.wire, length)
             part = wire.encode_chunks(chunks, length, device=_CPU, seed=seed, out=out, residual=unsent)
         else:
             raise ValueError("There is no mean: nothing was added.")
         if out is None:
-            self.pieced.place(part, payload, index)
+            means.place(part, payload, index)
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""

@@ -43,8 +43,10 @@ from torch import Tensor, nn
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
+from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Phase, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
@@ -464,9 +466,11 @@ class GradientCompression:
 
     def encoded(self, bucket: GradientBucket) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
-        known = self.choice is not None or any(id(parameter) in self._codecs for parameter in bucket.parameters)
+        codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
+        if self.choice is None and all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
+            return None
         buffer = bucket.buffer
-        if not known or buffer.is_complex():
+        if buffer.is_complex():
             return None
         return CompressedBucket(buffer, list(self._pieces(bucket.parameters)), self, self.choice)
 
@@ -483,12 +487,32 @@ class GradientCompression:
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
+    def in_factors(self, bucket: GradientBucket, ranks: int) -> tuple[LowRankBucket, Rest] | None:
+        """The matrices of a bucket that travel as factors, for one step, and all else of it; ``None`` without any."""
+        matrices, others = [], []
+        at = 0
+        for parameter in bucket.parameters:
+            with torch._C.DisableTorchFunctionSubclass():
+                size = parameter.numel()
+            name, codec = self._codecs.get(id(parameter), ("", None))
+            shape = matrix_shape(parameter, codec.rank) if isinstance(codec, PowerSGD) else None
+            if shape is None or not isinstance(codec, PowerSGD):
+                others.append((parameter, at, at + size))
+            else:
+                right = self._residuals.right_of(name, shape[1], codec.rank)
+                matrices.append(Matrix(at, shape, self._residuals.of(name, size), right))
+            at += size
+        if not matrices:
+            return None
+        return LowRankBucket(bucket.buffer, matrices, ranks, self), Rest(bucket.buffer, others)
+
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
         for parameter in parameters:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
+            codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels as it is
             piece = Piece(at, at + size, codec, None, name=name)
             yield self.with_residual(piece, make=self.choice is None)
             at += size
@@ -532,9 +556,13 @@ class CompressedReduction:
         self._tasks = StepTasks(core, transport, step, device)
         self._plain = AllReduction(core, transport, step, device)
         self._compression = compression
+        self._factors = LowRankReduction(self._tasks, self.reduce)
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See ``Reduction``."""
+        in_factors = self._compression.in_factors(bucket, self._tasks.world_size)
+        if in_factors is not None:
+            return self._factors.reduce(bucket, *in_factors, on_end)
         encoded = self._compression.encoded(bucket)
         if encoded is None:
             return self._plain.reduce(bucket, on_end)

@@ -16,6 +16,7 @@ from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import MIN_SIZE, make_compressor
+from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
@@ -28,6 +29,7 @@ MAX_ERROR = 0.2
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 _CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))
 _STRONGEST = _CHOICES[0]
+_FLOAT_BYTES = 4
 _LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -104,6 +106,8 @@ class CompressionRules:
             return None
         for pattern, codec in self.by_pattern:
             if fnmatch.fnmatchcase(name, pattern):
+                if isinstance(codec, PowerSGD):
+                    return codec if matrix_shape(parameter, codec.rank) else None
                 if codec is not None and codec.exact:
                     return codec if dtype in _LOSSLESS_TYPES else None
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
@@ -126,8 +130,17 @@ class CompressionRules:
                 size, nbytes = parameter.numel(), parameter.numel() * parameter.element_size()
             codec = self.codec_for(name, parameter)
             plain += nbytes
-            sent += nbytes if codec is None or codec.exact else codec.payload_bytes(size)
+            shape = matrix_shape(parameter, codec.rank) if isinstance(codec, PowerSGD) else None
+            if shape is not None and isinstance(codec, PowerSGD):
+                sent += codec.rank * sum(shape) * _FLOAT_BYTES
+            else:
+                sent += nbytes if codec is None or codec.exact else codec.payload_bytes(size)
         return plain / sent if sent else 1.0
+
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether anything travels as factors of a whole matrix, which no shard of a gradient is."""
+        return any(isinstance(codec, PowerSGD) for _, codec in self.by_pattern)
 
     @property
     def spec(self) -> str:
@@ -152,13 +165,8 @@ def _codec(option: str, value: Any) -> Compressor | None:
     if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
     made = value if isinstance(value, Compressor) else None
-    if isinstance(made, PowerSGD) or (isinstance(value, str) and value.partition(":")[0] == "powersgd"):
-        raise OptionError(
-            option,
-            value,
-            "a compressor of single numbers",
-            "PowerSGD needs matrices, which shards of gradients are not; torch has a hook of DDP for it.",
-        )
+    if isinstance(made, PowerSGD) and made.shape is not None:
+        raise OptionError(option, value, "PowerSGD without a shape", "The matrices are the parameters' own.")
     if made is not None:
         return made
     if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding

@@ -349,6 +349,7 @@ def make_plan(
     device: torch.device,
     unseen: Iterable[int] = (),
     held: Iterable[int] = (),
+    whole_matrices: bool = False,
 ) -> OverlapPlan:
     """Decide for this rank.
 
@@ -362,6 +363,7 @@ def make_plan(
         device: Where gradients live.
         unseen: Ids of parameters that may be read without a touch.
         held: Ids of parameters whose memory somebody else can read.
+        whole_matrices: Whether gradients travel as factors of matrices, which cannot be reduced in shards.
     """
     reasons = []
     if not cross_barrier:
@@ -382,6 +384,11 @@ def make_plan(
         reasons.append(
             f"{' and '.join(needed_by)} on {device.type} needs all gradients before a step, and "
             f"{dist.get_backend(group)} cannot reduce in shards there (process_group_backend='nccl' keeps the overlap)"
+        )
+    if needed_by and whole_matrices:
+        reasons.append(
+            f"{' and '.join(needed_by)} needs all gradients before a step, and compression='powersgd' cannot reduce in "
+            "shards (another compression keeps the overlap)"
         )
     if reasons:
         return OverlapPlan(steps="synchronised", reasons=tuple(reasons))

@@ -66,6 +66,8 @@ class Phase(enum.IntEnum):
     REDUCE = 0  # all-reduce or reduce-scatter of a bucket
     GATHER = 1
     NORMS = 2  # of all buckets
+    LEFT = 3  # factors of a bucket, see ``low_rank_reduction.py``
+    RIGHT = 4
 
 
 def position_of(task: CommTask) -> int:

@@ -1,5 +1,8 @@
 """What error feedback has left to be sent: one flat tensor in fp32 for each parameter, by the parameter's name.
 
+Beside it, where gradients travel as products of two factors, what the next step's power iteration begins with, which is
+the same on all ranks.
+
 In a checkpoint is the *sum* over all ranks, the size of the model's compressed parameters in fp32, and not one for each
 rank: what counts for the weights is the sum, as a residual is added to the rank's share of the mean. A fit that goes on
 from it, with any number of ranks, gives each of them an equal share of the sum. So nothing is lost, and nothing has to
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bytescheduler.ddp.low_rank_reduction import first_right
+
 __all__ = ["Residuals"]
 
 _FORMAT = 1
@@ -31,6 +36,7 @@ class Residuals:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
+        self._rights: dict[str, Tensor] = {}
         self._scale = 1.0
         self._before: dict[str, Tensor] = {}  # the step that may be left out
         self._changed: set[str] = set()  # in it
@@ -77,6 +83,13 @@ class Residuals:
         self._may_be_left_out = loss_scale is not None
         self.scale_to(1.0 if loss_scale is None else loss_scale)
 
+    def right_of(self, name: str, columns: int, rank: int) -> Tensor:
+        """The right factor of a parameter's last mean gradient, ``(columns, rank)``; written to in place."""
+        known = self._rights.get(name)
+        if known is None or known.shape != (columns, rank):
+            known = self._rights[name] = first_right(name, columns, rank)
+        return known
+
     def scale_to(self, loss_scale: float) -> None:
         """Losses are multiplied with ``loss_scale`` from here on."""
         if loss_scale != self._scale and loss_scale > 0:
@@ -102,7 +115,15 @@ class Residuals:
             add_up(tensor)
             if keep:
                 saved[name] = tensor
-        return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
+        if not saved:
+            return None
+        rights = {name: right.clone() for name, right in self._rights.items()}
+        return {
+            "format": _FORMAT,
+            "loss_scale": self._scale,
+            "residuals": saved,
+            **({"right_factors": rights} if rights else {}),
+        }
 
     def load(self, state: Mapping[str, Any], ranks: int) -> None:
         """Go on from what :meth:`total` returned, on one of ``ranks`` ranks.
@@ -118,6 +139,7 @@ class Residuals:
         self._tensors.clear()
         self._before.clear()
         self._changed.clear()
+        self._rights = {name: right.float().clone() for name, right in state.get("right_factors", {}).items()}
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.float().clone() for name, tensor in state["residuals"].items()}
         self._ranks = ranks

@@ -253,6 +253,7 @@ class ScheduledGradients:
             device=self._strategy.root_device,
             unseen=unseen,
             held=engine.find_held(),
+            whole_matrices=self._rules is not None and self._rules.whole_matrices,
         )
         agree = self._strategy.reduce_boolean_decision
         # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.

@@ -208,10 +208,10 @@ class ByteSchedulerStrategy(RankStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
-        compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"`` or ``"bf16"``; or a dict of
-            patterns of parameter names and such; the first that fits counts: ``{"head.*": None, "*": "int8"}``. The
-            weights are not DDP's then. ``"auto"`` compresses, step by step, only what would come too late as it is.
-            Nothing is compressed when left out.
+        compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
+            ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
+            ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses, step by step, only
+            what would come too late as it is. Nothing is compressed when left out.
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.

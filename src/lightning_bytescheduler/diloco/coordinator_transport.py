@@ -342,7 +342,8 @@ class CoordinatorTransport:
         began = self.timeline.now()
         if self._digest(body) != digest:
             raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
-        mean = self._wire.decode(torch.frombuffer(bytearray(body), dtype=torch.uint8), self._sizes[fragment])
+        payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        mean = self._wire.of_means.decode(payload, self._sizes[fragment])
         self.timeline.coded("decode", began, lane="codec")
         return mean
 

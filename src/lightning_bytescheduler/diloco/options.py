@@ -36,6 +36,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
+from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
@@ -143,7 +144,7 @@ class DiLoCoOptions:
         require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         WireFormat(dtype=self.wire_dtype, density=self.density)
         if self.wire_dtype == "sparse" and self.outer_optimizer is None:
-            for option, value in (("outer_lr", 1.0), ("outer_momentum", 0.0)):  # what is unsent is the momentum
+            for option, value in SPARSE_DEFAULTS.items():
                 if getattr(self, option) is None:
                     object.__setattr__(self, option, value)
         require_whole("lead_steps", self.lead_steps, 1)

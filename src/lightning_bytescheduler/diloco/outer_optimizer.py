@@ -25,7 +25,10 @@ from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
+__all__ = ["SPARSE_DEFAULTS", "OuterOptimizer", "OuterState", "made_by", "pseudo_gradient"]
+
+SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
+"""Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:

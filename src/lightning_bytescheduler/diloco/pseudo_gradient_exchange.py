@@ -5,6 +5,8 @@ them up in fixed point, and sends the weighted mean to all, in the wire's dtype.
 own shard too, so all of them hold the same bits; and what travels is as little as with a ring all-reduce:
 ``2 (n - 1) / n`` times the pseudo-gradient.
 
+Means of sparse pseudo-gradients travel with twice their density, as workers' largest changes are not the same ones.
+
 What int8, int4 and sparse lose is kept and sent with the next pseudo-gradient of the same name (error feedback): by the
 worker whose pseudo-gradient it is, and by the owner of a shard for the mean. Only what is lost between a checkpoint and
 a training that goes on from it is lost for good: see :meth:`PseudoGradientExchange.load_state_dict`.
@@ -313,7 +315,7 @@ class _ShardedMean:
         }
         own = payloads.pop(self.group.rank(), None)
         shard = shard_of(size, self.group.rank(), self.group.size())
-        received = {} if own is None else {w: self._buffer(_length(shard)) for w in self._others()}
+        received = {} if own is None else {w: self._buffer(_length(shard), self.wire) for w in self._others()}
         timeline.coded("encode", began, lane="encoding", part=index)
         pushed = timeline.now()
 
@@ -336,7 +338,8 @@ class _ShardedMean:
             payload = self._merged(versions, _length(shards[rank]), number + 1, unsent)
             self._place(result, shards[rank], payload)
             payloads = dict.fromkeys(self._others(), payload)
-        received = {worker: self._buffer(_length(shards[worker])) for worker in self._others() if worker in shards}
+        means = self.wire.of_means
+        received = {w: self._buffer(_length(shards[w]), means) for w in self._others() if w in shards}
         timeline.coded("add and encode", began, lane="merging", part=index)
         pulled = timeline.now()
 
@@ -364,9 +367,9 @@ class _ShardedMean:
             if weight:
                 sums.add_encoded(version[_HEADER:], self.wire, weight=weight)
         if not sums.added:
-            return self._pack(0, torch.zeros(length), number)
-        message = self._buffer(length, sums.weight)
-        sums.encode_mean(self.wire, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
+            return self._pack(0, torch.zeros(length), number, wire=self.wire.of_means)
+        message = self._buffer(length, self.wire.of_means, sums.weight)
+        sums.encode_mean(self.wire.of_means, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message
 
     def _messages(self, received: dict[int, Tensor], sent: dict[int, Tensor], number: int) -> list[dist.Work]:
@@ -385,14 +388,23 @@ class _ShardedMean:
         workers, rank = self.group.size(), self.group.rank()
         return [(rank + distance) % workers for distance in range(1, workers)]
 
-    def _buffer(self, length: int, weight: int = 0) -> Tensor:
-        message = torch.empty(_HEADER + self.wire.payload_bytes(length), dtype=torch.uint8)
+    def _buffer(self, length: int, wire: WireFormat, weight: int = 0) -> Tensor:
+        message = torch.empty(_HEADER + wire.payload_bytes(length), dtype=torch.uint8)
         message[:_HEADER] = torch.tensor([weight]).view(torch.uint8)
         return message
 
-    def _pack(self, weight: int, values: Tensor, number: int, *, unsent: Tensor | None = None) -> Tensor:
-        message = self._buffer(values.numel(), weight)
-        self.wire.encode(values, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
+    def _pack(
+        self,
+        weight: int,
+        values: Tensor,
+        number: int,
+        *,
+        unsent: Tensor | None = None,
+        wire: WireFormat | None = None,
+    ) -> Tensor:
+        wire = self.wire if wire is None else wire
+        message = self._buffer(values.numel(), wire, weight)
+        wire.encode(values, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message
 
     def _seed(self, number: int) -> int:
@@ -400,7 +412,7 @@ class _ShardedMean:
 
     def _place(self, result: Tensor, shard: tuple[int, int], payload: Tensor) -> None:
         self.total = _weight(payload)
-        self.wire.decode(payload[_HEADER:], _length(shard), out=result[slice(*shard)])
+        self.wire.of_means.decode(payload[_HEADER:], _length(shard), out=result[slice(*shard)])
 
 
 def _length(shard: tuple[int, int]) -> int:

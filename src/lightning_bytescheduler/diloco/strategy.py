@@ -140,7 +140,7 @@ class DiLoCoStrategy(WorkerStrategy):
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
             changes alone. What int8, int4 and sparse lose in a round is sent in a later one.
         density: Share of the changes that ``"sparse"`` sends in a round; 0.02 if left out. What it does not send acts
-            as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum`` 0, if left out.
+            as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum`` 0.5, if left out.
         lead_steps: How many steps of the slowest worker before its end a round is decided.
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the

@@ -1,0 +1,168 @@
+"""Gradients as factors of two thin matrices, on two ranks with no training around them, beside the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.low_rank_reduction import first_right, matrix_shape
+from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.scheduler.core import ByteCore
+from tests.support.rank_pool import RankPool, join_default_group, let_go
+
+_SHAPES = {"bias": (30,), "weight": (40, 24), "other": (24, 40), "last": (50, 20)}
+_RANK = 4
+_STEPS = 12
+_CODECS = {"other": "int8", "*": "powersgd:4"}
+
+
+def gradient(step: int, rank: int, name: str) -> torch.Tensor:
+    generator = np.random.default_rng([step, rank, len(name)])
+    return torch.from_numpy(generator.standard_normal(_SHAPES[name]).astype(np.float32))
+
+
+@dataclass
+class Result:
+    means: list[dict[str, Any]] = field(default_factory=list)
+    residuals: dict[str, Any] = field(default_factory=dict)
+
+
+def reduce_steps(rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int = _STEPS) -> Result:
+    torch.set_num_threads(1)
+    join_default_group(rank)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in _SHAPES.items()}
+    residuals = Residuals()
+    rules = CompressionRules.resolve(_CODECS, 100)
+    assert rules is not None
+    known = GradientCompression(rules, parameters, residuals, statistics=SchedulerStatistics())
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    order = FollowingOrder(control, lambda error: core.abort(error)) if rank else DecidingOrder(control)
+    core = ByteCore(partition_size=64, credit=128, order=order)
+    if isinstance(order, FollowingOrder):
+        order.start(core.update_order)
+
+    def failed(error: BaseException) -> BaseException:
+        core.abort(error)
+        return error
+
+    transport = GradientTransport(group, failed, torch.device("cpu"))
+    result = Result()
+    try:
+        for step in range(1, steps + 1):
+            known.begin_step()
+            parts = [gradient(step, rank, name) for name in _SHAPES]
+            if step == spoil_at and rank == 1:
+                parts[1][3, 3] = torch.inf
+            buffer = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
+            bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
+            task = CompressedReduction(core, transport, step, torch.device("cpu"), known).reduce(bucket)
+            task.wait(20)
+            assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
+            whole = buffer.float().split([part.numel() for part in parts])
+            result.means.append({n: part.view(_SHAPES[n]).numpy() for n, part in zip(_SHAPES, whole, strict=True)})
+    finally:
+        core.shutdown(timeout=10)
+        if isinstance(order, DecidingOrder):
+            order.close()
+            order.wait_sent(5)
+        else:
+            order.wait_closed(5)
+            order.stop(5)
+        transport.stop_encoding(5)
+        transport.stop(5)
+        let_go()
+        leave(group, idle=True)
+        leave(control, idle=True)
+        dist.destroy_process_group()
+    sizes = {name: parameters[name].numel() for name in ("weight", "other", "last")}
+    result.residuals = {name: residuals.of(name, size).numpy() for name, size in sizes.items()}
+    return result
+
+
+def reduce_all(rank: int) -> dict[str, Result]:
+    return {
+        "plain": reduce_steps(rank, None, torch.float32),
+        "half": reduce_steps(rank, None, torch.bfloat16),
+        "spoiled": reduce_steps(rank, 3, torch.float32, steps=3),
+        "before": reduce_steps(rank, None, torch.float32, steps=2),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(two_plain_ranks: RankPool) -> list[dict[str, Result]]:
+    return two_plain_ranks.run(reduce_all)
+
+
+def by_the_paper(name: str) -> list[torch.Tensor]:
+    """Algorithms 1 and 2, in double precision: means by step."""
+    rows, columns = _SHAPES[name]
+    residual = torch.zeros(rows, columns, dtype=torch.float64)  # of all ranks
+    right = first_right(name, columns, _RANK).double()
+    means = []
+    for step in range(1, _STEPS + 1):
+        whole = residual + sum(gradient(step, rank, name).double() / 2 for rank in range(2))
+        left = torch.linalg.qr(whole @ torch.linalg.qr(right).Q).Q
+        right = whole.t() @ left
+        means.append(left @ right.t())
+        residual = whole - means[-1]
+    return means
+
+
+@pytest.mark.parametrize("name", ["weight", "last"])
+def test_it_is_the_published_algorithm(results: list[dict[str, Result]], name: str) -> None:
+    for step, expected in enumerate(by_the_paper(name)):
+        first, second = (ofs["plain"].means[step][name] for ofs in results)
+        assert np.array_equal(first, second), "ranks drift apart"
+        assert np.allclose(first, expected, rtol=1e-4, atol=1e-4)
+        assert np.linalg.matrix_rank(first, tol=1e-3) <= _RANK
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("plain", 1e-4), ("half", 0.2)])
+def test_what_was_applied_and_what_is_left_add_up_to_the_gradients(
+    results: list[dict[str, Result]], kind: str, bound: float
+) -> None:
+    for name in ("weight", "other", "last"):
+        applied = sum(mean[name] for mean in results[0][kind].means).ravel()
+        left = sum(ofs[kind].residuals[name] for ofs in results)
+        gradients = sum(gradient(s, r, name) / 2 for s in range(1, _STEPS + 1) for r in range(2)).numpy().ravel()
+        assert np.allclose(applied + left, gradients, atol=bound)
+        assert np.abs(left).max() > 0.01
+
+
+def test_what_is_no_matrix_travels_as_it_is(results: list[dict[str, Result]]) -> None:
+    for step, mean in enumerate(results[0]["plain"].means, 1):
+        exact = gradient(step, 0, "bias") / 2 + gradient(step, 1, "bias") / 2
+        assert np.array_equal(mean["bias"], exact.numpy())
+
+
+def test_what_is_not_finite_reaches_all_and_leaves_no_trace(results: list[dict[str, Result]]) -> None:
+    for ofs in results:
+        spoiled = ofs["spoiled"].means[-1]
+        assert np.isnan(spoiled["weight"]).all()
+        assert np.isfinite(spoiled["last"]).all()
+        assert np.allclose(ofs["spoiled"].residuals["weight"], ofs["before"].residuals["weight"], atol=1e-6)
+
+
+def test_which_gradients_are_matrices() -> None:
+    assert matrix_shape(nn.Parameter(torch.zeros(40, 24)), 4) == (40, 24)
+    assert matrix_shape(nn.Parameter(torch.zeros(40, 6, 2, 2)), 4) == (40, 24)
+    assert matrix_shape(nn.Parameter(torch.zeros(24, 40).t()), 4) == (24, 40)
+    assert matrix_shape(nn.Parameter(torch.zeros(40, 10)), 4) is None
+    assert matrix_shape(nn.Parameter(torch.zeros(10_000)), 1) is None
+    assert matrix_shape(nn.Parameter(torch.zeros(0, 9)), 1) is None
+    assert matrix_shape(nn.Parameter(torch.zeros(40, 40, dtype=torch.complex64)), 1) is None
