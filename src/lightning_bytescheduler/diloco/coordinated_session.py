@@ -459,22 +459,15 @@ class CoordinatedSession(CoordinatedRounds):
             return
         sent.exchange.cancel()
         with self._transport.changed:
-            before = self._counter
-            counter = self._counter = RoundCounter(self.worker)
-            counter.round = sent.round
-            counter.steps = sent.steps + before.steps
-            counter.samples = sent.round_samples + before.samples
-            counter.tokens = sent.round_tokens + before.tokens
+            self._counter = self._counter.carried_into(
+                sent.round, steps=sent.steps, samples=sent.round_samples, tokens=sent.round_tokens
+            )
 
     def _open_next(self) -> None:
         """Take steps in the next round though nobody has said that it has begun: the coordinator is away."""
         with self._transport.changed:
-            before = self._counter
-            if before.round == self.round:
-                return
-            counter = self._counter = RoundCounter(self.worker)
-            counter.round = self.round
-            counter.steps, counter.samples, counter.tokens = before.steps, before.samples, before.tokens
+            if self._counter.round != self.round:
+                self._counter = self._counter.carried_into(self.round)
 
     # ------------------------------------------------------------------ doing something else, and going
 

@@ -56,6 +56,17 @@ class RoundCounter:
         self._sent = False
         self._last_sent: SendingPseudoGradient | None = None
 
+    def carried_into(self, round: int, *, steps: int = 0, samples: int = 0, tokens: int = 0) -> RoundCounter:
+        """A new counter that begins ``round`` with what was done in this one's, and so much more."""
+        counter = RoundCounter(self.worker)
+        counter.round = round
+        counter.steps, counter.samples, counter.tokens = (
+            self.steps + steps,
+            self.samples + samples,
+            self.tokens + tokens,
+        )
+        return counter
+
     @property
     def sent(self) -> SendingPseudoGradient | None:
         """What was said when the pseudo-gradient of this round was sent; ``None`` before that.

@@ -1,0 +1,362 @@
+"""One bucket of one step that travels encoded, part by part: to the owners of its shards, and back.
+
+See ``compressed_reduction.py`` for what is sent, what is left out, and on which threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
+from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
+from lightning_bytescheduler.ddp.reduction import Phase
+from lightning_bytescheduler.scheduler.task import SubCommTask
+
+__all__ = ["CompressedBucket", "Piece"]
+
+_ALIGNED = 8  # bytes: each piece of a payload begins at a multiple, so that it can be read as numbers
+_SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
+_SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
+_CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
+_LENGTH = 8  # bytes of one
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring elements of a bucket that travel alike: those of one parameter.
+
+    Attributes:
+        first: Position in the bucket.
+        end: Position after the last.
+        codec: What they travel in; ``None`` for as they are.
+        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
+        before: Is filled with the residual as it was before the step, if that may have to be taken back.
+        name: The parameter's.
+    """
+
+    first: int
+    end: int
+    codec: Compressor | None
+    residual: Tensor | None
+    before: Tensor | None = None
+    name: str = ""
+
+    def within(self, first: int, end: int) -> Piece | None:
+        """The part of it between two positions in the bucket, or ``None``."""
+        start, stop = max(first, self.first), min(end, self.end)
+        if start >= stop:
+            return None
+        here = slice(start - self.first, stop - self.first)
+        residual = None if self.residual is None else self.residual[here]
+        before = None if self.before is None else self.before[here]
+        return Piece(start, stop, self.codec, residual, before, self.name)
+
+    def nbytes(self, width: int) -> int | None:
+        """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
+        size = self.end - self.first
+        if self.codec is None:
+            return size * width
+        return None if self.codec.exact else self.codec.payload_bytes(size)
+
+
+class _Compression(WorkObserver, Protocol):
+    """What a bucket asks of the fit's compression."""
+
+    ranks: int
+
+    def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
+        """The piece of a whole parameter, with what was left to be sent of it."""
+
+
+class CompressedBucket:
+    """One bucket in one step; see the module and :class:`~lightning_bytescheduler.ddp.reduction.EncodedBucket`.
+
+    Args:
+        buffer: The flat gradient; is filled with the mean.
+        pieces: All of it, in order.
+        observer: Told of work and of residuals.
+        choice: Says in what each part travels, where that is not settled.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        pieces: list[Piece],
+        observer: _Compression,
+        choice: CompressionChoice | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._pieces = pieces
+        self._observer = observer
+        self._choice = choice
+        self._forms: dict[int, int] = {}  # by index of the part: what its first half was chosen to travel in
+        self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
+
+    # ------------------------------------------------------------------ in what parts travel
+
+    @property
+    def has_choice(self) -> bool:
+        """See ``EncodedBucket``."""
+        return self._choice is not None
+
+    def choose(self, sub_task: SubCommTask) -> int:
+        """See ``PartForms``."""
+        if self._choice is None:
+            return 0
+        given = self._forms.pop(sub_task.index, None)
+        width = self._buffer.element_size()
+        form = self._choice.choose(self, sub_task, width=width, given=given)
+        if given is None and sub_task.parent.key.phase == Phase.REDUCE:
+            self._forms[sub_task.index] = form
+        return form
+
+    def charge(self, sub_task: SubCommTask, form: int) -> int:
+        """See ``PartForms``."""
+        return sub_task.size if self._choice is None else self._choice.charge(sub_task.size, form)
+
+    def sample(self, sub_task: SubCommTask) -> tuple[Tensor, Tensor] | None:
+        """See :class:`~lightning_bytescheduler.ddp.compression_choice.Sampled`."""
+        pieces = [piece for piece in self._as_known(sub_task) if piece.codec is not None]
+        if not pieces:
+            return None
+        apart = max(sum(piece.end - piece.first for piece in pieces) // _CHUNKS, _CHUNK)
+        gradients, sent = [], []
+        for piece in pieces:
+            for first in range(piece.first, piece.end, apart):
+                chunk = piece.within(first, first + _CHUNK)
+                if chunk is not None:
+                    gradients.append(self._buffer[chunk.first : chunk.end].float() / self._observer.ranks)
+                    sent.append(gradients[-1] if chunk.residual is None else gradients[-1] + chunk.residual)
+        return torch.cat(gradients), torch.cat(sent)
+
+    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
+        """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits."""
+        for piece in self._as_known(sub_task):
+            gradient = self._buffer[piece.first : piece.end]
+            if piece.residual is not None:
+                if piece.before is not None:
+                    piece.before.copy_(piece.residual)
+                if _is_finite(gradient):
+                    gradient.add_(piece.residual, alpha=world_size)  # which is divided by that like the gradient
+                    piece.residual.zero_()
+
+    def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
+        """Pieces of a part, with their residuals if they have any."""
+        edges = sub_task.offset, sub_task.offset + sub_task.size
+        whole = [piece for piece in self._pieces if piece.within(*edges) is not None]
+        found = (self._observer.with_residual(piece, make=False).within(*edges) for piece in whole)
+        return [piece for piece in found if piece is not None]
+
+    def _within(self, first: int, end: int) -> list[Piece]:
+        found = (piece.within(first, end) for piece in self._pieces)
+        return [piece for piece in found if piece is not None]
+
+    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """See ``EncodedBucket``."""
+        scattered = self.scatter(group, sub_task, number)
+
+        def then() -> StartedOperation | None:
+            following = None if scattered.finish is None else scattered.finish()
+            if following is not None:
+                raise RuntimeError(f"{sub_task.name} is to travel in a form whose size depends on what is in it.")
+            return replace(self.gather(group, sub_task, _SECOND_HALVES + number), closing=True)
+
+        return replace(scattered, finish=then)
+
+    def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """See ``EncodedBucket``."""
+        self._keep_before(sub_task)
+        shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
+        with self._observer.working("encode", sub_task) as squares:
+            for shard in shards.values():
+                for piece in shard:
+                    self._buffer[piece.first : piece.end].mul_(1.0 / group.size())
+            sent = {
+                other: self._packed(shard, self._values(shard), seed, rank, squares)
+                for other, shard in shards.items()
+                if other != rank
+            }
+        own = shards.get(rank, [])
+
+        def add_up(received: dict[int, Tensor]) -> None:
+            if own:
+                with self._observer.working("reduce", sub_task) as squares:
+                    sums = self._values(own)
+                    for payload in received.values():
+                        self._add(own, payload, sums)
+                    self._sums[sub_task.index] = payload = self._packed(own, sums, seed, rank, squares)
+                    self._place(own, payload)
+
+        senders = dict.fromkeys(_others(group), own) if own else {}
+        return self._messages(group, sub_task, senders, sent, number, add_up)
+
+    def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """See ``EncodedBucket``."""
+        shards = self._shards(group, sub_task)
+        payload = self._sums.pop(sub_task.index, None)
+        sent = {} if payload is None else dict.fromkeys(_others(group), payload)
+
+        def place(received: dict[int, Tensor]) -> None:
+            with self._observer.working("decode", sub_task):
+                for rank, payload in received.items():
+                    self._place(shards[rank], payload)
+
+        senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
+        return self._messages(group, sub_task, senders, sent, number, place)
+
+    def _keep_before(self, sub_task: SubCommTask) -> None:
+        """See that all pieces of a part have their residuals, and can have them back if the step is left out."""
+        edges = sub_task.offset, sub_task.offset + sub_task.size
+        for at, piece in enumerate(self._pieces):
+            if piece.within(*edges) is not None:
+                self._pieces[at] = piece = self._observer.with_residual(piece)
+                inside = piece.within(*edges)
+                if inside is not None and inside.before is not None and inside.residual is not None:
+                    inside.before.copy_(inside.residual)
+
+    # ------------------------------------------------------------------ messages
+
+    def _messages(
+        self,
+        group: dist.ProcessGroup,
+        sub_task: SubCommTask,
+        senders: dict[int, list[Piece]],
+        sent: dict[int, Tensor],
+        number: int,
+        then: Callable[[dict[int, Tensor]], None],
+    ) -> StartedOperation:
+        """Exchange payloads, then call ``then`` with those of ``senders``.
+
+        Where a payload's size depends on what is in it, sizes travel first.
+        """
+        sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
+        sizes = {rank: self._payload_bytes(shard) for rank, shard in senders.items()}
+        depends = any(piece.nbytes(1) is None for piece in self._pieces)
+        known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
+
+        def exchange() -> StartedOperation:
+            received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in known.items()}
+            return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
+
+        if not depends:
+            return exchange()
+        own = {rank: torch.tensor([len(payload)]) for rank, payload in sent.items()}
+        return StartedOperation(_works(group, known, own, _SIZES + number), exchange, messages=True)
+
+    def _payload_bytes(self, shard: list[Piece]) -> int | None:
+        """Size of a shard's payload; ``None`` if that depends on what is in it."""
+        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
+        known = [size for size in sizes if size is not None]
+        return None if len(known) < len(sizes) else sum(map(_aligned, known))
+
+    def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
+        """Pieces of a part by owner; ranks that own none of it are left out."""
+        shards = {}
+        for rank in range(group.size()):
+            first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
+            if first < end:
+                shards[rank] = self._within(first, end)
+                if self._choice is not None:
+                    codec = self._choice.codec(sub_task.form)
+                    shards[rank] = [p if p.codec is None else replace(p, codec=codec) for p in shards[rank]]
+        return shards
+
+    def _bodies(self, shard: list[Piece], payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece with its part of a payload."""
+        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
+        at = 0
+        if None in sizes:
+            at = _LENGTH * len(shard)
+            sizes = payload[:at].view(torch.int64).tolist()
+        for piece, size in zip(shard, sizes, strict=True):
+            if size is not None:
+                yield piece, payload[at : at + size]
+                at += _aligned(size)
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def _values(self, shard: list[Piece]) -> list[Tensor]:
+        """This rank's numbers of a shard: where they are, or in fp32 where that is what a codec takes."""
+        parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
+        return [part if piece.residual is None else part.float() for piece, part in parts]
+
+    def _packed(self, shard: list[Piece], values: list[Tensor], seed: int, worker: int, squares: list[float]) -> Tensor:
+        """Encode a shard, and keep what is left out."""
+        bodies = []
+        for piece, part in zip(shard, values, strict=True):
+            codec, residual = piece.codec, piece.residual
+            if codec is None:
+                bodies.append(part.view(torch.uint8))
+            elif residual is None or not _is_finite(part):  # what overflows is lost, and the residual stays
+                bodies.append(codec.compress(part, seed=seed + piece.first, worker=worker))
+            else:
+                bodies.append(codec.compress_with(residual, part, seed=seed + piece.first, worker=worker))
+                squares.append(float(torch.dot(residual, residual)))
+        lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
+        at = 0 if self._payload_bytes(shard) is not None else len(lengths)
+        payload = torch.empty(at + sum(_aligned(len(body)) for body in bodies), dtype=torch.uint8)
+        payload[:at] = lengths[:at]
+        for body in bodies:
+            payload[at : at + len(body)] = body
+            at += _aligned(len(body))
+        return payload
+
+    def _add(self, shard: list[Piece], payload: Tensor, sums: list[Tensor]) -> None:
+        for (piece, body), total in zip(self._bodies(shard, payload), sums, strict=True):
+            if piece.codec is None:
+                total.add_(body.view(total.dtype))
+            elif piece.residual is None:
+                total.add_(piece.codec.decompress(body, len(total)))
+            else:
+                piece.codec.add(body, total)
+
+    def _place(self, shard: list[Piece], payload: Tensor) -> None:
+        """Put into the buffer what travelled."""
+        for piece, body in self._bodies(shard, payload):
+            gradient = self._buffer[piece.first : piece.end]
+            if piece.codec is None:
+                gradient.copy_(body.view(gradient.dtype))
+            elif gradient.dtype is torch.float32:
+                piece.codec.decompress(body, len(gradient), out=gradient)
+            else:
+                gradient.copy_(piece.codec.decompress(body, len(gradient)))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _seed(sub_task: SubCommTask) -> int:
+    """Of random numbers: the same on all ranks and in both directions, another one for each part and step."""
+    key = sub_task.parent.key
+    names = f"{key.step} {key.bucket} {sub_task.index}".encode()
+    return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks, beginning with the next: no two ranks send to the same one first."""
+    size, rank = group.size(), group.rank()
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _works(
+    group: dist.ProcessGroup, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], number: int
+) -> list[dist.Work]:
+    works = [group.recv([payload], rank, number) for rank, payload in received.items()]
+    return works + [group.send([sent[rank]], rank, number) for rank in _others(group) if rank in sent]
+
+
+def _is_finite(part: Tensor) -> bool:
+    """Whether all numbers are; looked at one by one only if their squares overflow."""
+    return math.isfinite(torch.dot(part, part)) or bool(torch.isfinite(part).all())
