@@ -37,6 +37,8 @@ class _NoBoard:
 class ThreadWorker:
     """Takes steps that are a function of its name, until the run or its own steps are over.
 
+    Weights and steps are multiples of 1/1024, so that sums of them have no rounding, however they are cut into rounds.
+
     Args:
         url: Of the coordinator.
         name: Its wish.
@@ -58,15 +60,16 @@ class ThreadWorker:
         timeout: float = 20.0,
         **address: Any,
     ) -> None:
-        torch.manual_seed(zlib.crc32(name.encode()))
         self.name = name
-        self.module = nn.Linear(width, 3)
+        self.width = width
+        self.module = self._untrained()
         self.seconds = seconds
         self.steps = steps
         self.taken = 0
         self.error: BaseException | None = None
         self.weights: list[Tensor] = []
         self.versions: list[int] = []
+        self.taken_at: list[int] = []  # steps, at each of these
         self.validated: list[int] = []  # versions of the global weights
         self._ends = threading.Event()
         self._dies = threading.Event()
@@ -107,6 +110,41 @@ class ThreadWorker:
             raise self.error
         return self
 
+    def repeated(self) -> set[int]:
+        """Steps of rounds that had to be repeated, by number, if it was alone."""
+        at, version, gone = {0: 0}, 0, set[int]()
+        for now, taken in zip(self.versions, self.taken_at, strict=True):
+            if now < version:
+                gone |= set(range(at[now], at[version]))
+            else:
+                at[now] = taken
+            version = now
+        return gone
+
+    def uninterrupted(self, *, without: set[int]) -> list[Tensor]:
+        """The weights of all steps but some, without a coordinator."""
+        module, generator = self._untrained(), self._generator()
+        for number in range(self.taken):
+            self._step(module, generator, counts=number not in without)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+
+    @torch.no_grad()
+    def _untrained(self) -> nn.Module:
+        torch.manual_seed(zlib.crc32(self.name.encode()))
+        module = nn.Linear(self.width, 3)
+        for parameter in module.parameters():
+            parameter.mul_(1024).round_().div_(1024)
+        return module
+
+    @torch.no_grad()
+    def _step(self, module: nn.Module, generator: torch.Generator, *, counts: bool = True) -> None:
+        for parameter in module.parameters():
+            change = torch.randint(-16, 17, parameter.shape, generator=generator) / 1024
+            parameter.sub_(change if counts else torch.zeros(()))
+
     def _validate(self, session: Any) -> None:
         session.pause()
         weights = session.state.weights
@@ -121,17 +159,16 @@ class ThreadWorker:
             runtime.prepare()
             runtime.start()
             session = runtime.session
-            generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+            generator = self._generator()
             while not (session.over or self._ends.is_set() or self._dies.is_set() or self.taken == self.steps):
                 time.sleep(self.seconds)
-                with torch.no_grad():
-                    for parameter in self.module.parameters():
-                        parameter.sub_(0.01 * torch.randn(parameter.shape, generator=generator))
+                self._step(self.module, generator)
                 self.taken += 1
                 session.count(samples=2, seconds=self.seconds, loss=1.0)
                 while not session.over and session.is_due():
                     session.synchronise()
                     self.versions.append(session.version)
+                    self.taken_at.append(self.taken)
                     if session.leads and not session.over:
                         self._validate(session)
             if not self._dies.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -240,6 +241,37 @@ def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitSta
     assert_same([worker.checked() for worker in workers])
     assert [worker.version for worker in workers] == [30, 30]
     assert all(after > before for worker in workers for before, after in pairwise(worker.versions) if after != before)
+
+
+def test_what_was_trained_after_a_round_that_is_repeated_is_not_lost(stack: ExitStack, tmp_path: Any) -> None:
+    """Of a coordinator that ended a round and died before it had kept it."""
+
+    def start(state: Any) -> CoordinatorServer:
+        options = coordinator_options(inner_steps=5, outer_steps=12, outer_lr=1.0, outer_momentum=0.0)
+        return stack.enter_context(CoordinatorServer(options, keeper=StateKeeper(str(state), lease=1.0)))
+
+    server = start(tmp_path / "newer")
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    worker = ThreadWorker(link.url, "one", seconds=0.02)
+    until(lambda: worker.version >= 2, "the second round")
+    link.cut()
+    server.close()
+    shutil.copytree(tmp_path / "newer", tmp_path / "older")
+    server = start(tmp_path / "newer")
+    link.heal(port_of(server))
+    until(lambda: worker.version >= 5, "the fifth round")
+    link.cut()
+    server.close()
+    taken = worker.taken
+    until(lambda: worker.taken > taken + 7, "seven steps beside a coordinator")
+    other = start(tmp_path / "older")
+    link.heal(port_of(other))
+    worker.checked()
+    repeated = worker.repeated()
+    assert repeated
+    assert other.status().samples == 2 * (worker.taken - len(repeated))
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=repeated)))
 
 
 def live(url: str) -> None:

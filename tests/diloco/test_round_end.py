@@ -91,6 +91,7 @@ def test_what_is_no_target(kind: type, value: object) -> None:
 def test_the_defaults_of_rounds() -> None:
     assert asdict(RoundOptions()) == {
         "outer_steps": None,
+        "closing_rounds": 0,
         "start_workers": 1,
         "restart_workers": 1,
         "step_cap": None,

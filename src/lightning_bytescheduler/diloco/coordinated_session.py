@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import msgspec
@@ -106,6 +106,7 @@ class CoordinatedSession(CoordinatedRounds):
         # The training thread's own.
         self._unsent = UnsentWork(len(state.trained.fragments))
         self._sent: Sent | None = None
+        self._carries = False  # what was trained, over to weights from before it
         self._changed: set[int] = set()
         self._shown = ExitStack()
 
@@ -263,7 +264,8 @@ class CoordinatedSession(CoordinatedRounds):
         """Send what was trained for the round that this worker is in, which may be over already."""
         transport, fragment = self._transport, self._trained.fragment_of(self.round)
         late = transport.realign or transport.ended > transport.version
-        if late and not self._unsent.samples[fragment]:
+        self._carries = transport.rewound
+        if self._carries or (late and not self._unsent.samples[fragment]):
             return
         with transport.changed:
             if self._counter.round != self.round:
@@ -342,7 +344,11 @@ class CoordinatedSession(CoordinatedRounds):
         while True:
             self.check()
             if transport.realign:
-                self._sent = None
+                sent, self._sent = self._sent, None
+                if sent is not None and transport.rewound:
+                    sent.exchange.cancel()
+                    self._unsent.carry(steps=sent.steps, samples=sent.round_samples)
+                    self._carries = True
                 if not self._align():
                     return False
             elif transport.ended <= transport.version:
@@ -419,10 +425,16 @@ class CoordinatedSession(CoordinatedRounds):
         if isinstance(found, CatchUp):
             return False
         self._flush()
-        self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
-        self._take_global_weights()
+        # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
+        with self._state.carried() if self._carries else nullcontext():
+            self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+            self._take_global_weights()
+        if self._carries:
+            self._unsent.carry(steps=self._counter.steps, samples=self._counter.samples)
+        else:
+            self._unsent.start_anew()
+        self._carries = False
         transport.aligned(found.version, found.chain)
-        self._unsent.start_anew()
         with transport.changed:
             self._begun = True
             self._counter = RoundCounter(self.worker)

@@ -159,6 +159,11 @@ class CoordinatorTransport:
         self.ended = welcome.version
         self._means.clear()
 
+    @property
+    def rewound(self) -> bool:
+        """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
+        return self.realign and self.version > self.ended
+
     def lost(self) -> None:
         """There is none any more. Called with the lock held."""
         self.connected = False

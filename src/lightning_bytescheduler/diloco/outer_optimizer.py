@@ -227,6 +227,16 @@ class OuterState:
         self._samples[fragment] = self._tokens[fragment] = 0
         return torch.cat([parts[name].reshape(-1) for name in names]), weight
 
+    @contextmanager
+    def carried(self) -> Iterator[None]:
+        """Let the global weights be replaced meanwhile, and what was trained on top of the last ones stay so."""
+        before = {name: tensor.clone() for name, tensor in self.weights.items()}
+        trained = pseudo_gradient(before, {name: p.detach().cpu() for name, p in self._parameters.items()})
+        yield
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_((self.weights[name] - trained[name]).to(parameter.device))
+
     @torch.no_grad()
     def merge(self, fragment: int, mean: Tensor, *, total: int, exactly: bool) -> None:
         """Take the outer step with everybody's mean, and let the trained weights follow.

@@ -28,7 +28,7 @@ class Decision:
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
-        form: In which the sub-task travels, see :class:`~lightning_bytescheduler.scheduler.task.PartForms`.
+        form: In which the sub-task travels, see ``PartForms`` in ``task.py``.
     """
 
     key: TaskKey

@@ -1,0 +1,132 @@
+"""``python -m tests.diloco.kill_coordinator``: a coordinator is killed at 50 random moments, and nothing is lost.
+
+It is started anew from its state each time. A round that had ended, but whose state was not kept yet, is repeated, and
+what workers had trained in it is gone with it; nothing else may be. Of one worker, whose steps are multiples of 1/1024,
+the global weights are known whatever the rounds were: with an outer step of 1 and no momentum, the first ones less all
+of its other steps, bit for bit. A step that is lost, or counted twice, shows in them. With more workers, the samples
+that were merged are compared with those that they have trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tests.diloco.coordinated_workers import ThreadWorker
+from tests.support.rank_pool import free_port
+
+_START_S = 60.0
+
+
+def main() -> int:
+    """Run it; 1 if anything is lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    console, moments = Console(stderr=True), random.Random(asked.seed)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.txt"
+        state = str(Path(folder) / "state")
+        process = _start(port, state, log)
+        try:
+            _until_there(url, process, log)
+            workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
+            with Progress(console=console) as progress:
+                for _ in progress.track(range(asked.kills), description="kills"):
+                    time.sleep(moments.uniform(0.2, 2.0))
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                    process = _start(port, state, log)
+                    _until_there(url, process, log)
+                    _until_merged(url, process, log)
+                    for worker in workers:
+                        if worker.error is not None:
+                            raise worker.error
+            for worker in workers:
+                worker.steps = worker.taken + 20
+            for worker in workers:
+                worker.checked()
+            time.sleep(1.0)
+            status = _status(url)
+        finally:
+            process.kill()
+            process.wait()
+    assert status is not None
+    gone = [worker.repeated() for worker in workers]
+    taken, repeated = sum(worker.taken for worker in workers), sum(map(len, gone))
+    rounds, merged = status["weights_version"], status["samples"]
+    console.print(f"{rounds} rounds, {taken} steps, {repeated} of them in rounds that were repeated; {merged} samples")
+    failed = merged != 2 * (taken - repeated)
+    if asked.workers == 1:
+        pairs = zip(workers[0].weights, workers[0].uninterrupted(without=gone[0]), strict=True)
+        off = max(float((one - other).abs().max()) for one, other in pairs)
+        console.print("weights: those of all others" if off == 0 else f"weights: off by {off:g}")
+        failed |= off != 0
+    return int(failed)
+
+
+def _start(port: int, state: str, log: Path) -> subprocess.Popen[bytes]:
+    options = {
+        "--bind": f"127.0.0.1:{port}",
+        "--state": state,
+        "--samples-per-round": "20",
+        "--outer-lr": "1",
+        "--outer-momentum": "0",
+        "--state-lease-s": "1",
+    }
+    words = [word for pair in options.items() for word in pair]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def _status(url: str) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError), urllib.request.urlopen(f"{url}/v1/status", timeout=5) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+    return None
+
+
+def _until_there(url: str, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + _START_S
+    while (found := _status(url)) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"The coordinator did not start:\n{log.read_text()[-3000:]}")
+        time.sleep(0.05)
+    return found
+
+
+def _until_merged(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the run has gone on."""
+    first = _until_there(url, process, log)["weights_version"]
+    deadline = time.monotonic() + _START_S
+    while _until_there(url, process, log)["weights_version"] <= first:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"No round has ended within {_START_S:.0f} s:\n{log.read_text()[-3000:]}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
