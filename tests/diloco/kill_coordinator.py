@@ -90,7 +90,7 @@ def _start(port: int, state: str, log: Path) -> subprocess.Popen[bytes]:
         "--samples-per-round": "20",
         "--outer-lr": "1",
         "--outer-momentum": "0",
-        "--state-lease-s": "1",
+        "--state-lease-s": "15",
     }
     words = [word for pair in options.items() for word in pair]
     with log.open("ab") as out:

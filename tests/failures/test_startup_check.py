@@ -127,11 +127,13 @@ from lightning_bytescheduler.failures.startup_check import RendezvousWatch
 import torch.distributed as dist
 startup_check._LEAVE_S = float(sys.argv[3])
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
 with RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy="bytescheduler", warn_after=0.2):
     if rank == 0:
+        store.get("the other has started")
         time.sleep(float(sys.argv[4]))  # as in native code, where nobody can be reached
         raise RuntimeError("Connection closed by peer")
+    store.set("the other has started", "")
     time.sleep(1.0)
     raise RuntimeError("connectFullMesh failed with refused, remote=[127.0.1.1]:80")
 """
