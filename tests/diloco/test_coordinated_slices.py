@@ -7,13 +7,15 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
+from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
@@ -58,7 +60,16 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
 
-def fit_beside(rank: int, *, url: str, rows: str, folder: str, port: int, **options: Any) -> list[list[int]]:
+class Trained(NamedTuple):
+    """What a rank has trained on, and how often it was asked whether to wait for other workers."""
+
+    batches: list[list[int]]
+    waits: int
+
+
+def fit_beside(
+    rank: int, *, url: str, rows: str, folder: str, port: int, slow: float = 0.02, **options: Any
+) -> Trained:
     """Ranks 0 and 1 are a worker, rank 2 is another one, and slower."""
     module = Remembers()
     is_alone = rank == 2
@@ -67,13 +78,16 @@ def fit_beside(rank: int, *, url: str, rows: str, folder: str, port: int, **opti
         if is_alone
         else DiLoCoStrategy(coordinator=url, worker_name="pair", **options)
     )
-    with alone() if is_alone else together(rank, ranks=2, port=port):
+    waits = patch.object(
+        CoordinatedBoundaries, "wait_aside", autospec=True, side_effect=CoordinatedBoundaries.wait_aside
+    )
+    with alone() if is_alone else together(rank, ranks=2, port=port), waits as waited:
         trainer = diloco_trainer(
-            0 if is_alone else rank, strategy, callbacks=[Pause(rank, {0: 0.002, 2: 0.02})], default_root_dir=folder
+            0 if is_alone else rank, strategy, callbacks=[Pause(rank, {0: 0.002, 2: slow})], default_root_dir=folder
         )
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
-    return module.batches
+    return Trained(module.batches, waited.call_count)
 
 
 def samples_of_steps(first: list[list[int]], second: list[list[int]]) -> Iterator[int]:
@@ -87,16 +101,16 @@ def samples_of_steps(first: list[list[int]], second: list[list[int]]) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("inner", "counts"),
-    [("ddp", COUNTS), ("bytescheduler", [13])],
+    ("inner", "counts", "rounds", "slow"),
+    [("ddp", COUNTS, 10, 0.02), ("bytescheduler", [12, 12], 4, 0.06)],
     ids=["ddp", "bytescheduler, and one worker waits for the other"],
 )
 def test_the_ranks_of_a_worker_share_its_batches(
-    inner: str, counts: list[int], three_plain_ranks: RankPool, tmp_path: Path
+    inner: str, counts: list[int], rounds: int, slow: float, three_plain_ranks: RankPool, tmp_path: Path
 ) -> None:
     rows = make_rows(tmp_path / "rows", counts)
     slices = SliceRoutes([rows], TrackerOptions())
-    options = coordinator_options(inner_steps=4, outer_steps=10, rounds={"start_workers": 2})
+    options = coordinator_options(inner_steps=4, outer_steps=rounds, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         first, second, alone = three_plain_ranks.run(
             fit_beside,
@@ -105,23 +119,27 @@ def test_the_ranks_of_a_worker_share_its_batches(
             folder=str(tmp_path),
             port=free_port(),
             inner=inner,
+            slow=slow,
             timeout=60.0,
         )
         status = server.status().slices
     assert status is not None
-    trained = Counter(samples_of_steps(first, second))
-    trained.update(number for batch in alone for number in batch)
+    trained = Counter(samples_of_steps(first.batches, second.batches))
+    trained.update(number for batch in alone.batches for number in batch)
     assert set(trained) == set(range(sum(counts)))
     assert max(trained.values()) - min(trained.values()) <= 1  # each once in each epoch
     assert status.epoch == max(trained.values()) - 1
-    assert first
-    assert alone
+    assert first.waits == second.waits
+    assert first.batches
+    assert alone.batches
+    if len(counts) == 2:  # there is nothing to have while the slow worker trains on its slice
+        assert first.waits
 
 
 def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
     """Rank 1 fails in its third step."""
     if rank == 2:
-        return fit_beside(rank, **arguments)
+        return fit_beside(rank, **arguments).batches
     module = Remembers()
 
     def fail(step: int) -> None:
