@@ -148,7 +148,7 @@ def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
 
     module.on_step = fail
     with together(rank, ranks=2, port=arguments["port"]):
-        strategy = DiLoCoStrategy(coordinator=arguments["url"], worker_name="pair", inner="ddp")
+        strategy = DiLoCoStrategy(coordinator=arguments["url"], worker_name="pair", inner="bytescheduler")
         trainer = diloco_trainer(rank, strategy, default_root_dir=arguments["folder"])
         with pytest.raises(Exception, match="on purpose") as raised:
             trainer.fit(module, datamodule=SliceDataModule(arguments["rows"], batch_size=2))
