@@ -131,7 +131,7 @@ def test_each_rank_gets_its_part_of_every_batch(plans: list[PlanThread]) -> None
     first = leading(plans, worker.ranks[0], tracker, (2, 1, 1))
     followers = [FollowingPlan(rank, batch_size=1) for rank in worker.ranks[1:]]
     trained: Counter[Any] = Counter()
-    passes = [iter(plan) for plan in (first, *followers)]
+    passes = [iter(first), *map(iter, followers)]
     for part in passes[0]:
         parts = [part, *(next(each) for each in passes[1:])]
         for plan in (first, *followers):
