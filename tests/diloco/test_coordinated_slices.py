@@ -16,6 +16,7 @@ from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
@@ -171,3 +172,13 @@ def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
     assert len(first) <= 3 == len(second)
     told = first[:2] + second[:2]
     assert {number for batch in [*told, *alone] for number in batch} == set(range(SAMPLES))
+
+
+def fit_reading_otherwise(rank: int, *, rows: str) -> None:
+    trainer = diloco_trainer(rank, DiLoCoStrategy(coordinator="http://127.0.0.1:1", inner="ddp"))
+    with pytest.raises(OptionError, match=r"num_workers.*the same on all ranks of a worker"):
+        trainer.fit(Remembers(), datamodule=SliceDataModule(rows, batch_size=2, num_workers=rank))
+
+
+def test_ranks_of_a_worker_that_read_differently_far_ahead_are_told(diloco_ranks: RankPool, rows: str) -> None:
+    diloco_ranks.run(fit_reading_otherwise, rows=rows, timeout=60.0)
