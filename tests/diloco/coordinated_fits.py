@@ -17,7 +17,7 @@ from tests.diloco.fits import Result, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import free_port
 
-__all__ = ["OwnData", "alone", "coordinator_options", "fit_coordinated", "own_data"]
+__all__ = ["OwnData", "alone", "coordinator_options", "fit_coordinated", "own_data", "together"]
 
 
 class OwnData(Tower):
@@ -48,6 +48,14 @@ def alone() -> Iterator[None]:
     """This process is the only one of its training."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
     with patch.dict(os.environ, one):
+        yield
+
+
+@contextmanager
+def together(rank: int, *, ranks: int, port: int) -> Iterator[None]:
+    """This process is one of a training of its own, whose ranks are a pool's first ones."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    with patch.dict(os.environ, {**own, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}):
         yield
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
+from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.options import TrackerOptions
-from tests.diloco.coordinated_fits import alone, coordinator_options
+from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
 from tests.slices.fits import Remembers, make_rows
-from tests.support.rank_pool import RankPool, RanksFailed
+from tests.support.rank_pool import RankPool, free_port
 
 COUNTS = [5, 7, 3, 9, 1, 6, 8, 2]
 SAMPLES = sum(COUNTS)
@@ -56,11 +61,124 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
 
-def fit_in_a_group(rank: int, *, url: str, rows: str) -> None:
-    trainer = diloco_trainer(rank, DiLoCoStrategy(coordinator=url, inner="ddp"))
-    trainer.fit(Remembers(), datamodule=SliceDataModule(rows, batch_size=2))
+class Trained(NamedTuple):
+    """What a rank has trained on, and how often it was asked whether to wait for other workers."""
+
+    batches: list[list[int]]
+    waits: int
 
 
-def test_a_worker_of_several_processes_is_told_what_to_do(diloco_ranks: RankPool, rows: str) -> None:
-    with pytest.raises(RanksFailed, match=r"takes slices from the coordinator for workers of one process"):
-        diloco_ranks.run(fit_in_a_group, url="http://127.0.0.1:1", rows=rows)
+def fit_beside(
+    rank: int, *, url: str, rows: str, folder: str, port: int, slow: float = 0.02, **options: Any
+) -> Trained:
+    """Ranks 0 and 1 are a worker, rank 2 is another one, and slower."""
+    module = Remembers()
+    is_alone = rank == 2
+    strategy = (
+        DiLoCoStrategy(coordinator=url, worker_name="alone")
+        if is_alone
+        else DiLoCoStrategy(coordinator=url, worker_name="pair", **options)
+    )
+    waits = patch.object(
+        CoordinatedBoundaries, "wait_aside", autospec=True, side_effect=CoordinatedBoundaries.wait_aside
+    )
+    with alone() if is_alone else together(rank, ranks=2, port=port), waits as waited:
+        trainer = diloco_trainer(
+            0 if is_alone else rank, strategy, callbacks=[Pause(rank, {0: 0.002, 2: slow})], default_root_dir=folder
+        )
+        trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
+    return Trained(module.batches, waited.call_count)
+
+
+def samples_of_steps(first: list[list[int]], second: list[list[int]]) -> Iterator[int]:
+    """What two ranks have trained on together; a sample that was repeated for the second one counts once."""
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert one
+        assert other
+        assert set(one).isdisjoint(other) or one == other
+        yield from set(one) | set(other)
+
+
+@pytest.mark.parametrize(
+    ("inner", "counts", "rounds", "slow"),
+    [("ddp", COUNTS, 10, 0.02), ("bytescheduler", [12, 12], 4, 0.06)],
+    ids=["ddp", "bytescheduler, and one worker waits for the other"],
+)
+def test_the_ranks_of_a_worker_share_its_batches(
+    inner: str, counts: list[int], rounds: int, slow: float, three_plain_ranks: RankPool, tmp_path: Path
+) -> None:
+    rows = make_rows(tmp_path / "rows", counts)
+    slices = SliceRoutes([rows], TrackerOptions())
+    options = coordinator_options(inner_steps=4, outer_steps=rounds, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server:
+        first, second, alone = three_plain_ranks.run(
+            fit_beside,
+            url=server.url,
+            rows=rows,
+            folder=str(tmp_path),
+            port=free_port(),
+            inner=inner,
+            slow=slow,
+            timeout=60.0,
+        )
+        status = server.status().slices
+    assert status is not None
+    trained = Counter(samples_of_steps(first.batches, second.batches))
+    trained.update(number for batch in alone.batches for number in batch)
+    assert set(trained) == set(range(sum(counts)))
+    assert max(trained.values()) - min(trained.values()) <= 1  # each once in each epoch
+    assert status.epoch == max(trained.values()) - 1
+    assert first.waits == second.waits
+    assert first.batches
+    assert alone.batches
+    if len(counts) == 2:  # there is nothing to have while the slow worker trains on its slice
+        assert first.waits
+
+
+def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
+    """Rank 1 fails in its third step."""
+    if rank == 2:
+        return fit_beside(rank, **arguments).batches
+    module = Remembers()
+
+    def fail(step: int) -> None:
+        if rank == 1 and step == 3:
+            raise ValueError("on purpose")
+
+    module.on_step = fail
+    with together(rank, ranks=2, port=arguments["port"]):
+        strategy = DiLoCoStrategy(coordinator=arguments["url"], worker_name="pair", inner="bytescheduler")
+        trainer = diloco_trainer(rank, strategy, default_root_dir=arguments["folder"])
+        with pytest.raises(Exception, match="on purpose") as raised:
+            trainer.fit(module, datamodule=SliceDataModule(arguments["rows"], batch_size=2))
+    assert rank == 1 or "ank 1" in "".join(traceback.format_exception(raised.value))
+    return module.batches
+
+
+def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
+    three_plain_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    slices = SliceRoutes([rows], TrackerOptions())
+    options = coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server:
+        first, second, alone = three_plain_ranks.run(
+            fit_beside_a_failure, url=server.url, rows=rows, folder=str(tmp_path), port=free_port(), timeout=60.0
+        )
+        status = server.status().slices
+    assert status is not None
+    assert status.epoch >= 1  # alone could end the first one
+    assert len(first) <= 3 == len(second)
+    told = first[:2] + second[:2]
+    assert {number for batch in [*told, *alone] for number in batch} == set(range(SAMPLES))
+
+
+def fit_reading_otherwise(rank: int, *, rows: str) -> None:
+    trainer = diloco_trainer(rank, DiLoCoStrategy(coordinator="http://127.0.0.1:1", inner="ddp"))
+    with pytest.raises(OptionError, match=r"num_workers.*the same on all ranks of a worker"):
+        trainer.fit(Remembers(), datamodule=SliceDataModule(rows, batch_size=2, num_workers=rank))
+
+
+def test_ranks_of_a_worker_that_read_differently_far_ahead_are_told(diloco_ranks: RankPool, rows: str) -> None:
+    diloco_ranks.run(fit_reading_otherwise, rows=rows, timeout=60.0)

@@ -86,18 +86,18 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._began = self._clock()
 
     def wait_aside(self) -> bool:
-        """There is nothing to train on here for now; returns whether training is over."""
+        """There is nothing to train on here for now; returns whether training is over. All ranks of the worker ask."""
         session = self._session
         session.check()
         if not self._aside:
             self._aside = True
             session.pause(shows=False)
-        if session.is_over_elsewhere():
+        if self._group.any(session.is_over_elsewhere()):
             self.come_back()
         return session.over
 
     def come_back(self) -> None:
-        """There is something to train on again."""
+        """There is something to train on again, for all ranks of the worker."""
         if self._aside:
             self._aside = False
             self._session.resume()

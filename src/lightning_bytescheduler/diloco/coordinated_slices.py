@@ -2,6 +2,9 @@
 
 Epochs of the data go on by themselves: a worker that finds nothing when its epoch begins waits for a slice that comes
 back, or for the next epoch. Nothing of it waits in a step: the tracker is called from the plan's own thread.
+
+Where several ranks train together as one worker, the first one calls the tracker for all of them, and posts each
+other one its parts of the batches over the job's store: see ``slices.worker_ranks``.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
 import msgspec
+import torch.distributed as dist
 
 from lightning_bytescheduler.diloco.coordinator_client import Answer as HttpAnswer
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Sender
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
@@ -27,6 +33,9 @@ __all__ = ["CoordinatedSlices", "coordinated_slices"]
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0
+_MAILBOX = "slices"
+_THREAD = "bytescheduler-slice-parts"
+_STOP_S, _MOMENT_S = 5.0, 0.5
 
 
 class CoordinatedSlices:
@@ -38,9 +47,11 @@ class CoordinatedSlices:
         idle: Told while this worker has nothing to train on.
         timeout: Longest wait for an answer, in seconds.
         check: Raises what has ended the training, if anything.
+        ranks: Of this worker, if several train together.
 
     Attributes:
         idle: As given.
+        ranks: As given.
     """
 
     worker = 0
@@ -55,8 +66,10 @@ class CoordinatedSlices:
         idle: Idle,
         timeout: float,
         check: Callable[[], None],
+        ranks: StoreRanks | None = None,
     ) -> None:
         self.idle = idle
+        self.ranks = ranks
         self._data = data
         self._client = client
         self._timeout = timeout
@@ -83,10 +96,79 @@ class CoordinatedSlices:
             training.leave()
 
     def close(self, *, failed: bool) -> bool:
-        """Stop calling; idempotent."""
+        """Stop calling and listening; bounded, idempotent. Returns whether the thread has ended."""
         if self._tracker is not None:
             self._tracker.closed = True
-        return True
+        return self.ranks is None or self.ranks.stop(_MOMENT_S if failed else _STOP_S)
+
+
+class StoreRanks:
+    """One rank's way to the others of its worker, over the job's store: ``WorkerRanks``.
+
+    Each rank that listens has a thread for it.
+
+    Args:
+        store: That these ranks share, and nobody else.
+        rank: This one.
+        count: How many there are.
+        group: The worker's, once it is connected.
+        timeout: Longest wait for the first rank, in seconds.
+        check: Raises what has ended the training, if anything.
+
+    Attributes:
+        rank: As given.
+        count: As given.
+        timeout: As given.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        count: int,
+        group: Callable[[], WorkerGroup],
+        timeout: float,
+        check: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self.count = count
+        self.timeout = timeout
+        self._store = store
+        self._group = group
+        self._check = check
+        self._mailbox: Mailbox | None = None
+        self._sender: Sender | None = None
+
+    def tell(self, text: str = "") -> str:
+        """See ``WorkerRanks``."""
+        return self._group().tell(text)
+
+    def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
+        """See ``WorkerRanks``."""
+
+        def handle(_: str, text: str) -> None:
+            heed(text)
+
+        self._mailbox = Mailbox(self._store, self._name(self.rank), thread=_THREAD, handle=handle, on_error=on_error)
+
+    def post(self, rank: int, text: str) -> None:
+        """See ``WorkerRanks``."""
+        if self._sender is None:
+            self._sender = Sender(self._store, str(self.rank))
+        self._sender.post(self._name(rank), text)
+
+    def check(self) -> None:
+        """See ``WorkerRanks``."""
+        self._check()
+
+    def stop(self, timeout: float) -> bool:
+        """Listen no more; idempotent. Returns whether the thread ended within ``timeout`` seconds."""
+        return self._mailbox is None or self._mailbox.stop(timeout)
+
+    @staticmethod
+    def _name(rank: int) -> str:
+        return f"{_MAILBOX}/{rank}"
 
 
 def coordinated_slices(
@@ -94,7 +176,8 @@ def coordinated_slices(
     client: Callable[[], CoordinatorClient | None],
     *,
     idle: Idle,
-    ranks: int,
+    world: WorkerWorld,
+    group: Callable[[], WorkerGroup],
     timeout: float,
     check: Callable[[], None],
 ) -> CoordinatedSlices | None:
@@ -104,23 +187,18 @@ def coordinated_slices(
         trainer: Before the setup of its data.
         client: See :class:`CoordinatedSlices`.
         idle: See :class:`CoordinatedSlices`.
-        ranks: Of the worker.
+        world: Where this rank is; all ranks are one worker.
+        group: That worker's, once it is connected.
         timeout: See :class:`CoordinatedSlices`.
         check: See :class:`CoordinatedSlices`.
-
-    Raises:
-        UnsupportedError: If several ranks train together as one worker: they need equally many batches.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     if not isinstance(data, SliceDataModule):
         return None
-    if ranks > 1:
-        raise UnsupportedError(
-            "A SliceDataModule takes slices from the coordinator for workers of one process. Leave inner out and start "
-            "one Trainer(devices=1) for each device, or use data loaders, whose samples are split among a worker's "
-            "processes."
-        )
-    slices = CoordinatedSlices(data, client, idle=idle, timeout=timeout, check=check)
+    ranks = None
+    if world.size > 1:
+        ranks = StoreRanks(world.store, rank=world.rank, count=world.size, group=group, timeout=timeout, check=check)
+    slices = CoordinatedSlices(data, client, idle=idle, timeout=timeout, check=check, ranks=ranks)
     data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
     data.bind_tracker(slices)
     return slices

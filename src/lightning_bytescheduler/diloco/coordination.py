@@ -16,7 +16,7 @@ from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntim
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
 from lightning_bytescheduler.diloco.options import OuterOptions
-from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
 from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
@@ -121,17 +121,25 @@ class Coordination:
         if self._boundaries is not None:
             self._boundaries.ends_all = True
 
-    def share_slices(self, trainer: pl.Trainer, *, ranks: int, timeout: float) -> CoordinatedSlices | None:
+    def share_slices(
+        self, trainer: pl.Trainer, world: WorkerWorld, *, timeout: float, check: Callable[[], None]
+    ) -> CoordinatedSlices | None:
         """Have the worker take slices from the coordinator; see ``coordinated_slices``."""
         from lightning_bytescheduler.diloco.coordinated_slices import coordinated_slices  # takes time
+
+        def check_all() -> None:
+            check()
+            if self._runtime is not None:
+                self._runtime.session.check()
 
         return coordinated_slices(
             trainer,
             lambda: None if self._runtime is None else self._runtime.client,
             idle=self,
-            ranks=ranks,
+            world=world,
+            group=lambda: self._group,
             timeout=timeout,
-            check=lambda: None if self._runtime is None else self._runtime.session.check(),
+            check=check_all,
         )
 
     def waits(self) -> bool:

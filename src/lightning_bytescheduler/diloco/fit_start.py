@@ -91,7 +91,7 @@ def slices_of(
         check: Raises what another rank has failed with, if any.
     """
     if coordination is not None:
-        return coordination.share_slices(trainer, ranks=world.size, timeout=timeout)
+        return coordination.share_slices(trainer, world, timeout=timeout, check=check)
     from lightning_bytescheduler.diloco.shared_slices import share_slices  # only with data, as it takes time
 
     return share_slices(trainer, world, timeout=timeout, check=check)

@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepRe
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
-__all__ = ["Caller", "Mailbox", "Postman", "with_messages"]
+__all__ = ["Caller", "Mailbox", "Postman", "Sender", "with_messages"]
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
@@ -229,6 +229,27 @@ class Postman:
                     return
         except BaseException as error:
             self._on_error(error)
+
+
+class Sender:
+    """Posts texts, on the thread that calls: for one thread, which waits for the store and nobody else.
+
+    Args:
+        store: That all ranks share.
+        sender: Whose letters these are.
+    """
+
+    def __init__(self, store: dist.Store, sender: str) -> None:
+        self._store = _connection(store)
+        self._sender = sender
+
+    def post(self, mailbox: str, text: str) -> None:
+        """Post a text.
+
+        Raises:
+            RuntimeError: If the store is gone.
+        """
+        _post(self._store, mailbox, _Told(self._sender, text))
 
 
 class Caller:

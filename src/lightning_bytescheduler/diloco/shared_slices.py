@@ -142,8 +142,8 @@ def share_slices(
         return None
     if world.inner_size > 1:
         raise UnsupportedError(
-            "A SliceDataModule hands its slices out to workers of one process. Leave inner out, or use data loaders, "
-            "whose samples are split among all processes."
+            "A SliceDataModule hands its slices out to workers of one process. Leave inner out, train with a "
+            "coordinator, or use data loaders, whose samples are split among all processes."
         )
     slices = SharedSlices(data, world.store, worker=world.worker, workers=world.workers, timeout=timeout, check=check)
     data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not

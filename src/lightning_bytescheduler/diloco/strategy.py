@@ -112,8 +112,8 @@ class DiLoCoStrategy(WorkerStrategy):
       ``outer_steps`` end all, and a round without a step follows for each other fragment.
     * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another one does.
       Its ``EarlyStopping`` ends all. The others' ``ReduceLROnPlateau`` of a metric of the validation does nothing.
-    * A :class:`SliceDataModule` takes slices from the coordinator. Data loaders are each worker's own: shuffled ones
-      are seeded by the worker's name, unless ``seed_everything`` was called.
+    * A :class:`SliceDataModule` takes slices from the coordinator; the ranks of a worker share its batches. Data
+      loaders are each worker's own: shuffled ones are seeded by its name, unless ``seed_everything`` was called.
 
     Args:
         accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.

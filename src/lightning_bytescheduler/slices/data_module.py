@@ -39,6 +39,7 @@ from lightning_bytescheduler.slices.training import (
     TrackedTraining,
     TrackerHost,
     TrainingSlices,
+    require_same_reading,
     require_same_slices,
     require_tracker_host,
 )
@@ -243,7 +244,7 @@ class SliceDataModule(CoordinatedDataModule):
             OptionError: If the stage has no data, a batch size is missing for a rank, the cache is smaller than a
                 slice, or ranks see different slices.
             SourceUnavailableError: If a source stays away.
-            UnsupportedError: If a tracker is bound, and a worker has several ranks.
+            UnsupportedError: If a tracker is bound, and a worker has several ranks that do not share its batches.
         """
         splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
         if self._urls[splits[0]] is None:
@@ -317,18 +318,24 @@ class SliceDataModule(CoordinatedDataModule):
         return training
 
     def _tracked(self, host: TrackerHost, before: TrainingSlices | None) -> TrackedTraining:
-        if self._rank_and_ranks()[1] > 1:
+        ranks = self._rank_and_ranks()[1]
+        if ranks > 1 and getattr(host, "ranks", None) is None:
             raise UnsupportedError(
                 "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
                 "same number of steps: use one rank for each worker."
             )
+        size = require_batch_size("batch_size", self.batch_size)
+        if ranks > 1 and self.trainer is not None:
+            batch_sizes = batch_sizes_of("batch_size", size, ranks)
+            require_same_slices(self.trainer, self._catalogue("train"))
+            require_same_reading(self.trainer, self._loading)
+        else:
+            batch_sizes = (batch_sizes_of("batch_size", size, host.workers)[host.worker],)
         training = TrackedTraining(
             host,
             self._stores["train"],
             options=self._tracking,
-            batch_size=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), host.workers)[
-                host.worker
-            ],
+            batch_sizes=batch_sizes,
             ahead=self._storing.prefetch,
         )
         if before is not None:

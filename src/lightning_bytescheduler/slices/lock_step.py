@@ -25,7 +25,7 @@ from lightning_bytescheduler.slices.options import Shortage, require_shortage
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.tracker_state import read_state
 
-__all__ = ["LockStepEpoch", "LockStepPlan", "Stage"]
+__all__ = ["LockStepEpoch", "LockStepPlan", "LockStepShares", "Stage"]
 
 _VERSION = 1
 

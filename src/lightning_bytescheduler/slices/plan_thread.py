@@ -16,13 +16,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from lightning_bytescheduler.slices.worker_ranks import GOES_ON, WAITS, LeadingRank
 
 __all__ = ["Idle", "PlanThread"]
 
@@ -46,20 +47,24 @@ class Idle(Protocol):
 
 
 class PlanThread:
-    """A ``BatchPlan`` that is ahead of need. For the training thread, but for :meth:`stop`.
+    """A ``BatchPlan`` that is ahead of need. For the training thread, but for :meth:`stop` and :meth:`quarantine`.
 
     Args:
         plan: Is this thread's alone from now on.
         timeout: Longest wait for the tracker where something is asked, in seconds.
         idle: Told while a pass that has begun waits, and when it goes on.
+        others: The ranks that this one trains with, which do as it does and get parts of its batches.
 
     Raises:
         Exception: What the tracker or its transport has raised, from whatever is called next.
     """
 
-    def __init__(self, plan: TrackerPlan, *, timeout: float = 1800.0, idle: Idle | None = None) -> None:
+    def __init__(
+        self, plan: TrackerPlan, *, timeout: float = 1800.0, idle: Idle | None = None, others: LeadingRank | None = None
+    ) -> None:
         self._plan = plan
         self._idle = idle
+        self._others = others
         self._timeout = timeout
         self._changed = threading.Condition()
         # What follows changes under it.
@@ -104,12 +109,16 @@ class PlanThread:
             if not is_there:
                 if self._idle is not None and not has_given:
                     has_waited = True
+                    self._say(WAITS)
                     if self._idle.waits():
                         return
                 continue
             if has_waited and self._idle is not None:
                 has_waited = False
+                self._say(GOES_ON)
                 self._idle.goes_on()
+            if not has_given:
+                self._say(str(own))
             with self._changed:
                 if self._pass != own or not self._ready:
                     return
@@ -118,6 +127,10 @@ class PlanThread:
                 self._changed.notify_all()
             has_given = True
             yield batch
+
+    def _say(self, text: str) -> None:
+        if self._others is not None:
+            self._others.say(text)
 
     def _await_batch(self, own: int, seconds: float) -> bool:
         """Wait for a batch, or the end of the pass; returns whether either is there. With the lock held."""
@@ -139,6 +152,10 @@ class PlanThread:
             with self._changed:
                 self._untrained -= 1
         self._note(report)
+
+    def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
+        """Readers of another rank have found corrupt slices: key and reason of each. For any thread."""
+        self._note(lambda: self._plan.quarantine(corrupt))
 
     def trained(self) -> None:
         """The first batch that was taken and not trained on has been; nothing if there is none."""
@@ -279,6 +296,8 @@ class PlanThread:
                     return 0.0
                 number = self._pass
             found = self._plan.poll()
+            if self._others is not None and not isinstance(found, float):
+                found = self._others.hand_out(number, found)  # before it can be taken here
             with self._changed:
                 if self._pass == number:
                     if isinstance(found, SliceBatch):

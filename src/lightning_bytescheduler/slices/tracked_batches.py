@@ -150,7 +150,15 @@ class TrackerPlan:
             self._out.pop(number, None)
         if self._most_ahead is None:
             self._ahead = report.depth
-        for key, reason in report.corrupt:
+        self.quarantine(report.corrupt)
+
+    def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
+        """Report slices that readers have found to be corrupt.
+
+        Args:
+            corrupt: Key and reason of each.
+        """
+        for key, reason in corrupt:
             self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
             if self._session is not None:
                 self._heed(self._client.quarantine(QuarantineSlice(session=self._session, key=key, reason=reason)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -16,13 +16,15 @@ from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import BatchPlan, ReadReport
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import SliceStatistics
+from lightning_bytescheduler.slices.following_plan import FollowingPlan
 from lightning_bytescheduler.slices.lock_step import LockStepPlan
-from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.options import LoaderOptions, TrackerOptions
 from lightning_bytescheduler.slices.plan_thread import PlanThread
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.worker_ranks import LeadingRank, WorkerRanks
 
 __all__ = [
     "CoordinatedDataModule",
@@ -30,6 +32,7 @@ __all__ = [
     "TrackedTraining",
     "TrackerHost",
     "TrainingSlices",
+    "require_same_reading",
     "require_same_slices",
     "require_tracker_host",
 ]
@@ -223,6 +226,23 @@ def require_same_slices(trainer: pl.Trainer, catalogue: SliceCatalogue) -> None:
         )
 
 
+def require_same_reading(trainer: pl.Trainer, loading: LoaderOptions) -> None:
+    """Require that ranks read equally far ahead, as they get the parts of one batch; called by all of them.
+
+    Raises:
+        OptionError: At every rank, if one reads otherwise than rank 0.
+    """
+    here = [loading.num_workers, loading.prefetch_factor]
+    there = trainer.strategy.broadcast(here)
+    if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
+        raise OptionError(
+            "num_workers",
+            loading.num_workers,
+            f"the same on all ranks of a worker, with the same prefetch_factor: rank 0 has {there[0]} and {there[1]}, "
+            "and some rank has others",
+        )
+
+
 def require_tracker_host(host: object) -> None:
     """Require a way to a tracker.
 
@@ -274,6 +294,8 @@ class TrackerHost(Protocol):
         waits: Whether a worker that finds nothing for now when its epoch begins waits in its loader, and goes on to the
             next epoch of the data by itself. If not, its epoch of Lightning may be empty, and the strategy ends epochs
             of the data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
+        ranks: May be left out, or ``None``: the ranks of this worker, where several train together and share its
+            batches. Then ``connect`` is called on the first of them alone.
     """
 
     worker: int
@@ -299,26 +321,36 @@ class TrackedTraining:
         host: The way to the tracker.
         store: Of the training data.
         options: Of the tracker.
-        batch_size: Samples of a batch of this worker.
+        batch_sizes: Samples of a batch, of each rank of this worker.
         ahead: Slices to hold ahead; None follows the speeds.
     """
 
-    fills = False
-
     def __init__(
-        self, host: TrackerHost, store: SliceStore, *, options: TrackerOptions, batch_size: int, ahead: int | None
+        self,
+        host: TrackerHost,
+        store: SliceStore,
+        *,
+        options: TrackerOptions,
+        batch_sizes: Sequence[int],
+        ahead: int | None,
     ) -> None:
         self._host = host
         self._store = store
         self._options = options
-        self._batch_size = batch_size
+        self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
+        self._batch_sizes = tuple(batch_sizes)
         self._ahead = ahead
         self._tracker: LocalTracker | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._plan: PlanThread | None = None
+        self._plan: PlanThread | FollowingPlan | None = None
 
     @property
-    def plan(self) -> PlanThread:
+    def fills(self) -> bool:
+        """A rank that left out a batch would leave the others of its worker alone in a step."""
+        return self._ranks is not None
+
+    @property
+    def plan(self) -> PlanThread | FollowingPlan:
         """The batches of this worker.
 
         Raises:
@@ -345,20 +377,29 @@ class TrackedTraining:
 
     def open(self, trainer: pl.Trainer | None) -> None:
         """Reach the tracker, once."""
-        if self._plan is None:
-            self._plan = PlanThread(
-                TrackerPlan(
-                    self._host.connect(self._make_tracker),
-                    worker=_name(self._host.worker),
-                    incarnation=uuid.uuid4().hex,
-                    batch_size=self._batch_size,
-                    ahead=self._ahead,
-                    slices=self._store.source.slices,
-                    cached=self._store.cached,
-                    waits=self._host.waits,
-                ),
-                idle=getattr(self._host, "idle", None),
-            )
+        if self._plan is not None:
+            return
+        idle, ranks = getattr(self._host, "idle", None), self._ranks
+        if ranks is not None and ranks.rank > 0:
+            self._plan = FollowingPlan(ranks, batch_size=self._batch_sizes[ranks.rank], idle=idle)
+            return
+        leading = None if ranks is None else LeadingRank(ranks, self._batch_sizes)
+        self._plan = plan = PlanThread(
+            TrackerPlan(
+                self._host.connect(self._make_tracker),
+                worker=_name(self._host.worker),
+                incarnation=uuid.uuid4().hex,
+                batch_size=sum(self._batch_sizes),
+                ahead=self._ahead,
+                slices=self._store.source.slices,
+                cached=self._store.cached,
+                waits=self._host.waits,
+            ),
+            idle=idle,
+            others=leading,
+        )
+        if leading is not None:
+            leading.listen(plan.quarantine)
 
     def received(self, report: ReadReport) -> None:
         """Tell the tracker what is corrupt."""
@@ -378,11 +419,13 @@ class TrackedTraining:
 
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch."""
-        return self.plan.awaits_others()
+        plan = self.plan
+        return isinstance(plan, PlanThread) and plan.awaits_others()
 
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one: for all workers at the same moment."""
-        self.plan.end_epoch()
+        if isinstance(self.plan, PlanThread):
+            self.plan.end_epoch()
 
     def leave(self) -> None:
         """Give back what this worker holds, while the tracker can be reached."""
