@@ -33,7 +33,7 @@ def fit_slices(rank: int, *, url: str, rows: str, folder: str, **options: Any) -
         trainer = diloco_trainer(
             0,
             DiLoCoStrategy(coordinator=url, worker_name=f"w{rank}", **options),
-            callbacks=[Pause(rank, {0: 0.002, 1: 0.03})],
+            callbacks=[Pause(rank, {1: 0.15})],
             default_root_dir=folder,
         )
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
