@@ -33,6 +33,8 @@ def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
     [
         ("int9", "compression='int9' is not allowed"),
         (8, "compression=8 is not allowed"),
+        ({"*": 3}, "None, 'auto', the name of a compressor such as 'int8', or a Compressor"),
+        ("autos", "Did you mean 'auto'?"),
         ("topk", "'topk' has 1 to 2 parameters"),
         (PowerSGD(2, (20, 30)), "without a shape"),
         (ErrorFeedback(TopK(0.1)), "Error feedback is the strategy's own"),

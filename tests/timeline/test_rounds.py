@@ -89,4 +89,6 @@ def test_the_command_reads_several_workers_and_no_mixture(tmp_path: Path, capsys
         timeline.span("forward", COMPUTE, 0.0, 1.0, lane="training", args={"step": 0})
     assert not in_rounds(read_timeline(timeline.path))
     assert main(["timeline", files[0], str(timeline.path)]) != 0
-    assert "name one file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "name one file" in said
+    assert f"no round in {timeline.path}: leave it out" in said

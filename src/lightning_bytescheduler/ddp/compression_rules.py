@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import require_positive, require_whole
+from lightning_bytescheduler.checks import did_you_mean, require_positive, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
 from lightning_bytescheduler.compression.powersgd import PowerSGD
-from lightning_bytescheduler.compression.registry import MIN_SIZE, make_compressor
+from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -89,7 +89,10 @@ class CompressionRules:
         chosen = [codec is _STRONGEST for _, codec in pairs if codec is not None]
         if any(chosen) and not all(chosen):
             raise OptionError(
-                "compression", compression, f"{AUTO!r} and None, or compressors and None; parts hold several parameters"
+                "compression",
+                compression,
+                f"a dict of {AUTO!r} and None, or compressors and None",
+                "What is sent in one part travels in one way.",
             )
         return cls(
             by_pattern=tuple(pairs),
@@ -171,4 +174,9 @@ def _codec(option: str, value: Any) -> Compressor | None:
         return made
     if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
         return Dense(_TO_NEAREST[value], "nearest")
+    if not isinstance(value, str):
+        raise OptionError(option, value, f"None, {AUTO!r}, the name of a compressor such as 'int8', or a Compressor")
+    if (kind := value.split(":")[0]) not in COMPRESSORS:
+        names = ", ".join(map(repr, COMPRESSORS))
+        raise OptionError(option, value, f"{AUTO!r}, or one of {names}", did_you_mean(kind, (AUTO, *COMPRESSORS)))
     return make_compressor(value, error_feedback=False, min_size=0, option=option)

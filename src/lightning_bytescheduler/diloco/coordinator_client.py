@@ -55,6 +55,7 @@ _T = TypeVar("_T")
 _THREAD = "bytescheduler-coordinator-client"
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
+_QUIET_S = 30.0  # that a first connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
 _SIGNS = 4  # of life, in the time of a lease
 _FRAME_BYTES = 2**24
@@ -267,7 +268,7 @@ class CoordinatorClient:
     async def _stay_connected(self) -> None:
         began = self._clock()
         log.info("coordinator: connecting to %s as %s", " or ".join(self._address.urls), self.worker)
-        failed, last = 0, ""
+        failed, last, warned = 0, "", False
         while True:
             self._url = self._address.urls[self._tries % len(self._address.urls)]
             before = self._clock()
@@ -282,6 +283,16 @@ class CoordinatorClient:
             ) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
+                if not self._welcomed and not warned and self._clock() - began >= _QUIET_S:
+                    warned = True
+                    log.warning(
+                        "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
+                        "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has "
+                        "https://.",
+                        " or ".join(self._address.urls),
+                        last,
+                        self._timeout,
+                    )
                 log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._url, last)
             finally:
                 was_connected = self._connected.is_set()
@@ -406,10 +417,12 @@ class CoordinatorClient:
                     f"{where} has a certificate that is not trusted here: {why}. Give the file of the "
                     "authority that has signed it as coordinator_ca."
                 ) from None
-            if isinstance(cause, ssl.SSLError) and ("ALERT" in (cause.reason or "") or not self._welcomed):
+            reason = getattr(cause, "reason", None) or ""  # aiohttp's error of that kind has none
+            if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self._welcomed):
                 raise CoordinatorError(
-                    f"There is no TLS connection to {self._url}: {cause.reason or cause}. Check that the coordinator "
-                    "serves with TLS, and that it accepts coordinator_certificate, if it asks for one."
+                    f"There is no TLS connection to {self._url}: {reason or cause}. Check that the coordinator "
+                    "serves with TLS (else its address begins with http://), and that it accepts "
+                    "coordinator_certificate, if it asks for one."
                 ) from None
 
 

@@ -55,8 +55,13 @@ def traces_of(options: argparse.Namespace) -> list[Trace]:
                 "FILE", file, "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
             )
     traces = [read_timeline(file) for file in options.file]
-    if len(traces) > 1 and not all(in_rounds(trace) for trace in traces):
-        raise ValueError("Several files are looked at together of strategy 'diloco' only: name one file.")
+    others = [file for file, trace in zip(options.file, traces, strict=True) if not in_rounds(trace)]
+    if len(traces) > 1 and others:
+        raise ValueError(
+            f"Several files are looked at together of strategy 'diloco' only, and there is no round in "
+            f"{', '.join(map(str, others))}: leave {'it' if len(others) == 1 else 'them'} out (as of a worker that was "
+            "killed), or name one file."
+        )
     return traces
 
 

@@ -1,0 +1,102 @@
+"""What a worker says where there is no coordinator as it was told."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from lightning_bytescheduler import CoordinatorError
+from lightning_bytescheduler.diloco import coordinator_client
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import Hello
+
+pytest.importorskip("aiohttp")
+
+
+@contextmanager
+def answering(words: bytes) -> Iterator[str]:
+    """HOST:PORT of a server that says the same to everybody, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(OSError):
+                        connection.settimeout(5)
+                        connection.recv(4096)
+                        connection.sendall(words)
+
+        thread = threading.Thread(target=serve, name="bytescheduler-test-server", daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
+
+
+class Worker:
+    """One that only tries to connect."""
+
+    def __init__(self, url: str) -> None:
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.client = CoordinatorClient(
+            CoordinatorAddress(urls=(url,), worker="anna"),
+            hello=self._hello,
+            timeout=60.0,
+            on_welcome=lambda _: None,
+            on_message=lambda _: None,
+            on_lost=lambda: None,
+            on_error=self._end,
+        )
+
+    def _hello(self, worker: str, session: str) -> Hello:
+        raise RuntimeError("There is nobody to greet.")
+
+    def _end(self, error: BaseException) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def test_a_coordinator_without_tls_is_said_to_have_none() -> None:
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
+        worker = Worker(f"https://{address}")
+        try:
+            assert worker.ended.wait(30)
+        finally:
+            worker.client.stop(5)
+    assert isinstance(worker.error, CoordinatorError)
+    assert f"no TLS connection to https://{address}" in str(worker.error)
+    assert "http://" in str(worker.error)
+
+
+def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordinator_client, "_QUIET_S", 0.0)
+    tried = threading.Semaphore(0)
+
+    def paused(_: int) -> float:
+        tried.release()
+        return 0.01
+
+    monkeypatch.setattr(coordinator_client, "_pause", paused)
+    with answering(b"") as address, caplog.at_level(logging.WARNING):
+        worker = Worker(f"http://{address}")
+        try:
+            assert all(tried.acquire(timeout=30) for _ in range(3))
+        finally:
+            worker.client.stop(5)
+    [said] = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
+    assert f"at http://{address} so far" in said
+    assert "https://" in said
+    assert worker.error is None
