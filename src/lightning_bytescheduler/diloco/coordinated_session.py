@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -147,9 +146,8 @@ class CoordinatedSession(CoordinatedRounds):
             transport.welcomed(welcome, begun=self._begun)
             self.worker, self._leads, self._joined = welcome.worker, welcome.leads, False
             self._counter.worker = welcome.worker
-            self._reported = (
-                None if self._reported is None else msgspec.structs.replace(self._reported, worker=self.worker)
-            )
+            if self._reported is not None:
+                self._reported = msgspec.structs.replace(self._reported, worker=self.worker)
             if self._begun and not transport.realign and transport.ended == transport.version:
                 self._join()
             transport.changed.notify_all()
@@ -222,7 +220,7 @@ class CoordinatedSession(CoordinatedRounds):
     # ------------------------------------------------------------------ the end of a round
 
     def _begin(self) -> Outcome:
-        self._wait(lambda: self._transport.realign, "the coordinator")
+        self._transport.wait(lambda: self._transport.realign, "the coordinator", self._timeout)
         while not (self._align() and self._follow_others() and self._start_round()):
             self.check()
             self._transport.await_connection(self._timeout)
@@ -346,8 +344,7 @@ class CoordinatedSession(CoordinatedRounds):
             if transport.realign:
                 sent, self._sent = self._sent, None
                 if sent is not None and transport.rewound:
-                    sent.exchange.cancel()
-                    self._unsent.carry(steps=sent.steps, samples=sent.round_samples)
+                    self._unsent.withdraw(sent)
                     self._carries = True
                 if not self._align():
                     return False
@@ -416,7 +413,7 @@ class CoordinatedSession(CoordinatedRounds):
         welcome = transport.welcome
         if welcome is None:
             return False
-        if welcome.provide and not transport.provide(pack_state(self._full_state()), self._timeout):
+        if welcome.provide and not transport.provide(pack_state(self._state.full_state()), self._timeout):
             return False
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
         began = self._clock()
@@ -427,7 +424,7 @@ class CoordinatedSession(CoordinatedRounds):
         self._flush()
         # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
         with self._state.carried() if self._carries else nullcontext():
-            self._state.load_state_dict(unpack_state(found.payload, self._full_state()))
+            self._state.load_state_dict(unpack_state(found.payload, self._state.full_state()))
             self._take_global_weights()
         if self._carries:
             self._unsent.carry(steps=self._counter.steps, samples=self._counter.samples)
@@ -440,9 +437,6 @@ class CoordinatedSession(CoordinatedRounds):
             self._counter = RoundCounter(self.worker)
             self._reported = None
         return True
-
-    def _full_state(self) -> Mapping[str, Any]:
-        return {**self._state.state_dict(), "weights": dict(self._state.weights)}
 
     def _take_global_weights(self) -> None:
         for fragment in self._fragments:
@@ -554,6 +548,3 @@ class CoordinatedSession(CoordinatedRounds):
     def _outcome(self) -> Outcome:
         changed, self._changed = sorted(self._changed), set()
         return Outcome(changed, self._transport.version, self._over_here, self.round_end)
-
-    def _wait(self, ready: Callable[[], bool], what: str) -> bool:
-        return self._transport.wait(ready, what, self._timeout)

@@ -279,6 +279,10 @@ class OuterState:
             del state["weights"]
         return state
 
+    def full_state(self) -> dict[str, Any]:
+        """The same with the weights, whatever their type."""
+        return {**self.state_dict(), "weights": dict(self.weights)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Carry on from a state; without weights in it, those that are trained now are the global ones.
 

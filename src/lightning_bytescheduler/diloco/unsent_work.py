@@ -80,6 +80,11 @@ class UnsentWork:
         self.steps += steps
         self.round_samples += samples
 
+    def withdraw(self, sent: Sent) -> None:
+        """An update is not to be part of its round: what it has is carried."""
+        sent.exchange.cancel()
+        self.carry(steps=sent.steps, samples=sent.round_samples)
+
     def overwritten(self, fragment: int) -> None:
         """The trained weights of a fragment are the global ones now: nothing of it is left to send."""
         self.samples[fragment] = self.tokens[fragment] = 0
