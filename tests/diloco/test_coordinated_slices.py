@@ -56,7 +56,8 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     trained = Counter(number for worker in batches for batch in worker for number in batch)
     assert set(trained) == set(range(SAMPLES))  # at least one epoch was gone through
     assert max(trained.values()) - min(trained.values()) <= 1  # each once in each
-    assert status.epoch == max(trained.values()) - 1
+    # The next epoch has begun if all of the last one was trained on.
+    assert status.epoch in (max(trained.values()) - 1, min(trained.values()))
     assert all(batches)
     assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
@@ -129,7 +130,8 @@ def test_the_ranks_of_a_worker_share_its_batches(
     trained.update(number for batch in alone.batches for number in batch)
     assert set(trained) == set(range(sum(counts)))
     assert max(trained.values()) - min(trained.values()) <= 1  # each once in each epoch
-    assert status.epoch == max(trained.values()) - 1
+    # The next epoch has begun if all of the last one was trained on.
+    assert status.epoch in (max(trained.values()) - 1, min(trained.values()))
     assert first.waits == second.waits
     assert first.batches
     assert alone.batches
