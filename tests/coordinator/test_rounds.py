@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -146,15 +147,16 @@ def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
         in_a_run(server, 2, work)
 
 
-def test_the_last_round_is_the_last() -> None:
+def test_the_last_round_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
     async def work(one: SmallWorker) -> None:
         await one.join()
         assert (await one.take_part(updates_of(1)[0], samples=1)).stop
         await one.wait_for(messages.TrainingOver)
 
-    with CoordinatorServer(options_of(outer_steps=1)) as server:
+    with caplog.at_level(logging.INFO), CoordinatorServer(options_of(outer_steps=1)) as server:
         in_a_run(server, 1, work)
         assert server.status().phase == "finished"
+    assert "The run is over after round 1, with 1 samples." in caplog.text
 
 
 @pytest.mark.parametrize(("late", "verdict", "weight"), [("drop", "dropped", 0), ("discount", "late", 2)])

@@ -333,8 +333,15 @@ class CoordinatorService:
                 await self.updates.give_way(mean)
                 await weights.step(mean, sums)
             self._garbage.collect()
+            is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
+            if is_last:
+                log.info(
+                    "The run is over after round %d, with %d samples. Its weights are served until Ctrl+C.",
+                    merge.round,
+                    self.run.samples,
+                )
 
     def _note_boundary(self) -> None:
         """Take down what belongs to the version of the weights that a merge has just led to."""
