@@ -53,7 +53,7 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 3 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS))
+	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS))
 	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
 	$(RUN) -m pytest $(ROOMS_OF_LINKS)
 else
