@@ -30,10 +30,6 @@ class Extent(NamedTuple):
     largest: float
     unit: float
 
-    def with_(self, other: Extent) -> Extent:
-        """Of all numbers of both."""
-        return Extent(max(self.largest, other.largest), min(self.unit, other.unit))
-
 
 NOTHING = Extent(0.0, math.inf)
 """Of no numbers."""

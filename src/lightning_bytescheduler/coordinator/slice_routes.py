@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run_status import SliceStatus
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
-    BeginSlice,
     Call,
-    FinishSlice,
     JoinAgain,
     Joined,
     JoinTracker,
-    LeaveTracker,
-    QuarantineSlice,
     Receipt,
     RenewLease,
     Reply,
-    ReportProgress,
     RequestSlice,
     Verdict,
     decode,
@@ -30,19 +25,9 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker_client import calls_of
 
 __all__ = ["SliceRoutes"]
-
-_CALLS = (
-    JoinTracker,
-    RequestSlice,
-    BeginSlice,
-    ReportProgress,
-    FinishSlice,
-    QuarantineSlice,
-    RenewLease,
-    LeaveTracker,
-)
 
 
 class SliceRoutes:
@@ -68,6 +53,7 @@ class SliceRoutes:
     ) -> None:
         source = open_source(urls, option="train", storage_options=storage_options)
         self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=clock)
+        self._calls = calls_of(self.tracker)
         self._sessions: dict[int, tuple[str, str]] = {}  # of the tracker: the member's digest, and the tracker's name
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
@@ -79,14 +65,15 @@ class SliceRoutes:
         Raises:
             OptionError: If it is no message of a worker, or speaks for another one.
         """
-        message = decode(text)
-        if not isinstance(message, _CALLS):
+        message = cast(Call, decode(text))
+        call = self._calls.get(type(message))
+        if call is None:
             raise OptionError("message", type(message).__name__, "one that workers send")
         if isinstance(message, JoinTracker):
             return self._join(member, message)
         if self._sessions.get(message.session, ("", ""))[0] != member.digest:
             return JoinAgain() if isinstance(message, RequestSlice) else Receipt(verdict=Verdict.JOIN_AGAIN)
-        return self._call(message)
+        return call(message)
 
     def _join(self, member: Member, message: JoinTracker) -> Joined:
         if message.worker != member.name and not message.worker.startswith(f"{member.name}/"):
@@ -95,24 +82,6 @@ class SliceRoutes:
         self._sessions[joined.session] = (member.digest, message.worker)
         self._names.setdefault(member.name, set()).add(message.worker)
         return joined
-
-    def _call(self, message: Call) -> Reply:
-        tracker = self.tracker
-        if isinstance(message, RequestSlice):
-            return tracker.request(message)
-        if isinstance(message, BeginSlice):
-            return tracker.begin(message)
-        if isinstance(message, ReportProgress):
-            return tracker.progress(message)
-        if isinstance(message, FinishSlice):
-            return tracker.done(message)
-        if isinstance(message, QuarantineSlice):
-            return tracker.quarantine(message)
-        if isinstance(message, LeaveTracker):
-            return tracker.leave(message)
-        if isinstance(message, RenewLease):
-            return tracker.renew(message)
-        raise OptionError("message", type(message).__name__, "one that workers send")
 
     def renew(self, members: Sequence[Member]) -> None:
         """Renew what members hold that are alive, and forget sessions that are over."""

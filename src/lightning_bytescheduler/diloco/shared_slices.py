@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -14,22 +14,13 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
-    BeginSlice,
     Call,
-    FinishSlice,
-    JoinTracker,
-    LeaveTracker,
-    QuarantineSlice,
     Receipt,
-    RenewLease,
-    Reply,
-    ReportProgress,
-    RequestSlice,
     Verdict,
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
+from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient, calls_of
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 __all__ = ["SharedSlices", "share_slices"]
@@ -158,20 +149,11 @@ def _reading_ended(error: BaseException) -> None:
 
 class _Answers:
     def __init__(self, tracker: LocalTracker) -> None:
-        self._calls: dict[type[Any], Callable[[Any], Reply]] = {
-            JoinTracker: tracker.join,
-            RequestSlice: tracker.request,
-            BeginSlice: tracker.begin,
-            ReportProgress: tracker.progress,
-            FinishSlice: tracker.done,
-            QuarantineSlice: tracker.quarantine,
-            RenewLease: tracker.renew,
-            LeaveTracker: tracker.leave,
-        }
+        self._calls = calls_of(tracker)
 
     def __call__(self, text: str) -> str:
         message = decode(text)
-        return encode(self._calls[type(message)](message))
+        return encode(self._calls[type(message)](message))  # type: ignore[index]
 
 
 class _RemoteTracker(RemoteTracker):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import Any, Protocol, TypeVar, cast
 
@@ -22,12 +22,13 @@ from lightning_bytescheduler.slices.messages import (
     QuarantineSlice,
     Receipt,
     RenewLease,
+    Reply,
     ReportProgress,
     RequestSlice,
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
-__all__ = ["LocalTracker", "RemoteTracker", "TrackerClient"]
+__all__ = ["LocalTracker", "RemoteTracker", "TrackerClient", "calls_of"]
 
 _T = TypeVar("_T")
 
@@ -61,6 +62,20 @@ class TrackerClient(Protocol):
 
     def leave(self, message: LeaveTracker) -> Receipt:
         """Give back what is held, exactly where it stands."""
+
+
+def calls_of(tracker: TrackerClient) -> Mapping[type[Call], Callable[[Any], Reply]]:
+    """What answers each kind of message that workers send."""
+    return {
+        JoinTracker: tracker.join,
+        RequestSlice: tracker.request,
+        BeginSlice: tracker.begin,
+        ReportProgress: tracker.progress,
+        FinishSlice: tracker.done,
+        QuarantineSlice: tracker.quarantine,
+        RenewLease: tracker.renew,
+        LeaveTracker: tracker.leave,
+    }
 
 
 class RemoteTracker(ABC):
