@@ -43,11 +43,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.churn_worker import make_rows
+from benchmarks.delayed_link import enter_network
 from benchmarks.measure import free_port
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 _REPOSITORY = Path(__file__).parents[1]
-_CLONE_NEWNET = 0x40000000  # of sched.h
 _SILENT_S = 20.0
 _START_S = 180.0
 _STEPS = 10_000_000
@@ -114,10 +114,8 @@ class Fleet:
 
 def _enter(namespace: str) -> None:
     """Have this thread, alone, see the network of a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"could not enter {namespace}")
+        enter_network(ctypes.CDLL(None, use_errno=True), file.fileno())
 
 
 class Coordinated:
