@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, check_end, run_together
 
+LONG = {"pause": 0.02, "steps": 1000}
+
 
 def test_an_interrupt_of_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> None:
     options = {"where": "training_step", "kind": "SIGINT"}
@@ -17,7 +19,7 @@ def test_an_interrupt_of_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> 
 
 def test_signals_to_all_ranks_end_all(nursery: Nursery, tmp_path: Path) -> None:
     scenarios = [
-        Scenario(world_size=2, options={"where": "training_step", "kind": kind, "ranks": [0, 1]})
+        Scenario(world_size=2, options={**LONG, "where": "training_step", "kind": kind, "ranks": [0, 1]})
         for kind in ("SIGINT", "SIGTERM")
     ]
     for code, ranks in zip((1, 0), run_together(nursery, scenarios, tmp_path), strict=True):
@@ -27,7 +29,7 @@ def test_signals_to_all_ranks_end_all(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_sigterm_to_one_rank_stops_all(nursery: Nursery, tmp_path: Path) -> None:
-    options = {"where": "training_step", "kind": "SIGTERM"}
+    options = {**LONG, "where": "training_step", "kind": "SIGTERM"}
     scenarios = [Scenario(world_size=n, options={**options, "ranks": [rank]}) for n, rank in ((3, 0), (2, 1))]
     for failed, ranks in zip((0, 1), run_together(nursery, scenarios, tmp_path), strict=True):
         check_end(ranks, failed=failed, code=0, survivors_code=0, says="AFTER_FAILURE")

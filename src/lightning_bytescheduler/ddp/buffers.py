@@ -223,9 +223,6 @@ class BufferBroadcast:
             self._await(work)
         self._under_way.clear()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> BufferBroadcast:
-        return self  # of a copy of the model, which is not trained
-
     def close(self, *, failed: bool) -> None:
         """Leave the group; bounded, idempotent.
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.ddp.sigterm import begins_batches_together
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import PACKAGE, pl
@@ -58,7 +57,7 @@ class FitPosition:
         self._batches += 1
         self._epoch_batches += 1
         # Else nothing is known of the last one: a rank may be inside of it that gets through.
-        if begins_batches_together(self._trainer):
+        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self._launched_at_batch = _launched()
 
     def end(self) -> None:

@@ -1,7 +1,11 @@
 """What a SIGTERM does in a fit, in place of Lightning's answer to it, which is a collective of the training thread.
 
 Lightning broadcasts from the first rank, as each batch begins, whether that has got a SIGTERM; and a rank that gets one
-broadcasts at once, which no other rank joins. Both wait for other ranks on the default group.
+broadcasts at once, which no other rank joins: one that is not the first waits for good, and all others for it.
+
+The broadcast before each batch stays where ranks train together. It waits for half a round trip, but keeps a rank from
+beginning a batch that another one does not have, or fails before: so who is behind is named, and a checkpoint on
+exception has every update.
 """
 
 from __future__ import annotations
@@ -15,17 +19,11 @@ from typing import Any
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.lightning_api import SIGTERMException, pl
 
-__all__ = ["SigtermForAll", "begins_batches_together", "own_sigterm"]
+__all__ = ["SigtermForAll", "own_sigterm"]
 
 log = logging.getLogger(__name__)
 
-_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch's loop; older versions of Lightning have none
-
-
-def begins_batches_together(trainer: pl.Trainer) -> bool:
-    """Whether a batch begins with Lightning's collective."""
-    loop = trainer.fit_loop.epoch_loop
-    return hasattr(loop, _BEGINS_BATCH) and _BEGINS_BATCH not in vars(loop)
+_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
 
 
 @contextmanager
@@ -33,9 +31,9 @@ def own_sigterm(
     trainer: pl.Trainer,
     *,
     received: Callable[[], None] | None = None,
-    begins_batch: Callable[[], None] = lambda: None,
+    begins_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """Have this rank alone take a SIGTERM, without collectives.
+    """Have this rank take a SIGTERM without a collective.
 
     Entered before Lightning registers its handlers. They and the loop find these functions in place of their own.
 
@@ -93,7 +91,13 @@ class SigtermForAll:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """While a fit lasts."""
-        with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=self.begin_batch):
+        together = getattr(self._trainer.fit_loop.epoch_loop, _BEGINS_BATCH, lambda: None)
+
+        def begins_batch() -> None:
+            self.begin_batch()
+            together()
+
+        with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):
             yield
 
     def begin_training_batch(self) -> None:
