@@ -36,6 +36,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=30.0, help="of gradients (default: %(default)g)")
     parser.add_argument("--not-ahead", action="store_true", help="an accelerator that is a sleep in each layer")
     parser.add_argument("--raw-kernels", action="store_true", help="only custom autograd functions get the weights")
+    parser.add_argument("--statistics", action="store_true", help="layers have buffers, as of a batch normalization")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of emulated networks, beside 'alone'")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
     parser.add_argument(
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             megabytes=options.megabytes,
             runs_ahead=not options.not_ahead,
             raw_kernels=options.raw_kernels,
+            statistics=options.statistics,
         )
         for network in options.networks
         for workers in options.workers
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     workers=max(options.workers),
                     mbit=options.mbit,
                     round_trip_seconds=options.round_trip_ms / 1e3,
+                    statistics=options.statistics,
                 )
             )
         elif available:

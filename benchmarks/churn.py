@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
+import ssl
 import statistics
 import subprocess
 import sys
@@ -31,6 +34,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.churn_worker import make_rows
+from benchmarks.delayed_link import enter_network
 from benchmarks.measure import free_port
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
@@ -79,8 +84,10 @@ class Fleet:
                 )
             else:
                 host = self._hosts.setdefault(name, len(self._hosts))
+                # Each is a training of its own, not a rank of one over all hosts.
+                alone = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
                 self.running[name] = self.link.popen(
-                    host, command, env={**shared, **environment}, stdout=log, stderr=log
+                    host, command, env={**shared, **alone, **environment}, stdout=log, stderr=log, cwd=_REPOSITORY
                 )
 
     def host(self, name: str) -> int:
@@ -105,6 +112,12 @@ class Fleet:
         stop_sessions(list(self.running.values()))
 
 
+def _enter(namespace: str) -> None:
+    """Have this thread, alone, see the network of a namespace."""
+    with open(f"/var/run/netns/{namespace}") as file:
+        enter_network(ctypes.CDLL(None, use_errno=True), file.fileno())
+
+
 class Coordinated:
     """A coordinator and its workers."""
 
@@ -115,10 +128,27 @@ class Coordinated:
         self.names = [f"w{number}" for number in range(asked.workers)]
         self.rows = make_rows(folder / "rows", slices=asked.slices, samples=asked.samples)
         self.address = f"127.0.0.1:{free_port()}" if link is None else f"{link.address(0)}:7070"
-        self.url = f"http://{self.address}"
-        self.access: list[str] = []
+        self.url = f"{'http' if link is None else 'https'}://{self.address}"
+        self.guarded: dict[str, str] = {}  # what lets workers in, by option
+        self._asks: urllib.request.OpenerDirector = urllib.request.build_opener()
+        self._in_namespace: ThreadPoolExecutor | None = None
+        if link is not None:
+            self._guard(link)
         self.memory: list[tuple[float, int]] = []
         self.polls: list[tuple[float, dict[str, Any]]] = []
+
+    def _guard(self, link: ShapedLink) -> None:
+        """Make what is asked for beyond one machine; questions are asked from the coordinator's host."""
+        certificates, token = self.folder / "certificates", self.folder / "token"
+        command = [sys.executable, "-m", "lightning_bytescheduler", "certificates", str(certificates)]
+        subprocess.run([*command, "--host", link.address(0)], check=True, stdout=subprocess.DEVNULL, cwd=_REPOSITORY)
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_urlsafe(32))
+        self.guarded = {"coordinator_ca": str(certificates / "ca.pem"), "token_file": str(token)}
+        context = ssl.create_default_context(cafile=self.guarded["coordinator_ca"])
+        self._asks = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+        self._asks.addheaders = [("Authorization", f"Bearer {token.read_text()}")]
+        self._in_namespace = ThreadPoolExecutor(1, initializer=_enter, initargs=(link.namespace(0),))
 
     def start(self) -> None:
         """Start all."""
@@ -138,6 +168,10 @@ class Coordinated:
             "--lease-s": "30",
             "--silent-after": str(self.asked.silent_after),
         }
+        if self.guarded:
+            certificates = self.folder / "certificates"
+            options["--cert"], options["--key"] = str(certificates / "server.pem"), str(certificates / "server.key")
+            options["--token-file"] = self.guarded["token_file"]
         words = [word for pair in options.items() for word in pair]
         self.fleet.start("coordinator", [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words])
 
@@ -151,14 +185,14 @@ class Coordinated:
             "step_s": self.asked.step_s,
             "batch": self.asked.batch,
             "steps": _STEPS,
+            **self.guarded,
         }
         self.fleet.start(name, [sys.executable, "-m", "benchmarks.churn_worker", json.dumps(asked)])
 
     def poll(self) -> dict[str, Any] | None:
         """What the coordinator says of the run; ``None`` while it is away."""
         with suppress(OSError, ValueError):
-            with urllib.request.urlopen(f"{self.url}/v1/status", timeout=5) as answer:
-                status: dict[str, Any] = json.load(answer)
+            status = self._ask() if self._in_namespace is None else self._in_namespace.submit(self._ask).result()
             self.polls.append((time.monotonic(), status))
             with suppress(OSError):
                 pid = self.fleet.running["coordinator"].pid
@@ -166,6 +200,11 @@ class Coordinated:
                 self.memory.append((time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE")))
             return status
         return None
+
+    def _ask(self) -> dict[str, Any]:
+        with self._asks.open(f"{self.url}/v1/status", timeout=5) as answer:
+            status: dict[str, Any] = json.load(answer)
+        return status
 
     def useful(self) -> int:
         """Samples that became part of the weights."""

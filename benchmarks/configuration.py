@@ -37,6 +37,7 @@ class Configuration:
         round_trip_seconds: Between two workers; 0 for that of the machine itself.
         runs_ahead: Whether the accelerator is given work while it computes, see :class:`Accelerator`.
         raw_kernels: Whether only a custom autograd function gets the weights.
+        statistics: Whether layers have buffers as those of a batch normalization.
     """
 
     network: str
@@ -47,12 +48,14 @@ class Configuration:
     round_trip_seconds: float = 0.0
     runs_ahead: bool = True
     raw_kernels: bool = False
+    statistics: bool = False
 
     @property
     def name(self) -> str:
         """For tables."""
         round_trip = f", {self.round_trip_seconds * 1e3:g} ms round trip" if self.round_trip_seconds else ""
         kind = ("" if self.runs_ahead else ", not ahead") + (", raw kernels" if self.raw_kernels else "")
+        kind += ", statistics of batches" if self.statistics else ""
         return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers{round_trip}{kind}"
 
     @property

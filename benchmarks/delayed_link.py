@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.shaped_link import LinkError, ShapedLink, _command
 
-__all__ = ["PAYLOAD_SHARE", "DelayedLink"]
+__all__ = ["PAYLOAD_SHARE", "DelayedLink", "enter_network"]
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
@@ -202,19 +202,20 @@ def _open_devices(hosts: Sequence[tuple[str, bytes]]) -> dict[bytes, int]:
         for namespace, address in hosts:
             inside = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
             try:
-                _enter(libc, inside)
+                enter_network(libc, inside)
                 device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
                 fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH14x", b"eth0", _IFF_TUN | _IFF_NO_PI))
                 devices[address] = device
             finally:
                 os.close(inside)
-                _enter(libc, home)
+                enter_network(libc, home)
     finally:
         os.close(home)
     return devices
 
 
-def _enter(libc: ctypes.CDLL, namespace: int) -> None:
+def enter_network(libc: ctypes.CDLL, namespace: int) -> None:
+    """Have this thread see the network of the namespace that a file is open on."""
     if libc.setns(namespace, _CLONE_NEWNET) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

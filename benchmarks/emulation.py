@@ -12,6 +12,8 @@ itself computes: what that thread does besides, and how late it wakes, adds up.
 
 *Raw kernels* are layers whose weights only a custom ``torch.autograd.Function`` gets, which takes their memory as
 extensions do: no PyTorch function touches them.
+
+Layers with *statistics* have the buffers of a batch normalization, which change in each forward pass.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from lightning_bytescheduler.simulation import LayerProfile, ModelProfile
 __all__ = ["Accelerator", "EmulatedModel", "scaled"]
 
 _BYTES = 4
+_CHANNELS = 512  # of a batch normalization
 _MATRIX = 4096  # numbers of a layer whose weights are a matrix, as near to a square as can be
 
 
@@ -125,8 +128,20 @@ class _Compute(torch.autograd.Function):
 class EmulatedLayer(nn.Module):
     """One layer of a profile."""
 
-    def __init__(self, profile: LayerProfile, accelerator: Accelerator, *, last: bool, raw: bool = False) -> None:
+    def __init__(
+        self,
+        profile: LayerProfile,
+        accelerator: Accelerator,
+        *,
+        last: bool,
+        raw: bool = False,
+        statistics: bool = False,
+    ) -> None:
         super().__init__()
+        if statistics:
+            self.register_buffer("running_mean", torch.zeros(_CHANNELS))
+            self.register_buffer("running_var", torch.ones(_CHANNELS))
+            self.register_buffer("num_batches_tracked", torch.tensor(0))
         self.raw = raw
         self.accelerator = accelerator
         self.last = last
@@ -139,6 +154,9 @@ class EmulatedLayer(nn.Module):
         self.backward_seconds = profile.backward_seconds
 
     def forward(self, value: Tensor) -> Tensor:
+        for buffer in self._buffers.values():
+            if buffer is not None:
+                buffer.add_(1)
         output: Tensor = _Compute.apply(value, self.weight, self)
         return output
 
@@ -146,13 +164,20 @@ class EmulatedLayer(nn.Module):
 class EmulatedModel(L.LightningModule):
     """A model of the profile's shape, trained by SGD with momentum."""
 
-    def __init__(self, profile: ModelProfile, *, runs_ahead: bool = True, raw_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        *,
+        runs_ahead: bool = True,
+        raw_kernels: bool = False,
+        statistics: bool = False,
+    ) -> None:
         super().__init__()
         self.accelerator = Accelerator(runs_ahead=runs_ahead)
         end = len(profile.layers) - 1
         self.layers = nn.Sequential(
             *(
-                EmulatedLayer(layer, self.accelerator, last=position == end, raw=raw_kernels)
+                EmulatedLayer(layer, self.accelerator, last=position == end, raw=raw_kernels, statistics=statistics)
                 for position, layer in enumerate(profile.layers)
             )
         )

@@ -156,7 +156,10 @@ def main(specification: str) -> None:
         if "emulated" in asked:
             configuration = Configuration(**asked["emulated"])
             model = EmulatedModel(
-                configuration.profile, runs_ahead=configuration.runs_ahead, raw_kernels=configuration.raw_kernels
+                configuration.profile,
+                runs_ahead=configuration.runs_ahead,
+                raw_kernels=configuration.raw_kernels,
+                statistics=configuration.statistics,
             )
         else:
             model = REAL_MODELS[asked["model"]]()

@@ -14,7 +14,16 @@ from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.diloco.round_end import RoundOptions
-from lightning_bytescheduler.slices.messages import AskLater, Assignment, JoinTracker, RequestSlice, decode, encode
+from lightning_bytescheduler.slices.messages import (
+    AskLater,
+    Assignment,
+    FinishSlice,
+    JoinAgain,
+    JoinTracker,
+    RequestSlice,
+    decode,
+    encode,
+)
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.coordinator.runs import in_a_run, options_of
 from tests.coordinator.small_worker import SmallWorker
@@ -49,6 +58,39 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
 
     with CoordinatorServer(options, slices=slices) as server:
         asyncio.run(asyncio.wait_for(work(server.url), 20))
+
+
+def test_slices_of_a_worker_that_stands_still_are_handed_out_when_others_wait_for_them(tmp_path: Path) -> None:
+    """Its connection stays open for long, as that of a machine whose cable is out."""
+    rows = make_rows(tmp_path / "rows", [10, 10])
+    options = CoordinatorOptions(
+        run=run_options(inner_steps=50), rounds=RoundOptions(quorum=0.0, silent_after=0.2, start_workers=2), lease=60.0
+    )
+    slices = SliceRoutes([rows], TrackerOptions(lease=60.0, prefetch=1))
+
+    async def work(one: SmallWorker, two: SmallWorker) -> None:
+        sessions = []
+        for number, worker in enumerate((one, two)):
+            await worker.join()
+            joined = await ask(worker, JoinTracker(worker=worker.name, incarnation=str(number)))
+            sessions.append(joined.session)
+        for worker, session in zip((one, two), sessions, strict=True):
+            await worker.start()
+            await worker.step(1, samples=1)
+            assert isinstance(await ask(worker, RequestSlice(session=session, epoch=0)), Assignment)
+        await asyncio.sleep(0.5)
+        steps = 1
+        assert slices.held(one.name) == 1, "nobody waits for it yet"
+        await ask(two, FinishSlice(session=sessions[1], grant=2))
+        while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
+            steps += 1
+            await two.step(steps, samples=steps)
+            await asyncio.sleep(0.05)
+        assert server.status().workers[0].connected
+        assert isinstance(await ask(one, RequestSlice(session=sessions[0], epoch=0)), JoinAgain)
+
+    with CoordinatorServer(options, slices=slices) as server:
+        in_a_run(server, 2, work)
 
 
 def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,7 +17,19 @@ from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.diloco.coordinated_slices import _CoordinatorTracker
+from lightning_bytescheduler.diloco.coordinator_client import Answer
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.slices.messages import (
+    JoinAgain,
+    Joined,
+    JoinTracker,
+    Receipt,
+    ReportProgress,
+    RequestSlice,
+    Verdict,
+    encode,
+)
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
@@ -184,3 +197,45 @@ def fit_reading_otherwise(rank: int, *, rows: str) -> None:
 
 def test_ranks_of_a_worker_that_read_differently_far_ahead_are_told(diloco_ranks: RankPool, rows: str) -> None:
     diloco_ranks.run(fit_reading_otherwise, rows=rows, timeout=60.0)
+
+
+class Answering:
+    """Stands for a client: answers as it is told to, one after the other."""
+
+    worker = "w0"
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+
+    def request(self, method: str, path: str, *, body: bytes) -> Answer:
+        return self.answers.pop(0)
+
+    def start(self, answer: Answer) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        future.set_result(answer)
+        return future
+
+
+GIVEN_UP = Answer(status=403, headers={}, body=b'{"error": "no session of this run"}')
+
+
+def tracker_of(*answers: Answer, timeout: float = 30.0) -> _CoordinatorTracker:
+    return _CoordinatorTracker(Answering(*answers), timeout=timeout, check=lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_was_given_up_joins_again() -> None:
+    """Its steps go on meanwhile, and what it held has gone to others."""
+    tracker = tracker_of(GIVEN_UP, GIVEN_UP)
+    assert tracker.progress(ReportProgress(session=1, grant=1, trained=3)) == Receipt(verdict=Verdict.JOIN_AGAIN)
+    assert tracker.request(RequestSlice(session=1, epoch=0)) == JoinAgain()
+    joined = Joined(session=2, epoch=0, lease=9.0)
+    tracker = tracker_of(GIVEN_UP, Answer(status=200, headers={}, body=encode(joined).encode()))
+    assert tracker.join(JoinTracker(worker="w0", incarnation="1")) == joined
+
+
+def test_a_worker_that_is_not_let_in_again_says_so() -> None:
+    with pytest.raises(SchedulerTimeoutError, match="no answer about slices"):
+        tracker_of(GIVEN_UP, timeout=0.0).join(JoinTracker(worker="w0", incarnation="1"))
+    refusing = tracker_of(Answer(status=404, headers={}, body=b'{"error": "no data"}'))
+    with pytest.raises(CoordinatorError, match=r"hands out no slices to this worker: .*no data"):
+        refusing.request(RequestSlice(session=1, epoch=0))

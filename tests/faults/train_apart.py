@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
+from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.failures import startup_check
 
 Options = dict[str, Any]
@@ -94,6 +95,8 @@ class Ends(Callback):
 
 
 def make_strategy(options: Options) -> Any:
+    if options.get("buffers_by_ddp"):  # as on a GPU
+        BufferBroadcast.of = lambda *_, **__: None  # type: ignore[assignment,method-assign]
     timeout = timedelta(seconds=options.get("timeout", 120.0))
     if options.get("strategy") == "ddp":
         return DDPStrategy(timeout=timeout)

@@ -97,6 +97,11 @@ class SliceRoutes:
             self.tracker.release(name)
         self._sessions = {session: owner for session, owner in self._sessions.items() if owner[0] != member.digest}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has asked for a slice and found that others hold all that are left."""
+        return self.tracker.wanted
+
     def held(self, name: str) -> int:
         """Slices that a member holds."""
         return sum(self.tracker.held(worker) for worker in self._names.get(name, ()))

@@ -187,14 +187,21 @@ class RankStrategy(DDPStrategy):
         if board is None:
             return
 
-        def failure() -> BaseException | None:
-            return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
-
         with self._explained():
-            seconds = _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
-            place = board.meeting_place(what)
-            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=failure)
+            place, seconds = board.meeting_place(what), self._longest_wait_s
+            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=self._no_hope)
             require_alike(ranks, warn=rank_zero_warn)
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
+
+    def _no_hope(self) -> BaseException | None:
+        """Why nothing is to be expected of the other ranks any more, if so."""
+        board = self._board
+        if board is None or not board.hopeless:
+            return None
+        return board.diagnose(RuntimeError("c10d: the store is gone"))
 
     # ------------------------------------------------------------------ one step
 
@@ -205,6 +212,8 @@ class RankStrategy(DDPStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
+        if self._gradients is not None:
+            self._gradients.validate()
         with self._explained():
             return super().validation_step(*args, **kwargs)
 

@@ -229,6 +229,10 @@ class SchedulerRuntime:
         """What has stopped the scheduler, on whichever thread."""
         return self._core.abort_cause
 
+    def failure(self) -> BaseException | None:
+        """Why nothing is to be waited for any more, if so."""
+        return self._core.abort_cause or self._board.fault
+
     def phase(self) -> str:
         """What this rank is doing, in words."""
         return self.engine.phase

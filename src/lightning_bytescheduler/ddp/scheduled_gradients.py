@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
@@ -112,6 +113,7 @@ class ScheduledGradients:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
+        self._buffers: BufferBroadcast | None = None
         self._rules = rules
         self._compression: GradientCompression | None = None
         self._strategy = strategy
@@ -233,6 +235,8 @@ class ScheduledGradients:
         """Take the place of the communication of ``model``, once it is wrapped."""
         if self.runtime is not None and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self.runtime.engine, schedule_bucket)
+            agree = partial(self._strategy.reduce_boolean_decision, all=True)
+            self._buffers = BufferBroadcast.of(model, agree, failure=self.runtime.failure, timeout=self._timeout)
             # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
             model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
@@ -335,6 +339,9 @@ class ScheduledGradients:
         self._compression = None
         if failed:  # what one rank has left to send may be of another step than what others have
             self.residuals = Residuals()
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.close(failed=failed)
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)
@@ -359,6 +366,12 @@ class ScheduledGradients:
     def begin_epoch(self) -> None:
         """An epoch begins: callbacks may let more layers learn, until its first step."""
         self._epoch_begins = True
+        self.validate()
+
+    def validate(self) -> None:
+        """Something else than batches of a training comes before the next one."""
+        if self._buffers is not None:
+            self._buffers.look_closely()
 
     def _find_unaveraged(self) -> None:
         module = self._strategy.lightning_module
@@ -378,6 +391,8 @@ class ScheduledGradients:
         yield
         if self.runtime is not None:
             self.runtime.engine.end_forward()
+        if self._buffers is not None:
+            self._buffers.after_forward()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
@@ -102,6 +103,12 @@ class SchedulerHooks(pl.Callback):
     ) -> None:
         """Count the batch."""
         self._strategy.count_batch()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """End here if a SIGTERM ends all."""
+        self._strategy.begin_validation_batch()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -291,6 +298,8 @@ class ByteSchedulerStrategy(RankStrategy):
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
+        self._sigterm: SigtermForAll | None = None
+        self._fit = ExitStack()  # what lasts as long as one
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
         super().__init__(
             accelerator=accelerator,
@@ -361,6 +370,10 @@ class ByteSchedulerStrategy(RankStrategy):
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
+            if trainer.state.fn == TrainerFn.FITTING:
+                stop, longest = self._board.agree_on_stop(), self._longest_wait_s
+                self._sigterm = SigtermForAll(trainer, stop, failure=self._no_hope, timeout=longest)
+                self._fit.enter_context(self._sigterm.handled())
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
@@ -402,6 +415,17 @@ class ByteSchedulerStrategy(RankStrategy):
             self._position.begin(self.runtime)
         super().configure_ddp()
 
+    def count_batch(self) -> None:
+        """See RankStrategy. Raises what ends the fit if a SIGTERM ends all ranks here."""
+        if self._sigterm is not None:
+            self._sigterm.begin_training_batch()
+        super().count_batch()
+
+    def begin_validation_batch(self) -> None:
+        """End here if a SIGTERM ends all ranks."""
+        if self._sigterm is not None:
+            self._sigterm.begin_batch()
+
     def _require_same_model(self, module: pl.LightningModule) -> None:
         try:
             self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
@@ -433,6 +457,8 @@ class ByteSchedulerStrategy(RankStrategy):
             raise board.fault  # this rank is done, but others will never be
 
     def _release(self) -> None:
+        self._fit.close()
+        self._sigterm = None
         if self._position is not None:
             self._position.end()
         self._gradients.release(failed=self._failed)

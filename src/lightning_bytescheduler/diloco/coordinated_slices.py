@@ -9,9 +9,10 @@ other one its parts of the batches over the job's store: see ``slices.worker_ran
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
@@ -24,7 +25,16 @@ from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWor
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
-from lightning_bytescheduler.slices.messages import Call, Joined, JoinTracker, decode, encode
+from lightning_bytescheduler.slices.messages import (
+    Call,
+    JoinAgain,
+    Joined,
+    JoinTracker,
+    Receipt,
+    Verdict,
+    decode,
+    encode,
+)
 from lightning_bytescheduler.slices.plan_thread import Idle
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
@@ -33,6 +43,7 @@ __all__ = ["CoordinatedSlices", "coordinated_slices"]
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0
+_NO_SESSION = 403  # of this run: the coordinator has given this worker up
 _MAILBOX = "slices"
 _THREAD = "bytescheduler-slice-parts"
 _STOP_S, _MOMENT_S = 5.0, 0.5
@@ -222,24 +233,44 @@ class _CoordinatorTracker(RemoteTracker):
         return super().join(msgspec.structs.replace(message, worker=self._client.worker))
 
     def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
-        future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
-        waited = 0.0
+        deadline = time.monotonic() + self._timeout
         while True:
-            try:
-                answer: HttpAnswer = future.result(_LOOK_S)
+            answer = self._answer_to(message, deadline)
+            if answer.status == 200:
                 break
-            except (FutureTimeoutError, TimeoutError):
-                waited += _LOOK_S
-                self._check()
-                if waited >= self._timeout or self.closed:
-                    future.cancel()
-                    raise SchedulerTimeoutError(
-                        f"The coordinator gave no answer about slices for {waited:.0f} s. Raise the strategy's timeout "
-                        "if it may be away for longer."
-                    ) from None
-        if answer.status != 200:
-            raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
+            if answer.status != _NO_SESSION:
+                raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
+            # It was away for longer than its lease. The client joins again, and what it held has gone to others.
+            if not isinstance(message, JoinTracker):
+                over = JoinAgain() if JoinAgain in kinds else Receipt(verdict=Verdict.JOIN_AGAIN)
+                return cast(_T, over)
+            self._pause(deadline)
         reply = decode(answer.body)
         if not isinstance(reply, kinds):
             raise CoordinatorError(f"The coordinator answers {type(reply).__name__} to {type(message).__name__}.")
         return reply
+
+    def _answer_to(self, message: Call, deadline: float) -> HttpAnswer:
+        future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except (FutureTimeoutError, TimeoutError):
+                try:
+                    self._look(deadline)
+                except BaseException:
+                    future.cancel()
+                    raise
+
+    def _pause(self, deadline: float) -> None:
+        time.sleep(_LOOK_S / 4)
+        self._look(deadline)
+
+    def _look(self, deadline: float) -> None:
+        """Whether to wait on."""
+        self._check()
+        if time.monotonic() >= deadline or self.closed:
+            raise SchedulerTimeoutError(
+                f"The coordinator gave no answer about slices for {self._timeout:.0f} s. Raise the strategy's timeout "
+                "if it may be away for longer."
+            )

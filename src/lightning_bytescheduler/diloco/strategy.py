@@ -17,6 +17,7 @@ from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp.sigterm import own_sigterm
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
@@ -37,7 +38,7 @@ from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
-from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy, own_sigterm
+from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (

@@ -304,6 +304,11 @@ class WorkerProgress:
         allowed += 2 * max(self.receiving.mean or 0.0, self.transfer.mean or 0.0)
         return min(self.heard + allowed, self.told + max(allowed, options.first_step_limit))
 
+    def is_silent(self, options: RoundOptions, now: float) -> bool:
+        """Whether it has steps to report, and has said nothing for so long that rounds go on without it."""
+        speaks = self.is_training or self.state is WorkerState.LOST
+        return speaks and not self.paused and now >= self.silent_at(options)
+
     def pace(self, step_cap: int | None) -> Pace | None:
         """How it gets on, or ``None`` before its first step is known."""
         seconds, batch_size = self.step_time.seconds, self.step_time.batch_size

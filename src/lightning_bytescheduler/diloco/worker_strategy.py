@@ -9,10 +9,8 @@ other workers too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,36 +19,9 @@ from torchmetrics import Metric
 
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
 from lightning_bytescheduler.diloco.process_groups import JointCollectives
-from lightning_bytescheduler.lightning_api import TrainerFn, pl
+from lightning_bytescheduler.lightning_api import TrainerFn
 
-__all__ = ["WorkerStrategy", "own_sigterm", "shared_metrics"]
-
-log = logging.getLogger(__name__)
-
-
-@contextmanager
-def own_sigterm(trainer: pl.Trainer) -> Iterator[None]:
-    """Have this rank alone take a SIGTERM, without collectives.
-
-    Entered before Lightning registers its handlers. They and the loop find these functions in place of their own.
-    """
-    connector: Any = trainer._signal_connector
-    loop: Any = trainer.fit_loop.epoch_loop
-
-    def received(signum: int, frame: FrameType | None) -> None:
-        log.info("[rank %d] Received SIGTERM", trainer.global_rank)
-        launcher = trainer.strategy.launcher
-        if not connector.received_sigterm and launcher is not None:
-            launcher.kill(signum)
-        connector.received_sigterm = True
-
-    connector._sigterm_notifier_fn = received
-    loop._broadcast_sigterm_tensor = lambda: None
-    try:
-        yield
-    finally:
-        vars(connector).pop("_sigterm_notifier_fn", None)
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
+__all__ = ["WorkerStrategy", "shared_metrics"]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
+from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, is_communication_error
 from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, blocked_in, break_connections
 from lightning_bytescheduler.failures.store import StorePresence
@@ -174,6 +175,7 @@ class FaultWatcher:
         self._vital_signs = VitalSigns(store, rank, others, self._period)
         self._standstills = StandstillWatch(store, rank, others, self._period)
         self._standing: Callable[[], Standing] | None = None
+        self._stop: AgreedStop | None = None
         self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
@@ -221,6 +223,12 @@ class FaultWatcher:
             standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
         """
         self._standing = standing
+
+    def agree_on_stop(self) -> AgreedStop:
+        """Have all ranks stop together when one is asked to; every rank calls this once, at the same point."""
+        store = dist.PrefixStore("stop", self._store)
+        self._stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
+        return self._stop
 
     def _place(self) -> list[str]:
         """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
@@ -278,7 +286,8 @@ class FaultWatcher:
         while True:
             with self._changed:
                 if not self._urgent:
-                    self._changed.wait(_HURRY_S if self._awaiting_others else self._period)
+                    hurry = self._awaiting_others or (self._stop is not None and self._stop.urgent)
+                    self._changed.wait(_HURRY_S if hurry else self._period)
                 self._urgent = False
                 closing = self._closing
             self._talk()
@@ -298,6 +307,8 @@ class FaultWatcher:
         try:
             self._look_around()
             self._vital_signs.beat()
+            if self._stop is not None:
+                self._stop.look()
             notice = self._exchange_notices()
             if self._ready_to_leave and not self._left:
                 self._store.set(f"left/{self._rank}", "")

@@ -79,6 +79,7 @@ class SliceTracker:
         self._next_grant = 1
         self._first_grant = 1  # of the running epoch
         self._returned = self._stolen = 0
+        self._wanted = False
 
     # What workers call: see TrackerClient.
 
@@ -143,6 +144,7 @@ class SliceTracker:
             return AskLater(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
         chosen = self._choose(record)
         if chosen is None:
+            self._wanted = True
             return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
         return self._assignment(self._grant(record, chosen), revoked)
 
@@ -255,6 +257,7 @@ class SliceTracker:
         self._holders.clear()
         self._first_grant = self._next_grant
         self._returned = self._stolen = 0
+        self._wanted = False
         self._slices.start(epoch)
         return True
 
@@ -275,6 +278,11 @@ class SliceTracker:
     def over(self) -> bool:
         """Whether nothing is left of the running epoch."""
         return self._slices.unfinished == 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has asked for a slice and found that others hold all that are left."""
+        return self._wanted and not self.over
 
     def state_of(self, key: str) -> SliceState:
         """Where a slice stands.
@@ -422,6 +430,7 @@ class SliceTracker:
         )
 
     def _grant(self, record: TrackedWorker, index: int) -> Grant:
+        self._wanted = False
         grant = Grant(number=self._next_grant, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
