@@ -2,6 +2,7 @@
 
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, PriorityOrder
+from lightning_bytescheduler.scheduler.placement import Placement, place
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "CommTask",
     "Decision",
     "LaunchOrder",
+    "Placement",
     "PriorityOrder",
     "SubCommTask",
     "TaskKey",
     "TaskState",
+    "place",
 ]
