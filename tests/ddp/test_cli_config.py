@@ -89,7 +89,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
                 "Literal['node']",
             ],
         ),
-        (LinkModel, ["--strategy.algorithm {ring,halving_doubling,push_pull}"]),
+        (LinkModel, ["--strategy.algorithm {ring,halving_doubling}", "--strategy.architecture {allreduce,ps}"]),
         (CreditTuner, ["--strategy.trials"]),
         (PerformanceMonitor, ["--strategy.log_metrics {true,false}"]),
     ],
