@@ -15,7 +15,15 @@ import torch.distributed as dist
 import lightning_bytescheduler
 from lightning_bytescheduler import Advice, LinkModel, OptionError, UnsupportedError, advise
 from lightning_bytescheduler.advice.advice import _device, give_advice
-from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO, SERVERS, MeasuredStep
+from lightning_bytescheduler.advice.expectations import (
+    BF16,
+    BYTESCHEDULER,
+    DDP,
+    DDP_BEST,
+    DILOCO,
+    SERVERS,
+    MeasuredStep,
+)
 from lightning_bytescheduler.simulation import (
     LayerProfile,
     ModelProfile,

@@ -92,7 +92,8 @@ def predict(
     ]
     for tried in predicted_spare_machines(profile, link):
         if link.servers != tried.servers:
-            lines.append(Prediction(f"bytescheduler, {tried.servers} spare servers", tried.step_seconds, None))
+            machines = f"{tried.servers} spare server{'s' if tried.servers > 1 else ''}"
+            lines.append(Prediction(f"bytescheduler, {machines}", tried.step_seconds, None))
     if link.architecture == "allreduce":
         lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
         lines.append(best_scheduled(profile, link, clipping="gather_early"))
