@@ -199,7 +199,7 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[s
         said.append(spare_machines_in_words(predicted_spare_machines(profile, link)))
     if link.servers > link.workers:
         said.append(f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing.")
-    return " ".join(said), title, _rows(profile, link, lines)
+    return "\n".join(said), title, _rows(profile, link, lines)
 
 
 def answer(profile: ModelProfile, link: LinkModel, lines: Sequence[Prediction]) -> str:
