@@ -118,6 +118,13 @@ class SchedulingPolicy:
         """
         return None
 
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """A sentence about how gradients travel, with the sizes in force."""
+        return (
+            f"They are cut into partitions of {partition_size:,} parameters, and {credit:,} parameters (the credit) "
+            "travel at once."
+        )
+
     def arrange(self, buckets: Sequence[BucketFacts], link: LinkCost | None) -> Mapping[int, Arrangement]:
         """Arrange buckets.
 
@@ -155,6 +162,10 @@ class _Fifo(SchedulingPolicy):
         """Nothing is cut, and all may be under way."""
         return parameters
 
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """See :class:`SchedulingPolicy`."""
+        return "Buckets travel whole, as they come (policy='fifo')."
+
     def arranged(self, bucket: BucketFacts) -> Arrangement:
         """In the order of the backward pass."""
         return Arrangement(bucket.index)
@@ -176,6 +187,10 @@ class _P3(SchedulingPolicy):
         """A slice, whatever model and link."""
         return P3_SLICE
 
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """See :class:`SchedulingPolicy`."""
+        return f"Slices of {partition_size:,} parameters travel one at a time (policy='p3')."
+
 
 class _TicTac(SchedulingPolicy):
     """TicTac's TAC (Hashemi et al., MLSys 2019, section 4.2): whole tensors in an order made from graph and times.
@@ -194,6 +209,10 @@ class _TicTac(SchedulingPolicy):
     def own_partition_size(self, parameters: int) -> int | None:
         """Nothing is cut."""
         return parameters
+
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """See :class:`SchedulingPolicy`."""
+        return "Buckets travel whole, one at a time, in the order in which they are seen to be used (policy='tictac')."
 
     def arrange(self, buckets: Sequence[BucketFacts], link: LinkCost | None) -> Mapping[int, Arrangement]:
         """By TAC, if times are known."""
@@ -226,6 +245,13 @@ class _UsByte(SchedulingPolicy):
     is_tuned = False
     observes = True
 
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """See :class:`SchedulingPolicy`."""
+        return (
+            "They are cut where more urgent ones are seen to come while they travel, and "
+            f"{credit:,} parameters (the credit) travel at once (policy='us-byte')."
+        )
+
     def arrange(self, buckets: Sequence[BucketFacts], link: LinkCost | None) -> Mapping[int, Arrangement]:
         """In unequal blocks, if times are known."""
         if link is None or any(bucket.ready is None for bucket in buckets):
@@ -245,6 +271,10 @@ class _Users(SchedulingPolicy):
     def __init__(self, function: Callable[[BucketFacts], int], name: str) -> None:
         self.name = name
         self._function = function
+
+    def in_words(self, partition_size: int, credit: int) -> str:
+        """See :class:`SchedulingPolicy`."""
+        return f"{super().in_words(partition_size, credit)} Their order is that of {self.name}."
 
     def arranged(self, bucket: BucketFacts) -> Arrangement:
         """Ask the function.
