@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.configuration import Configuration
-from benchmarks.contenders import ALONE, DDP_BUCKETS
+from benchmarks.contenders import ALONE, DDP_BUCKETS, POLICIES
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.measure import MeasurementFailed, measure
 from benchmarks.models import REAL_MODELS
@@ -55,6 +55,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _contenders(configuration: Configuration, options: argparse.Namespace) -> list[str]:
+    """What is measured: also the scheduling policies where their order has most to decide, with the most workers."""
+    if options.contenders:
+        return [ALONE, *options.contenders]
+    decides = configuration.workers == max(options.workers) and configuration.ratio == min(
+        options.ratios, key=lambda ratio: abs(ratio - 1.0)
+    )
+    return [*_EMULATED, *POLICIES] if decides and not configuration.round_trip_seconds else _EMULATED
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for; returns the exit code."""
     options = _options(arguments)
@@ -92,12 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         elif available:
             console.print(f"{why} Left out: the round-trip time.")
-    emulated_contenders = [ALONE, *options.contenders] if options.contenders else _EMULATED
+    contenders_of = {configuration: _contenders(configuration, options) for configuration in emulated}
     cells: list[Cell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     runs = len(options.real) * len(_LOOPBACK)
     if available:
-        runs += len(emulated) * len(emulated_contenders) + len(options.real) * len(_REAL)
+        runs += sum(map(len, contenders_of.values())) + len(options.real) * len(_REAL)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("measuring", total=runs * options.rounds)
 
@@ -121,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for configuration in emulated if available else ():
                 link = {"mbit": configuration.mbit, "round_trip_seconds": configuration.round_trip_seconds}
                 work = {"emulated": asdict(configuration)}
-                found = run(configuration.name, work, emulated_contenders, workers=configuration.workers, **link)
+                contenders = contenders_of[configuration]
+                found = run(configuration.name, work, contenders, workers=configuration.workers, **link)
                 keep(
                     Cell(
                         name=configuration.name,

@@ -17,13 +17,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.simulation.prediction import RIVALS
 
-__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "Contender", "PowerSGDHook"]
+__all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "POLICIES", "Contender", "PowerSGDHook"]
 
 ALONE = "alone"
 _HALF = ", bf16-true"
 DDP_BUCKETS = (1, 2, 4, 8)
 """Bucket sizes tried beside DDP's default of 25, in MB."""
+
+POLICIES = {f"policy {policy}": policy for policy in RIVALS}
+"""Scheduling policies beside ByteScheduler's own, by name of the contender."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,10 @@ def _contenders() -> list[Contender]:
                 strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
             )
             for wire in ("bf16", "int8", "int4", "powersgd", "lossless", "auto")
+        ),
+        *(
+            Contender(name=name, strategy=partial(ByteSchedulerStrategy, mode="overlapped", policy=policy))
+            for name, policy in POLICIES.items()
         ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(

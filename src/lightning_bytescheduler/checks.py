@@ -21,6 +21,7 @@ from typing import Any, TypeGuard, TypeVar
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "ARCHITECTURES",
     "closest",
     "did_you_mean",
     "importing",
@@ -29,6 +30,7 @@ __all__ = [
     "options_by_name",
     "parse_size",
     "records_in",
+    "require_architecture",
     "require_bool",
     "require_known",
     "require_new_file",
@@ -202,6 +204,25 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
     if value not in choices:
         hint = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
         raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}", hint)
+    return value
+
+
+ARCHITECTURES = ("allreduce", "ps")
+"""Who reduces gradients: the workers among themselves, or parameter servers."""
+
+_OTHER_WORDS = {"all_reduce": "allreduce", "all-reduce": "allreduce", "push_pull": "ps", "parameter_server": "ps"}
+
+
+def require_architecture(value: object) -> str:
+    """Return ``value`` if it is one of :data:`ARCHITECTURES`.
+
+    Raises:
+        OptionError: If it is not; names the one that another word for it means.
+    """
+    if not isinstance(value, str) or value not in ARCHITECTURES:
+        meant = _OTHER_WORDS.get(value.lower()) if isinstance(value, str) else None
+        hint = f"It is called {meant!r}." if meant else did_you_mean(value, ARCHITECTURES)
+        raise OptionError("architecture", value, f"one of {', '.join(map(repr, ARCHITECTURES))}", hint)
     return value
 
 

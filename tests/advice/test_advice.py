@@ -15,7 +15,15 @@ import torch.distributed as dist
 import lightning_bytescheduler
 from lightning_bytescheduler import Advice, LinkModel, OptionError, UnsupportedError, advise
 from lightning_bytescheduler.advice.advice import _device, give_advice
-from lightning_bytescheduler.advice.expectations import BF16, BYTESCHEDULER, DDP, DDP_BEST, DILOCO, MeasuredStep
+from lightning_bytescheduler.advice.expectations import (
+    BF16,
+    BYTESCHEDULER,
+    DDP,
+    DDP_BEST,
+    DILOCO,
+    SERVERS,
+    MeasuredStep,
+)
 from lightning_bytescheduler.simulation import (
     LayerProfile,
     ModelProfile,
@@ -250,12 +258,30 @@ def test_networks_in_words(bandwidth: float, latency: float, words: str) -> None
     ("link", "option"),
     [
         (LinkModel(workers=1, bandwidth=1e9), "workers=1"),
-        (LinkModel(workers=4, bandwidth=1e9, algorithm="push_pull"), "algorithm='push_pull'"),
     ],
 )
 def test_networks_that_make_no_sense_here(link: LinkModel, option: str) -> None:
     with pytest.raises(OptionError, match=option):
         give_advice(MeasuredStep(profile=UNIFORM), link)
+
+
+def test_servers_are_advised_where_they_help() -> None:
+    link = LinkModel(workers=4, bandwidth=SLOW.bandwidth, architecture="ps", servers=6)
+    given, without = (give_advice(MeasuredStep(profile=UNIFORM), each) for each in (link, link.without_servers))
+    assert given.of(SERVERS).step_seconds < given.of(BYTESCHEDULER).step_seconds
+    assert SERVERS not in [one.strategy for one in without.expectations]
+    for name in (DDP, BYTESCHEDULER):
+        assert given.of(name) == without.of(name)
+    assert given.recommended.strategy == SERVERS
+    assert given.line == 'trainer = L.Trainer(strategy=ByteSchedulerStrategy(architecture="ps", servers=4))' or (
+        given.alone_is_faster
+    )
+    assert "6 servers count as 4" in given.text()
+    for advised in (given, without):
+        assert "Spare machines: " in advised.text()
+        assert "worth their money where each costs less than" in advised.text()
+    assert given.figures()["architecture"] == "ps"
+    assert [tried["servers"] for tried in given.figures()["spare_machines"]] == [1, 2, 4]
 
 
 def test_an_unknown_strategy_is_named() -> None:

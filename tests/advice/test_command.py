@@ -159,7 +159,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:quits", *LINK], "ended the process (exit code 3)"),
         (["advised:both", *LINK, "--json", "absent/a.json"], "'absent' does not exist"),
         (["advised:both", *LINK, "--device", "abacus"], "device='abacus'"),
-        (["advised:both", *LINK, "--algorithm", "push_pull"], "push_pull"),
+        (["advised:both", *LINK, "--algorithm", "push_pull"], "architecture='ps'"),
         (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
     ],
 )

@@ -49,6 +49,12 @@ def _strategy(tmp_path: Path, config: str) -> ByteSchedulerStrategy:
     return strategy
 
 
+@pytest.mark.parametrize("policy", ["p3", "tests.scheduler.test_policies:by_name"])
+def test_a_policy_arrives_by_name(tmp_path: Path, policy: str) -> None:
+    config = _CONFIG.replace("partition_size: 1000", f"policy: {policy}").replace("      credit: 4000\n", "")
+    assert _strategy(tmp_path, config)._options.policy.name == policy
+
+
 def test_options_arrive(tmp_path: Path) -> None:
     strategy = _strategy(tmp_path, _CONFIG)
     options = strategy._options
@@ -89,7 +95,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
                 "Literal['node']",
             ],
         ),
-        (LinkModel, ["--strategy.algorithm {ring,halving_doubling,push_pull}"]),
+        (LinkModel, ["--strategy.algorithm {ring,halving_doubling}", "--strategy.architecture {allreduce,ps}"]),
         (CreditTuner, ["--strategy.trials"]),
         (PerformanceMonitor, ["--strategy.log_metrics {true,false}"]),
     ],

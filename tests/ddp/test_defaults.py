@@ -31,6 +31,7 @@ def test_the_defaults_of_bytescheduler() -> None:
         "timeline": None,
         "log_metrics": True,
         "debug": None,
+        "policy": "bytescheduler",
         "compression": None,
         "compression_min_size": None,
         "max_error": None,

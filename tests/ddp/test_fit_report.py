@@ -13,6 +13,7 @@ from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.fit_report import first_pace, reason_for, say_found, say_start, summary_of
 from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes
 from tests.ddp.fits import said, say_what_is_found, train_alone
 from tests.support.rank_pool import RankPool
@@ -123,3 +124,20 @@ def test_one_rank_is_told_that_there_is_nothing_to_schedule() -> None:
         ((lines, plan),) = alone.run(train_alone)
     assert lines == ["bytescheduler: 1 rank: nothing to schedule."]
     assert plan == "OverlapPlan(\n  1 rank: nothing to schedule\n)"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("bytescheduler", "cut into partitions of 1,000 parameters, and 4,000 parameters (the credit) travel at once"),
+        ("fifo", "Buckets travel whole, as they come (policy='fifo')"),
+        ("p3", "Slices of 1,000 parameters travel one at a time (policy='p3')"),
+        ("tictac", "Buckets travel whole, one at a time, in the order in which they are seen to be used"),
+        ("us-byte", "cut where more urgent ones are seen to come while they travel, and 4,000 parameters"),
+        (said, "Their order is that of tests.ddp.fits:said"),
+    ],
+)
+def test_a_policy_is_said_in_words(lines: list[str], policy: Any, words: str) -> None:
+    overlapped = OverlapPlan(steps="overlapped", gradients="all-reduce")
+    say_start(overlapped, AGREED, world_size=2, nbytes=1, tuned=False, policy=policy_of(policy))
+    assert words in lines[-1]

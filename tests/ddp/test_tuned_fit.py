@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +16,9 @@ from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
 from lightning_bytescheduler.ddp.fit_report import announce
 from lightning_bytescheduler.ddp.runtime import AgreedSizes
-from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, space_for
+from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, likely_points, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning import SchedulerSizes, TuningPoint, read_record
+from lightning_bytescheduler.tuning import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint, read_record
 from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
 from tests.support.rank_pool import RankPool
 
@@ -145,3 +146,24 @@ def test_the_start_is_in_the_space(credit: bool, partition: bool, parameters: in
         assert space.credits == (sizes[0], sizes[0])
     if not partition:
         assert not space.tunes_partitions
+
+
+@pytest.mark.parametrize("alpha", [1e-5, 1e-3, 1e-2])
+def test_a_closed_form_is_among_the_first_guesses(alpha: float) -> None:
+    parameters, link = 20_000_000, LinkEstimate(alpha=alpha, beta=1e-8)
+    space = SearchSpace.for_model(parameters)
+    start = TuningPoint(credit=space.credits[1], partition_size=space.partitions[1])
+    guesses = likely_points(
+        space,
+        layer_bytes=[4_000_000] * 20,
+        bucket_bytes=1 << 20,
+        link=link,
+        workers=4,
+        backend="gloo",
+        start=start,
+    )
+    assert all(point in space for point in guesses)
+    best = math.sqrt(alpha * parameters / (4e-8))
+    nearest = min(guesses, key=lambda point: abs(math.log2(point.sizes[1] / best)))
+    low, high = space.partitions
+    assert abs(math.log2(nearest.sizes[1] / min(max(best, low), high))) <= 0.5

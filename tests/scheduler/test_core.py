@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
 from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey
 from tests.scheduler.harness import (
     LOST,
@@ -68,6 +68,32 @@ def test_a_part_larger_than_the_credit_is_sent_on_its_own() -> None:
         assert core.in_flight == 10
         settle(core, transport)
     assert transport.names == ["plug[0]", "wide[0]", "cut[0]", "cut[1]", "cut[2]", "cut[3]"]
+
+
+def test_one_at_a_time_whatever_the_credit() -> None:
+    transport = ManualTransport()
+    with running_core(credit=100, one_at_a_time=True) as core:
+        task = enqueue(core, transport, "a", 30)
+        for count in (1, 2, 3):
+            transport.wait_for(count)
+            assert len(transport.in_flight) == 1
+            transport.in_flight[0].notify_finish()
+        task.wait(WAIT)
+
+
+def test_unequal_parts_cover_a_task() -> None:
+    transport = ManualTransport()
+    with running_core(credit=100) as core:
+        task = enqueue(core, transport, "a", 30, cut=(5, 24, 1))
+        like = CommTask("b", 30, launch=transport)
+        core.enqueue(like, cut_like=task)
+        for each in (task, like):
+            assert [(sub.offset, sub.size) for sub in each.sub_tasks] == [(0, 5), (5, 24), (29, 1)]
+            assert each.uneven_cut == (5, 24, 1)
+    assert CommTask("c", 5, launch=transport, cut=(2, 2, 1)).partition(3, (2, 2, 1))[0].parent.uneven_cut is None
+    for wrong in ((5, 24), (30, 0), ()):
+        with pytest.raises(OptionError, match="positive sizes that sum to 30"):
+            CommTask("d", 30, launch=transport, cut=wrong)
 
 
 def test_more_credit_is_used_at_once() -> None:

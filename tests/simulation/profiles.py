@@ -48,16 +48,16 @@ all_reduce_links = st.builds(
     algorithm=st.sampled_from(["ring", "halving_doubling"]),
     messages_in_flight=st.sampled_from([None, 1, 3]),
 )
-push_pull_links = st.builds(
+server_links = st.builds(
     LinkModel,
     workers=st.sampled_from([2, 3, 8]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.3]),
     overhead=st.sampled_from([0.0, 0.1]),
-    algorithm=st.just("push_pull"),
-    spare_servers=st.integers(0, 2),
+    architecture=st.just("ps"),
+    servers=st.integers(0, 2),
 )
-links = st.one_of(all_reduce_links, push_pull_links)
+links = st.one_of(all_reduce_links, server_links)
 silent_links = st.builds(LinkModel, workers=st.sampled_from([2, 3, 64]), bandwidth=st.floats(0.5, 100))
 """Without latency and overhead."""
 

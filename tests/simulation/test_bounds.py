@@ -100,6 +100,8 @@ def test_bounds_grow_with_what_makes_a_network_slow(
         bandwidth=link.bandwidth / factor,
         latency=link.latency * factor,
         overhead=link.overhead * factor,
+        architecture=link.architecture,
+        servers=link.servers,
         algorithm=link.algorithm,
     )
     large, small = data.draw(st.integers(1, 500)), data.draw(st.integers(1, 500))
@@ -139,5 +141,5 @@ def test_partitions_are_whole(bound: Any, partition: Any) -> None:
 
 
 def test_clipping_takes_an_all_reduce() -> None:
-    with pytest.raises(UnsupportedError, match="use 'ring' or 'halving_doubling'"):
-        clipped_bound(model([(1, 1, 1)]), plain_link(algorithm="push_pull"))
+    with pytest.raises(UnsupportedError, match="use 'allreduce'"):
+        clipped_bound(model([(1, 1, 1)]), plain_link(architecture="ps"))

@@ -45,7 +45,7 @@ def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: p
     file = tmp_path / "measured.json"
     network_profile("uniform").save(file)
     link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us", "--overhead", "0.1ms", "--messages", "2"]
-    servers = ["--algorithm", "push_pull", "--spare-servers", "8"]
+    servers = ["--architecture", "ps", "--servers", "8"]
     assert main(["predict", "--profile", str(file), *link, *servers, "--compute", "1s"]) == 0
     found = rows(capsys.readouterr().out)
     assert found["computation alone"][:2] == ["1,000.0", "ms"]
@@ -113,7 +113,11 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "vgg16", *LINK, "--latency", "20mbit"], "--latency='20mbit'"),
         (["--profile", "vgg16", *LINK, "--compute", "0s"], "--compute='0s'"),
         (["--profile", "vgg16", *LINK, "--messages", "0"], "--messages=0"),
-        (["--profile", "vgg16", *LINK, "--spare-servers", "1"], "0 unless algorithm is push_pull"),
+        (["--profile", "vgg16", *LINK, "--servers", "1"], "0 unless architecture is 'ps'"),
+        (["--profile", "vgg16", *LINK, "--spare-servers", "1"], "--spare-servers is --servers K, with --architecture"),
+        (["--profile", "vgg16", *LINK, "--algorithm", "push_pull"], "Servers are an architecture: architecture='ps'"),
+        (["--profile", "vgg16", *LINK, "--architecture", "push_pull"], "It is called 'ps'."),
+        (["--profile", "vgg16", *LINK, "--policy", "tictak"], "Did you mean 'tictac'?"),
         (["--profile", "vgg16", *LINK, "--algorithm", "tree"], "'tree'"),
         (["--profile", "uniform", *LINK, "--png", "{file}.xyz"], "{file}.xyz"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,18 +31,17 @@ def test_all_reduce_sends_almost_twice_the_bytes(algorithm: str, workers: int, f
         ("halving_doubling", 2, 2),
         ("halving_doubling", 5, 6),
         ("halving_doubling", 4096, 24),
-        ("push_pull", 1, 0),
-        ("push_pull", 4096, 2),
     ],
 )
 def test_latency_is_that_of_the_hops_that_follow_each_other(algorithm: str, workers: int, hops: int) -> None:
     link = LinkModel(workers=workers, bandwidth=1.0, latency=0.5, algorithm=algorithm)
     assert link.latency_seconds == hops * 0.5
+    assert replace(link, architecture="ps").latency_seconds == (2 * 0.5 if workers > 1 else 0)
 
 
-def test_push_pull_is_what_byteps_states() -> None:
+def test_servers_cost_what_byteps_states() -> None:
     def factor(workers: int, spare: int) -> float:
-        link = LinkModel(workers=workers, bandwidth=1.0, algorithm="push_pull", spare_servers=spare)
+        link = LinkModel(workers=workers, bandwidth=1.0, architecture="ps", servers=spare)
         return link.seconds_per_byte
 
     assert factor(1, 0) == factor(1, 1) == 0
@@ -54,9 +55,7 @@ def test_push_pull_is_what_byteps_states() -> None:
 @given(workers=st.integers(3, 5000), data=st.data())
 def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
     spare = data.draw(st.integers(1, workers))
-    more, fewer = (
-        LinkModel(workers=workers, bandwidth=1.0, algorithm="push_pull", spare_servers=k) for k in (spare, spare - 1)
-    )
+    more, fewer = (LinkModel(workers=workers, bandwidth=1.0, architecture="ps", servers=k) for k in (spare, spare - 1))
     assert more.seconds_per_byte < fewer.seconds_per_byte
 
 
@@ -83,9 +82,10 @@ def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, bet
         ("bandwidth", "1", "a rate with its unit, such as 1Gbit/s or 1Mbit/s"),
         *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
         ("overhead", -1, "a finite number of seconds, 0 or more"),
-        ("algorithm", "tree", "one of 'ring', 'halving_doubling', 'push_pull'"),
-        ("spare_servers", 1, "0 unless algorithm is push_pull"),
-        ("spare_servers", -1, "a whole number, 0 or more"),
+        ("algorithm", "tree", "one of 'ring', 'halving_doubling'"),
+        ("architecture", "star", "one of 'allreduce', 'ps'"),
+        ("servers", 1, "0 unless architecture is 'ps'"),
+        ("servers", -1, "a whole number, 0 or more"),
         ("messages_in_flight", 0, "a whole number, 1 or more"),
     ],
 )
@@ -95,9 +95,23 @@ def test_a_link_that_cannot_be_is_refused(option: str, value: Any, allowed: str)
     assert (caught.value.option, caught.value.allowed) == (option, allowed)
 
 
-def test_more_spare_servers_than_workers_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"^spare_servers=5 is not allowed: .* at most one for each worker"):
-        LinkModel(workers=4, bandwidth=1.0, algorithm="push_pull", spare_servers=5)
+def test_more_servers_than_workers_count_as_many_as_there_are_workers() -> None:
+    more, as_many = (LinkModel(workers=4, bandwidth=1.0, architecture="ps", servers=k) for k in (5, 4))
+    assert more.seconds_per_byte == as_many.seconds_per_byte == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"algorithm": "push_pull"}, "Servers are an architecture: architecture='ps', with servers=k spare machines."),
+        ({"architecture": "push_pull"}, "It is called 'ps'."),
+        ({"architecture": "all_reduce"}, "It is called 'allreduce'."),
+        ({"spare_servers": 2}, "It is servers, with architecture='ps', as of the strategy."),
+    ],
+)
+def test_other_words_are_told_the_right_one(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(says)):
+        LinkModel(**{"workers": 4, "bandwidth": 1.0, **options})
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ def vgg16() -> ModelProfile:
 def test_lines_are_in_their_order(profile: ModelProfile, link: LinkModel) -> None:
     seconds = {line.name: line.step_seconds for line in predict(profile, link)}
     assert seconds["computation alone"] <= seconds["lower bound"] * CLOSE
-    for name in ("fifo across the barrier", "priority, not cut", "ddp, best buckets", "bytescheduler, best sizes"):
+    for name in ("fifo", "p3", "tictac", "us-byte", "ddp, best buckets", "bytescheduler, best sizes"):
         assert seconds["lower bound"] <= seconds[name] * CLOSE
     assert seconds["ddp, best buckets"] <= seconds["ddp, default buckets"]
     assert seconds["bytescheduler, best sizes"] <= seconds["bytescheduler, own sizes"]
     clipped = seconds.get("bytescheduler with norm clipping")
-    assert (clipped is None) == (link.algorithm == "push_pull")
+    assert (clipped is None) == (link.architecture == "ps")
     if clipped is not None:
         assert seconds["lower bound with norm clipping"] <= clipped * CLOSE
 
@@ -44,6 +44,9 @@ def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
     assert [line.name for line in lines if line.schedule is None] == [
         "computation alone",
         "lower bound",
+        "bytescheduler, 1 spare server",
+        "bytescheduler, 2 spare servers",
+        "bytescheduler, 4 spare servers",
         "lower bound with norm clipping",
         "bytescheduler, int8",
         "bytescheduler, auto",
@@ -102,7 +105,7 @@ def test_own_sizes_are_those_of_the_strategy(vgg16: ModelProfile) -> None:
 
 def test_clipping_takes_an_all_reduce(vgg16: ModelProfile) -> None:
     with pytest.raises(UnsupportedError):
-        best_scheduled(vgg16, LinkModel(workers=2, bandwidth=1.0, algorithm="push_pull"), clipping="gather_early")
+        best_scheduled(vgg16, LinkModel(workers=2, bandwidth=1.0, architecture="ps"), clipping="gather_early")
 
 
 def test_one_worker_needs_no_network(vgg16: ModelProfile) -> None:
@@ -148,11 +151,11 @@ def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch
     seen = set()
 
     def bound(profile: ModelProfile, link: LinkModel) -> float:
-        seen.add((link.workers, link.spare_servers))
+        seen.add((link.workers, link.servers))
         return lower_bound(profile, link)
 
     monkeypatch.setattr("lightning_bytescheduler.simulation.picture.lower_bound", bound)
-    link = LinkModel(workers=8, bandwidth=1.0, algorithm="push_pull", spare_servers=4)
+    link = LinkModel(workers=8, bandwidth=1.0, architecture="ps", servers=4)
     draw_prediction(
         network_profile("uniform"), link, tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT)
     )

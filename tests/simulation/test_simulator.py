@@ -119,7 +119,7 @@ def test_the_backend_s_limit_of_messages_holds_too() -> None:
 
 
 def test_push_and_pull_overlap_where_pieces_are_small() -> None:
-    link = plain_link(algorithm="push_pull", spare_servers=2, latency=1.0)
+    link = plain_link(architecture="ps", servers=2, latency=1.0)
     profile = model([(100, 1, 1)])
     assert seconds(profile, link, Schedule.fifo()) == 2 + 100 + 1 + 100 + 1
     assert seconds(profile, link, Schedule.scheduled(partition_bytes=10, credit_bytes=1000)) == 2 + 100 + 1 + 10 + 1
@@ -144,8 +144,8 @@ def test_clipping_waits_for_the_norm(clipping: str) -> None:
 
 @pytest.mark.parametrize("clipping", CLIPPED)
 def test_clipping_takes_an_all_reduce(clipping: str) -> None:
-    with pytest.raises(UnsupportedError, match="use 'ring' or 'halving_doubling'"):
-        simulate(CONTRIVED, plain_link(algorithm="push_pull"), Schedule(clipping=clipping))
+    with pytest.raises(UnsupportedError, match="architecture='ps': use 'allreduce'"):
+        simulate(CONTRIVED, plain_link(architecture="ps"), Schedule(clipping=clipping))
 
 
 def test_launches_say_when_and_what() -> None:
@@ -171,7 +171,7 @@ def test_layers_without_parameters_wait_for_nothing(clipping: str | None) -> Non
 def test_all_steps_take_the_same_time(
     profile: ModelProfile, link: LinkModel, schedule: Schedule, clipping: str | None
 ) -> None:
-    if link.algorithm != "push_pull":
+    if link.architecture != "ps":
         schedule = replace(schedule, clipping=clipping)
     four, one = (simulate(profile, link, schedule, steps=steps) for steps in (4, 1))
     assert len(four.steps) == 4

@@ -132,3 +132,19 @@ def test_model_sizes_are_whole(option: str, value: Any) -> None:
     model = {"parameters": 10, "bytes_per_parameter": 4, option: value}
     with pytest.raises(OptionError, match=f"^{option}=.* must be a whole number, [01] or more"):
         default_sizes(**model, link=LinkEstimate(alpha=0.0, beta=1e-9))
+
+
+@given(parameters=st.integers(0, 10**11), width=st.sampled_from([1, 2, 4, 8]))
+def test_servers_get_the_published_sizes(parameters: int, width: int) -> None:
+    link = LinkEstimate(alpha=1e-3, beta=1e-9)
+    sizes = default_sizes(parameters=parameters, bytes_per_parameter=width, link=link, architecture="ps")
+    assert sizes.credit == 4 * sizes.partition_size <= 4_000_000
+    if parameters >= 16_000_000:
+        assert (sizes.partition_size, sizes.credit) == (1_000_000, 4_000_000)
+    assert sizes.partition_size <= max(parameters // 16, 128 * KIB // width)
+    assert sizes.bucket_bytes >= sizes.partition_size * width
+
+
+def test_another_word_for_servers_is_told_the_right_one() -> None:
+    with pytest.raises(OptionError, match="It is called 'ps'"):
+        default_sizes(parameters=1, bytes_per_parameter=4, link=LinkEstimate(alpha=0, beta=1), architecture="push_pull")

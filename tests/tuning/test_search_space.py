@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.checks import ARCHITECTURES
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint
-from lightning_bytescheduler.tuning.search_space import ALIGNMENT, ARCHITECTURES
+from lightning_bytescheduler.tuning.search_space import ALIGNMENT
 
 MILLION = 1_000_000
 
@@ -46,7 +47,7 @@ def test_large_models_get_the_published_ranges() -> None:
     space = SearchSpace.for_model(1000 * MILLION)
     assert near(space.credits, 4 * MILLION, 64 * MILLION)
     assert near(space.partitions, 2 * MILLION, 32 * MILLION)
-    servers = SearchSpace.for_model(1000 * MILLION, architecture="push_pull")
+    servers = SearchSpace.for_model(1000 * MILLION, architecture="ps")
     assert near(servers.credits, 1 * MILLION, 16 * MILLION)
     assert servers.partitions[0] < 1 * MILLION < servers.partitions[1], "the published default"
 

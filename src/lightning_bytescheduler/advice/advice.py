@@ -19,6 +19,7 @@ from lightning_bytescheduler.advice.expectations import (
     ceiling,
     communication_seconds,
     expectations,
+    expected_spare_machines,
 )
 from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.profiled_fit import measure_step
@@ -184,7 +185,7 @@ def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequ
         worker_seconds: Of a step on each worker, where several were measured.
 
     Raises:
-        OptionError: If there are less than two workers, or the link reduces by servers.
+        OptionError: If there are less than two workers.
     """
     check_link(link)
     return Advice(
@@ -193,6 +194,7 @@ def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequ
         expectations=expectations(measured, link),
         ceiling_seconds=ceiling(measured, link),
         communication_seconds=communication_seconds(measured.profile, link),
+        spare_machines=expected_spare_machines(measured, link),
         worker_seconds=tuple(worker_seconds),
     )
 
@@ -201,9 +203,7 @@ def check_link(link: LinkModel) -> None:
     """Refuse networks there is nothing to say about.
 
     Raises:
-        OptionError: If there are less than two workers, or the link reduces by servers.
+        OptionError: If there are less than two workers.
     """
     if link.workers < 2:
         raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
-    if link.algorithm == "push_pull":
-        raise OptionError("algorithm", link.algorithm, "'ring' or 'halving_doubling': training has no servers here")

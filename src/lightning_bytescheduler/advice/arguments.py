@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"
     )
-    add_link_arguments(parser, algorithms=("ring", "halving_doubling"), required=False)
+    add_link_arguments(parser, required=False)
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)"
     )
@@ -79,8 +79,13 @@ def check_arguments(options: argparse.Namespace) -> LinkModel | None:
         if options.workers is None:
             raise OptionError("--workers", None, "given with --bandwidth")
         return link_of(options)
-    if options.latency or options.overhead or options.messages or options.algorithm != "ring":
-        raise OptionError("--bandwidth", None, "given with --latency, --overhead, --messages and --algorithm")
+    described = options.latency or options.overhead or options.messages or options.servers
+    if described or options.algorithm != "ring" or options.architecture != "allreduce":
+        raise OptionError(
+            "--bandwidth",
+            None,
+            "given with --latency, --overhead, --messages, --architecture, --servers and --algorithm",
+        )
     return None
 
 

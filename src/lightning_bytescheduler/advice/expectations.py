@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
+from lightning_bytescheduler.simulation.spare_machines import SpareMachines, spare_machines
 
 __all__ = [
     "ALONE",
@@ -29,6 +30,7 @@ __all__ = [
     "DDP_BEST",
     "DILOCO",
     "DILOCO_OVERHEAD",
+    "SERVERS",
     "STEPS",
     "AdviceFigures",
     "Expectation",
@@ -38,6 +40,7 @@ __all__ = [
     "diloco_interval",
     "exact_steps",
     "expectations",
+    "expected_spare_machines",
 ]
 
 STEPS = 10
@@ -50,6 +53,7 @@ DDP = "ddp"
 DDP_BEST = "ddp, best bucket size"
 BF16 = "ddp, bf16 on the wire"
 BYTESCHEDULER = "bytescheduler"
+SERVERS = "bytescheduler, parameter servers"
 AUTO = "bytescheduler, compression auto"
 DILOCO = "diloco"
 ALONE = "one worker alone"
@@ -112,9 +116,9 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
 
     Args:
         measured: The model.
-        link: The network.
+        link: The network. Where it has parameter servers, there is one line more; all others reduce without.
     """
-    profile = measured.profile
+    profile, given, link = measured.profile, link, link.without_servers
     best = best_ddp(profile, link)
     smaller = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
     inner = diloco_interval(profile, link)
@@ -127,6 +131,7 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
             bucket_bytes=None if best.schedule is None else best.schedule.bucket_bytes,
         ),
         Expectation(strategy=BYTESCHEDULER, step_seconds=_bytescheduler(measured, link)),
+        *_with_servers(measured, given),
         Expectation(
             strategy=BF16,
             step_seconds=_seconds(profile, smaller, [Schedule.ddp()]),
@@ -147,14 +152,25 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
     )
 
 
+def _with_servers(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, ...]:
+    if link.architecture != "ps":
+        return ()
+    return (Expectation(strategy=SERVERS, step_seconds=_bytescheduler(measured, link)),)
+
+
+def expected_spare_machines(measured: MeasuredStep, link: LinkModel) -> tuple[SpareMachines, ...]:
+    """What spare machines as parameter servers would bring."""
+    return spare_machines(partial(_bytescheduler, measured), link)
+
+
 def exact_steps(measured: MeasuredStep, link: LinkModel) -> tuple[float, float]:
     """Seconds of a step with ``ddp`` and with ``bytescheduler``, whose training is the same."""
-    return _seconds(measured.profile, link, [Schedule.ddp()]), _bytescheduler(measured, link)
+    return _seconds(measured.profile, link.without_servers, [Schedule.ddp()]), _bytescheduler(measured, link)
 
 
 def ceiling(measured: MeasuredStep, link: LinkModel) -> float:
     """Seconds that a step takes at least, whatever the order in which these bytes are sent."""
-    if measured.norm_needed_by and not measured.synchronised_because:
+    if measured.norm_needed_by and not measured.synchronised_because and link.architecture == "allreduce":
         return clipped_bound(measured.profile, link)
     return lower_bound(measured.profile, link)
 
@@ -174,12 +190,14 @@ def diloco_interval(profile: ModelProfile, link: LinkModel) -> int:
 def _bytescheduler(measured: MeasuredStep, link: LinkModel) -> float:
     """With the sizes that the strategy chooses by itself; it keeps DDP's way where that is faster."""
     profile, busy = measured.profile, measured.device == "cpu"
-    if measured.synchronised_because:
+    # With servers, what waits for the norm is taken to wait for all gradients.
+    if measured.synchronised_because or (measured.norm_needed_by and link.architecture == "ps"):
         chosen = chosen_schedule(profile, link, busy_processor=busy)
         return _seconds(profile, link, [replace(chosen, barrier=True)])
     clipping = "gather_early" if measured.norm_needed_by else None
     chosen = chosen_schedule(profile, link, clipping=clipping, busy_processor=busy)
-    return _seconds(profile, link, [chosen, Schedule.ddp()])
+    kept = _seconds(profile, link.without_servers, [Schedule.ddp()])
+    return min(_seconds(profile, link, [chosen]), kept)
 
 
 def _auto(measured: MeasuredStep, link: LinkModel) -> CompressedStep:
@@ -206,6 +224,7 @@ class AdviceFigures:
         ceiling_seconds: Seconds that no order of these bytes can get a step below.
         communication_seconds: Seconds of sending all gradients once, with nothing else to do.
         worker_seconds: Seconds of a step on each worker, where several were measured.
+        spare_machines: What some spare machines would bring as parameter servers.
     """
 
     measured: MeasuredStep
@@ -214,6 +233,7 @@ class AdviceFigures:
     ceiling_seconds: float
     communication_seconds: float
     worker_seconds: tuple[float, ...] = ()
+    spare_machines: tuple[SpareMachines, ...] = ()
 
     @property
     def compute_seconds(self) -> float:
@@ -228,7 +248,8 @@ class AdviceFigures:
     @property
     def recommended(self) -> Expectation:
         """Of the strategies that train as ``ddp`` does the simplest that is within 3% of the fastest."""
-        exact = [self.of(strategy) for strategy in (DDP, DDP_BEST, BYTESCHEDULER)]
+        names = (DDP, DDP_BEST, BYTESCHEDULER, SERVERS)
+        exact = [one for name in names for one in self.expectations if one.strategy == name]
         fastest = min(expected.step_seconds for expected in exact)
         return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
 
@@ -245,6 +266,9 @@ class AdviceFigures:
             return "trainer = L.Trainer(devices=1)"
         if recommended.strategy == BYTESCHEDULER:
             return 'trainer = L.Trainer(strategy="bytescheduler")'
+        if recommended.strategy == SERVERS:
+            servers = min(self.link.servers, self.link.workers)
+            return f'trainer = L.Trainer(strategy=ByteSchedulerStrategy(architecture="ps", servers={servers}))'
         if recommended.strategy == DDP or recommended.bucket_bytes is None:
             return 'trainer = L.Trainer(strategy="ddp")'
         return f"trainer = L.Trainer(strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g}))"
@@ -288,6 +312,9 @@ class AdviceFigures:
             "communication_seconds": self.communication_seconds,
             "ceiling_seconds": self.ceiling_seconds,
             "worker_seconds": list(self.worker_seconds),
+            "architecture": link.architecture,
+            "servers": link.servers,
+            "spare_machines": [asdict(tried) for tried in self.spare_machines],
             "limited_by": self.limited_by,
             "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
             "line": self.line,

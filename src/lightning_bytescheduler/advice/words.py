@@ -18,6 +18,7 @@ from lightning_bytescheduler.advice.expectations import (
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import network_in_words
 from lightning_bytescheduler.simulation.quantities import rate_in_words
+from lightning_bytescheduler.simulation.spare_machines import spare_machines_in_words
 
 __all__ = ["sentences", "table"]
 
@@ -57,6 +58,7 @@ def sentences(advice: AdviceFigures) -> Iterator[str]:
     yield _ddp(advice)
     yield _bytescheduler(advice)
     yield _limit(advice)
+    yield from _servers(advice)
     yield _compression(advice)
     yield from _auto(advice)
     yield _diloco(advice)
@@ -131,6 +133,14 @@ def _limit(advice: AdviceFigures) -> str:
         f"{_speed(advice, advice.ceiling_seconds)}: in whatever order these bytes are sent, workers wait for "
         f"{waiting:.0%} of each step. Only fewer bytes, larger batches or a faster link get below it."
     )
+
+
+def _servers(advice: AdviceFigures) -> Iterator[str]:
+    if advice.spare_machines and advice.limited_by == "link":
+        yield f"Spare machines: {spare_machines_in_words(advice.spare_machines)}"
+    servers, workers = advice.link.servers, advice.link.workers
+    if servers > workers:
+        yield f"{servers} servers count as {workers}: more than one for each worker change nothing."
 
 
 def _compression(advice: AdviceFigures) -> str:

@@ -14,6 +14,8 @@ Why the ranks agree, and why nobody waits forever:
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
 * In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
   decision itself: a follower learns of both at once, before it can launch either way.
+* How a task is cut, where its parts are not equal, is told once, ahead of the first decision that names the cut:
+  broadcasts on one group arrive in order.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
   partition. The message for what comes next travels while the credit's worth of data is in flight.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -35,13 +37,16 @@ from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
-from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
 _CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
 _FIELDS = 7  # of the key, then partition size, index, task size and form
 _CLOSE = -1
+_CUT = -2  # then its number, how many sizes are in this message, and the sizes; more of a cut may follow
+_SIZES = _FIELDS * (_CAPACITY + 1) - 3  # of a cut that one message holds
+_CUTS_KEPT = 4096  # the last ones that were told; forgotten alike on all ranks
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
@@ -61,6 +66,8 @@ class DecidingOrder(PriorityOrder):
         self._control = control
         self._on_error = on_error
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept alive until gloo has sent them
+        self._cuts: dict[tuple[int, ...], int] = {}  # numbers of those that the other ranks know, from 1
+        self._cuts_told = 0
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """Choose forms, and broadcast the batch's decisions; returns without waiting for anyone."""
@@ -72,13 +79,29 @@ class DecidingOrder(PriorityOrder):
             part = batch[first : first + _CAPACITY]
             records = [[len(part), *_REST]]
             records += [
-                [*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size, sub.form] for sub in part
+                [*sub.parent.key, self._cut_of(sub.parent), sub.index, sub.parent.size, sub.form] for sub in part
             ]
-            self._send(records)
+            self._send(chain.from_iterable(records))
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        self._send([[_CLOSE, *_REST]])
+        self._send([_CLOSE])
+
+    def _cut_of(self, task: CommTask) -> int:
+        """What says how ``task`` is cut: the size of its equal parts, or minus the number of a cut told before."""
+        cut = task.uneven_cut
+        if cut is None:
+            return task.sub_tasks[0].size
+        number = self._cuts.get(cut)
+        if number is None:
+            self._cuts_told = number = self._cuts_told + 1
+            self._cuts[cut] = number
+            if len(self._cuts) > _CUTS_KEPT:
+                del self._cuts[next(iter(self._cuts))]
+            for first in range(0, len(cut), _SIZES):
+                sizes = cut[first : first + _SIZES]
+                self._send([_CUT, number, len(sizes), *sizes])
+        return -number
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
@@ -91,10 +114,8 @@ class DecidingOrder(PriorityOrder):
         self._sent.clear()
         return True
 
-    def _send(self, records: list[list[int]]) -> None:
-        fields = array(
-            "q", chain.from_iterable(records)
-        )  # sent with every part: a tensor of lists takes ten times as long
+    def _send(self, numbers: Iterable[int]) -> None:
+        fields = array("q", numbers)  # sent with every part: a tensor of lists takes ten times as long
         fields.extend(_EMPTY[len(fields) :])
         message = torch.frombuffer(fields, dtype=torch.int64)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
@@ -124,6 +145,7 @@ class FollowingOrder(AnnouncedOrder):
         self._stopping = threading.Event()
         self._closed = False
         self._update_order: Callable[[Callable[[], None]], None] | None = None
+        self._cuts: dict[int, tuple[int, ...]] = {}
         self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
 
     def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
@@ -148,6 +170,24 @@ class FollowingOrder(AnnouncedOrder):
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _learn_cut(self, number: int, count: int, *sizes: int) -> None:
+        self._cuts[number] = (*self._cuts.get(number, ()), *sizes[:count])
+        if len(self._cuts) > _CUTS_KEPT:
+            del self._cuts[next(iter(self._cuts))]
+
+    def _decision(
+        self, step: int, phase: int, bucket: int, size: int, index: int, task_size: int, form: int
+    ) -> Decision:
+        cut = self._cuts[-size] if size < 0 else None
+        return Decision(
+            key=TaskKey(step, phase, bucket),
+            partition_size=max(cut) if cut else size,
+            index=index,
+            task_size=task_size,
+            form=form,
+            cut=cut,
+        )
+
     def _receive(self) -> None:
         update_order = self._update_order
         if update_order is None:
@@ -163,16 +203,10 @@ class FollowingOrder(AnnouncedOrder):
                 if count == _CLOSE:
                     self._closed = True
                     return
-                decisions = [
-                    Decision(
-                        key=TaskKey(step, phase, bucket),
-                        partition_size=size,
-                        index=index,
-                        task_size=task_size,
-                        form=form,
-                    )
-                    for step, phase, bucket, size, index, task_size, form in records[1 : 1 + count]
-                ]
+                if count == _CUT:
+                    self._learn_cut(*list(chain.from_iterable(records))[1:])
+                    continue
+                decisions = [self._decision(*record) for record in records[1 : 1 + count]]
                 update_order(partial(self.announce, decisions))
         except BaseException as error:
             if not self._stopping.is_set():

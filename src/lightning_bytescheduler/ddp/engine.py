@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
@@ -86,6 +87,7 @@ class GradientEngine:
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
+        arranger: Has priorities and cuts, where they are not simply by first use.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -107,6 +109,7 @@ class GradientEngine:
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
         compression: GradientCompression | None = None,
+        arranger: BucketArranger | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parameters = list(parameters)
@@ -124,6 +127,7 @@ class GradientEngine:
             statistics=statistics,
             timeline=timeline,
             compression=compression,
+            arranger=arranger,
             clock=clock,
         )
         self._first_use = FirstUseObserver(parameters)
@@ -261,6 +265,8 @@ class GradientEngine:
             self._step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
             self._step = SynchronisedStep(context, number, self._position_of)
+        if context.arranger is not None:
+            context.arranger.begin_step(self._step.kind)
         if context.compression is not None:
             sharded = options.sharded and isinstance(self._step, OverlappedStep)
             context.compression.begin_step(self._step.kind, halves=sharded)

@@ -15,10 +15,12 @@ from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 
 __all__ = ["announce", "first_pace", "reason_for", "say_found", "say_start", "summary_of"]
 
 _TUNED = " How much travels at once is tuned while training."
+_BYTESCHEDULER = policy_of(POLICIES[0])
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
 
 
@@ -47,7 +49,15 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def say_start(plan: OverlapPlan, agreed: AgreedSizes, *, world_size: int, nbytes: int, tuned: bool) -> None:
+def say_start(
+    plan: OverlapPlan,
+    agreed: AgreedSizes,
+    *,
+    world_size: int,
+    nbytes: int,
+    tuned: bool,
+    policy: SchedulingPolicy = _BYTESCHEDULER,
+) -> None:
     """Say how the steps of a fit begin.
 
     Args:
@@ -56,14 +66,12 @@ def say_start(plan: OverlapPlan, agreed: AgreedSizes, *, world_size: int, nbytes
         world_size: Number of ranks that train together.
         nbytes: Of all gradients.
         tuned: Whether sizes are tuned from the start.
+        policy: In force.
     """
     facts = f"{world_size} ranks{_link_in_words(agreed, nbytes)}. " if plan.overlapped else ""
     sizes = ""
     if plan.overlapped and not plan.as_ddp:
-        sizes = (
-            f" They are cut into partitions of {agreed.sizes.partition_size:,} parameters, and {agreed.sizes.credit:,} "
-            "parameters (the credit) travel at once."
-        )
+        sizes = f" {policy.in_words(agreed.sizes.partition_size, agreed.sizes.credit)}"
     steps = plan.summary()
     if facts:
         steps = steps[0].upper() + steps[1:]

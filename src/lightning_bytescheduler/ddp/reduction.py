@@ -88,16 +88,20 @@ class GradientBucket:
         index: The same on all ranks.
         parameters: Whose gradients ``buffer`` holds, one after the other.
         buffer: The flat gradient, reduced in place.
-        priority: Position in the forward pass.
+        priority: Position in the forward pass; what comes of it is the scheduling policy's affair.
+
+    Attributes:
+        cut: Sizes of the parts that it travels in, if not equal ones.
     """
 
-    __slots__ = ("buffer", "index", "parameters", "priority")
+    __slots__ = ("buffer", "cut", "index", "parameters", "priority")
 
     def __init__(self, index: int, parameters: list[nn.Parameter], buffer: torch.Tensor, priority: int) -> None:
         self.index = index
         self.parameters = parameters
         self.buffer = buffer
         self.priority = priority
+        self.cut: tuple[int, ...] | None = None
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
@@ -188,6 +192,7 @@ class AllReduction:
             phase=Phase.REDUCE,
             index=bucket.index,
             priority=bucket.priority,
+            cut=bucket.cut,
             wire_share=2 * (tasks.world_size - 1) / tasks.world_size,
             ready=ready,
             on_end=on_end,
@@ -364,6 +369,7 @@ class StepTasks:
         priority: int,
         wire_share: float,
         ready: ReadyMark | None = None,
+        cut: tuple[int, ...] | None = None,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
         joinable: bool = False,
@@ -381,6 +387,7 @@ class StepTasks:
             priority: See :class:`CommTask`.
             wire_share: What each rank sends per byte of ``buffer``, as it is.
             ready: When the contents of ``buffer`` exist, if they do not yet.
+            cut: See :class:`CommTask`.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
                 result, or when the task has failed before.
@@ -396,6 +403,7 @@ class StepTasks:
             wire_bytes=wire_share * buffer.element_size(),
             on_end=on_end if streams is None else streams.forget,
             forms=of if of is not None and of.has_choice else None,
+            cut=cut,
         )
         if streams is not None:
             streams.expect(task, None if on_end is None else partial(on_end, task))
@@ -447,6 +455,7 @@ class StepTasks:
             encoded=None if encoded is None else encoded.scatter,
             phase=Phase.REDUCE,
             priority=scatter_priority,
+            cut=bucket.cut,
             ready=ready,
             on_end=scattered,
         )

@@ -24,6 +24,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
@@ -34,6 +35,7 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.policies import POLICIES, LinkCost, policy_of
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, Timeline
@@ -64,7 +66,7 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link unless rank 0 has both sizes fixed.
+    Probes the link unless rank 0 has both sizes fixed, and its policy does not need to know.
 
     Args:
         groups: The scheduler's.
@@ -77,15 +79,22 @@ def agree_on_sizes(
         may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
     """
     groups.warm_up(device)
-    message = torch.tensor([options.partition_size or 0, options.credit or 0, int(in_shards)])
-    dist.broadcast(message, src=0, group=groups.control)
-    partition, credit, in_shards = message.tolist()
-    link = None
     trainable = [p for p in parameters if p.requires_grad]
     count = sum(p.numel() for p in trainable)
     width = max((p.element_size() for p in trainable), default=4)
+    partition, credit = options.partition_size or 0, options.credit or 0
+    own = options.policy.own_partition_size(count)
+    if own is not None:
+        partition = credit = partition or own
+    message = torch.tensor([partition, credit, int(in_shards)])
+    dist.broadcast(message, src=0, group=groups.control)
+    partition, credit, in_shards = message.tolist()
+    link = None
     if partition and credit:
-        bucket = max(partition * width, min(count * width // 64, 25 * 1024 * 1024))
+        if options.policy.observes:
+            link = probe_link(groups.data, device)
+        least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
+        bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link = probe_link(groups.data, device)
@@ -123,6 +132,18 @@ def agree_on_sizes(
     return AgreedSizes(sizes=sizes, link=link)
 
 
+def _arranger(
+    options: SchedulerOptions, agreed: AgreedSizes, parameters: Iterable[nn.Parameter], *, plans: bool
+) -> BucketArranger | None:
+    """What asks the policy; ``None`` for the default, which has buckets by first use and parts of one size."""
+    if options.policy == policy_of(POLICIES[0]):
+        return None
+    width = max((p.element_size() for p in parameters), default=4)
+    link = None if agreed.link is None else LinkCost(agreed.link.alpha, agreed.link.beta * width)
+    return BucketArranger(options.policy, link, plans=plans)
+
+
+_LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
 _FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
 _LANDING_S = 1.5
@@ -179,6 +200,7 @@ class SchedulerRuntime:
         self._core = ByteCore(
             partition_size=agreed.sizes.partition_size,
             credit=agreed.sizes.credit,
+            one_at_a_time=options.policy.one_at_a_time,
             order=self._order,
             observer=self._observe,
             debug=options.debug,
@@ -199,6 +221,7 @@ class SchedulerRuntime:
             statistics=self.statistics,
             timeline=self._timeline,
             compression=self._compression,
+            arranger=_arranger(options, agreed, parameters, plans=groups.rank == 0),
         )
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()

@@ -292,7 +292,8 @@ class ScheduledGradients:
             listener,
         )
         nbytes, tuned = _bytes_of_gradients(module), bool(self._tuned())
-        say_start(self._plan, runtime.agreed, world_size=runtime.group.size(), nbytes=nbytes, tuned=tuned)
+        size, policy = runtime.group.size(), self._options.policy
+        say_start(self._plan, runtime.agreed, world_size=size, nbytes=nbytes, tuned=tuned, policy=policy)
 
     def train_alone(self) -> None:
         """There are no other ranks in this fit."""

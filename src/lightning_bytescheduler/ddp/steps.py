@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
+from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
@@ -194,6 +195,7 @@ class StepContext:
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
+        arranger: Has priorities and cuts, where they are not simply by first use.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -218,6 +220,7 @@ class StepContext:
         statistics: SchedulerStatistics,
         timeline: Timeline | None,
         compression: GradientCompression | None = None,
+        arranger: BucketArranger | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
@@ -226,6 +229,7 @@ class StepContext:
         self.timeout = timeout
         self.statistics = statistics
         self.compression = compression
+        self.arranger = arranger
         self.clock = clock
         self.listener = StepListener()
         self.on_open: Callable[[Opening], None] | None = None
@@ -263,12 +267,16 @@ class StepContext:
 
     def bucket_ready(self, bucket: GradientBucket, *, last: bool) -> None:
         """A bucket's gradient is there on this rank, before it is handed over."""
+        if self.arranger is not None:
+            self.arranger.arrange(bucket, last=last)
         if self.choice is not None:
             nbytes = bucket.buffer.numel() * bucket.buffer.element_size()
             self.choice.bucket_ready(bucket.index, nbytes, bucket.priority, last=last)
 
     def bucket_needed(self, bucket: GradientBucket) -> None:
         """Somebody reaches for what depends on a bucket's gradient."""
+        if self.arranger is not None:
+            self.arranger.needed(bucket.index)
         if self.choice is not None:
             self.choice.bucket_needed(bucket.index)
 
@@ -296,20 +304,23 @@ class StepContext:
             return
         start = self.clock()
         self.waiting = True
-        if self.choice is not None:
-            self.choice.waiting()
+        self._tell_wait(begins=True)
         try:
             with profiled(f"bytescheduler::gate {task.name}"):
                 self.transport.join(task, self.timeout)
         finally:
             self.waiting = False
-            if self.choice is not None:
-                self.choice.waiting_ends()
+            self._tell_wait(begins=False)
         waited = self.clock() - start
         self.statistics.exposed_s += waited
         if self.forward.under_way:
             self.statistics.gate_wait_s += waited
         self.record(f"gate {task.name}", GATE, start, step=task.key.step)
+
+    def _tell_wait(self, *, begins: bool) -> None:
+        for watches in (self.choice, self.arranger):
+            if watches is not None:
+                watches.waiting() if begins else watches.waiting_ends()
 
     @contextmanager
     def or_torn(self, count: int) -> Iterator[None]:

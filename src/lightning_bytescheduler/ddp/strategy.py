@@ -55,6 +55,7 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.policies import BucketFacts
 
 __all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]
 
@@ -215,6 +216,9 @@ class ByteSchedulerStrategy(RankStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
+        policy: In which order and in what pieces gradients travel: ``"bytescheduler"``, ``"fifo"``, ``"p3"``,
+            ``"tictac"``, ``"us-byte"``; or a function of a bucket's facts that returns a whole number, of which the
+            smallest travels first, also as ``"module:function"``. See the documentation's page on policies.
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
             ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
             ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses, step by step, only
@@ -262,6 +266,7 @@ class ByteSchedulerStrategy(RankStrategy):
         timeline: str | os.PathLike[str] | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
+        policy: str | Callable[[BucketFacts], int] = "bytescheduler",
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,
@@ -292,6 +297,7 @@ class ByteSchedulerStrategy(RankStrategy):
             partition_tuning=partition_tuning,
             timeline=timeline,
             debug=debug,
+            policy=policy,
         )
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
@@ -390,6 +396,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "credit": options.credit,
             "cross_barrier": options.cross_barrier,
             "mode": options.mode,
+            "policy": options.policy.name,
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,

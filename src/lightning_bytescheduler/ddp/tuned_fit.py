@@ -29,6 +29,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.scheduler.policies import LinkCost, best_equal_part
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
@@ -36,7 +37,7 @@ from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.search import distance, first_guesses
-from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.search_space import ALIGNMENT, PLAIN_DDP, SearchSpace, TuningPoint
 
 __all__ = ["SHORTEST_FIT", "FitTuning", "PointInForce", "likely_points", "space_for"]
 
@@ -56,7 +57,7 @@ def likely_points(
     backend: str,
     start: TuningPoint,
 ) -> tuple[TuningPoint, ...]:
-    """The points that a simulation of a typical model of this size likes best.
+    """The points that a simulation of a typical model of this size likes best, and the one that a closed form does.
 
     Args:
         space: Where to look.
@@ -81,7 +82,21 @@ def likely_points(
         )
         return simulate(profile, network, schedule, steps=1).step_seconds
 
-    return tuple(point for point in first_guesses(space, seconds) if distance(point, start) >= _NEAR)
+    guesses = [*first_guesses(space, seconds), *_closed_form(space, sum(layer_bytes) // width, link, width=width)]
+    found: list[TuningPoint] = []
+    for point in guesses:
+        if all(distance(point, other) >= _NEAR for other in (start, *found)):
+            found.append(point)
+    return tuple(found)
+
+
+def _closed_form(space: SearchSpace, parameters: int, link: LinkEstimate, *, width: int) -> tuple[TuningPoint, ...]:
+    """The partition size at which start-ups and waiting cost the least together, two of them in flight."""
+    best = best_equal_part(max(parameters, 1), LinkCost(link.alpha, link.beta * width))
+    low, high = space.partitions
+    partition = min(max(round(best / ALIGNMENT) * ALIGNMENT, low), high)
+    credit = min(max(2 * partition, space.credits[0], partition), space.credits[1])
+    return (TuningPoint(credit=credit, partition_size=partition),) if partition <= credit else ()
 
 
 def _typical(layer_bytes: Sequence[int], *, seconds: float) -> ModelProfile:
@@ -356,7 +371,14 @@ def _numbers(first: TuningPoint | None) -> list[int]:
     return [1, first.credit or 0, first.partition_size or 0]
 
 
-def space_for(parameters: int, start: TuningPoint, options: SchedulerOptions, *, largest_bucket: int) -> SearchSpace:
+def space_for(
+    parameters: int,
+    start: TuningPoint,
+    options: SchedulerOptions,
+    *,
+    largest_bucket: int,
+    architecture: str = "allreduce",
+) -> SearchSpace:
     """Where to look, with what is not tuned kept as it is.
 
     Args:
@@ -364,11 +386,12 @@ def space_for(parameters: int, start: TuningPoint, options: SchedulerOptions, *,
         start: Sizes without tuning.
         options: What is tuned.
         largest_bucket: In parameters.
+        architecture: See :meth:`SearchSpace.for_model`.
     """
     credit, partition_size = start.sizes
-    space = SearchSpace.for_model(parameters, largest_bucket=largest_bucket)
+    space = SearchSpace.for_model(parameters, architecture=architecture, largest_bucket=largest_bucket)
     if not (options.tunes_partition and space.tunes_partitions):  # a small model has but one partition size
-        space = SearchSpace.for_model(parameters, partition_size=partition_size)
+        space = SearchSpace.for_model(parameters, architecture=architecture, partition_size=partition_size)
     space = space.including(start)
     if options.tunes_credit:
         return space

@@ -2,16 +2,21 @@
 
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, PriorityOrder
+from lightning_bytescheduler.scheduler.placement import Placement, place
+from lightning_bytescheduler.scheduler.policies import BucketFacts
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
 
 __all__ = [
     "AnnouncedOrder",
+    "BucketFacts",
     "ByteCore",
     "CommTask",
     "Decision",
     "LaunchOrder",
+    "Placement",
     "PriorityOrder",
     "SubCommTask",
     "TaskKey",
     "TaskState",
+    "place",
 ]

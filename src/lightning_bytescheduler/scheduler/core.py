@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from lightning_bytescheduler.checks import require_size
+from lightning_bytescheduler.checks import require_bool, require_size
 from lightning_bytescheduler.exceptions import SchedulerClosedError, SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.order import LaunchOrder, PriorityOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
@@ -42,6 +42,7 @@ class ByteCore:
     Args:
         partition_size: Largest sub-task, in parameters. Clamped to ``credit``.
         credit: How much may be in flight, in parameters.
+        one_at_a_time: Start a sub-task only when nothing is in flight, whatever the credit.
         order: Which ready sub-task is next; by priority unless given.
         observer: Called with each sub-task that has finished, its times (``ready_at``, ``started_at``,
             ``finished_at``, seconds of ``clock``) filled in.
@@ -58,6 +59,7 @@ class ByteCore:
         *,
         partition_size: int,
         credit: int,
+        one_at_a_time: bool = False,
         order: LaunchOrder | None = None,
         observer: Callable[[SubCommTask], None] | None = None,
         name: str = "bytescheduler",
@@ -66,6 +68,7 @@ class ByteCore:
     ) -> None:
         self._partition_size = require_size("partition_size", partition_size)
         self._credit = require_size("credit", credit)
+        self._one_at_a_time = require_bool("one_at_a_time", one_at_a_time)
         self._order: LaunchOrder = PriorityOrder() if order is None else order
         self._observer = observer
         self._clock = clock
@@ -141,9 +144,10 @@ class ByteCore:
             partition_size = self.partition_size
             if cut_like is not None and cut_like.sub_tasks:
                 partition_size = cut_like.sub_tasks[0].size
+                task.cut = cut_like.uneven_cut
             try:
                 if task.immediate:
-                    task.partition(partition_size)
+                    task.partition(partition_size, task.cut)
                 else:
                     self._order.admit(task, partition_size)
             except BaseException:
@@ -343,7 +347,7 @@ class ByteCore:
         batch: list[SubCommTask] = []
         with self._lock:
             try:
-                while not self._stopped and self._in_flight_size < self._credit:
+                while not self._stopped and self._in_flight_size < (1 if self._one_at_a_time else self._credit):
                     sub = self._order.pop()
                     if sub is None:
                         break

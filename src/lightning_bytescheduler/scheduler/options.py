@@ -6,16 +6,19 @@ Sizes are in parameters, as in the published ByteScheduler, and the variables ke
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import parse_size, require_bool, require_new_file, require_one_of
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.policies import POLICIES, BucketFacts, SchedulingPolicy, policy_of
 
 __all__ = ["MODES", "SchedulerOptions"]
 
 MODES = ("auto", "overlapped", "ddp")
 """How steps can be taken."""
+
+_DEFAULT_POLICY = policy_of(POLICIES[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,8 @@ class SchedulerOptions:
         mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
         debug: Log each scheduling decision.
+        policy: In which order and in what pieces gradients travel; a name, a function, or ``"module:function"``, which
+            becomes a policy.
         tunes_credit: Find the credit while training.
         tunes_partition: Find the partition size while training.
         ignored_variables: Environment variables that were set and have no effect here.
@@ -40,6 +45,7 @@ class SchedulerOptions:
     mode: str = "auto"
     timeline: str | None = None
     debug: bool = False
+    policy: SchedulingPolicy = _DEFAULT_POLICY
     tunes_credit: bool = False
     tunes_partition: bool = False
     ignored_variables: tuple[str, ...] = ()
@@ -52,8 +58,24 @@ class SchedulerOptions:
         for option in ("cross_barrier", "debug", "tunes_credit", "tunes_partition"):
             require_bool(option, getattr(self, option))
         require_one_of("mode", self.mode, MODES)
+        object.__setattr__(self, "policy", policy_of(self.policy))
+        self._require_fitting_policy()
         if self.timeline is not None:
             object.__setattr__(self, "timeline", require_new_file("timeline", self.timeline))
+
+    def _require_fitting_policy(self) -> None:
+        policy, way_out = self.policy, f"left out, as policy={self.policy.name!r}"
+        for option in ("partition_size", "credit"):
+            value = getattr(self, option)
+            if value is not None and option not in policy.takes:
+                raise OptionError(option, value, f"{way_out} has its own")
+        for option, tuned in (("credit_tuning", self.tunes_credit), ("partition_tuning", self.tunes_partition)):
+            if tuned and not policy.is_tuned:
+                raise OptionError(option, tuned, f"{way_out} has nothing to tune")
+        if self.mode == "ddp" and policy != _DEFAULT_POLICY:
+            raise OptionError(
+                "policy", policy.name, "left out where mode='ddp', which takes steps as DDP does and orders nothing"
+            )
 
     @classmethod
     def resolve(
@@ -65,6 +87,7 @@ class SchedulerOptions:
         mode: str = "auto",
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
+        policy: str | Callable[[BucketFacts], int] = _DEFAULT_POLICY.name,
         credit_tuning: bool | None = None,
         partition_tuning: bool | None = None,
         environ: Mapping[str, str] | None = None,
@@ -78,6 +101,7 @@ class SchedulerOptions:
             mode: Has no variable.
             timeline: Beats ``BYTESCHEDULER_TIMELINE``.
             debug: Beats ``BYTESCHEDULER_DEBUG``.
+            policy: Has no variable.
             credit_tuning: Beats ``BYTESCHEDULER_CREDIT_TUNING``. If neither is given, the credit is tuned where the
                 mode is ``"auto"``, unless it was given as an argument; ``BYTESCHEDULER_CREDIT`` alone says where to
                 start, as published.
@@ -89,13 +113,13 @@ class SchedulerOptions:
         """
         given = os.environ if environ is None else environ
         env = {name: value.strip() for name, value in given.items() if value.strip()}  # an empty one is none
-        tuned = {"credit": credit_tuning, "partition": partition_tuning}
+        tuned, chosen = {"credit": credit_tuning, "partition": partition_tuning}, policy_of(policy)
         for name, size in (("credit", credit), ("partition", partition_size)):
             tuned[name] = _tuning(name, tuned[name], size, mode=mode, env=env)
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
             partition_size = parse_size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
         if tuned["credit"] is None:
-            tuned["credit"] = mode == "auto"
+            tuned["credit"] = mode == "auto" and chosen.is_tuned
         if credit is None and "BYTESCHEDULER_CREDIT" in env:
             credit = parse_size("BYTESCHEDULER_CREDIT", env["BYTESCHEDULER_CREDIT"])
         if timeline is None and "BYTESCHEDULER_TIMELINE" in env:
@@ -110,6 +134,7 @@ class SchedulerOptions:
             mode=mode,
             timeline=None if timeline is None else require_new_file("timeline", timeline),
             debug=debug,
+            policy=chosen,
             tunes_credit=bool(tuned["credit"]),
             tunes_partition=bool(tuned["partition"]),
             ignored_variables=tuple(ignored),

@@ -29,6 +29,7 @@ class Decision:
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
         form: In which the sub-task travels, see ``PartForms`` in ``task.py``.
+        cut: Sizes of all parts of the task, where they are not equal.
     """
 
     key: TaskKey
@@ -36,6 +37,7 @@ class Decision:
     index: int
     task_size: int | None = None
     form: int = 0
+    cut: tuple[int, ...] | None = None
 
 
 class LaunchOrder(Protocol):
@@ -68,10 +70,10 @@ class PriorityOrder:
         self._admitted = 0
 
     def admit(self, task: CommTask, partition_size: int) -> None:
-        """Partition ``task`` at once."""
+        """Partition ``task`` at once: as it says itself, or into equal parts."""
         self._admitted += 1
         task._sequence = self._admitted
-        task.partition(partition_size)
+        task.partition(partition_size, task.cut)
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
         """Queue sub-tasks by priority."""
@@ -164,8 +166,11 @@ class AnnouncedOrder:
         size = decision.partition_size
         if size < 1 or decision.task_size not in (None, task.size):
             return None
-        sub_tasks = task.sub_tasks or task.partition(size)
-        if sub_tasks[0].size != part_size(task.size, size) or not 0 <= decision.index < len(sub_tasks):
+        if decision.cut is not None and sum(decision.cut) != task.size:
+            return None
+        sub_tasks = task.sub_tasks or task.partition(size, decision.cut)
+        first = part_size(task.size, size) if decision.cut is None else decision.cut[0]
+        if sub_tasks[0].size != first or not 0 <= decision.index < len(sub_tasks):
             return None
         return sub_tasks[decision.index]
 

@@ -18,12 +18,13 @@ Life of a sub-task (a task follows its sub-tasks)::
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from lightning_bytescheduler.checks import require_size
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
 
 __all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
 
@@ -201,6 +202,11 @@ def part_size(size: int, largest: int) -> int:
     return -(-size // -(-size // largest))
 
 
+def _equal_parts(size: int, largest: int) -> Iterator[int]:
+    part = part_size(size, largest)
+    return (min(part, size - offset) for offset in range(0, size, part))
+
+
 class CommTask:
     """One communication operation on one tensor.
 
@@ -216,9 +222,10 @@ class CommTask:
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
         forms: In which forms its parts can travel, if there is a choice.
+        cut: Sizes of its parts in parameters, if not equal ones; counts where this rank decides.
 
     Raises:
-        OptionError: If ``size`` is not a positive whole number.
+        OptionError: If ``size`` is not a positive whole number, or ``cut`` does not sum to it.
     """
 
     def __init__(
@@ -233,9 +240,12 @@ class CommTask:
         wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,
         forms: PartForms | None = None,
+        cut: Sequence[int] | None = None,
     ) -> None:
         self.name = name
         self.size = require_size("size", size)
+        self.cut = None if cut is None else tuple(cut)
+        self._require_cut(self.cut)
         self.priority = priority
         self.key = key
         self.immediate = immediate
@@ -252,7 +262,12 @@ class CommTask:
         self._ready_at = 0.0
         self._sequence = 0  # position among the tasks of its order; breaks ties
         self._sub_tasks: tuple[SubCommTask, ...] = ()
+        self._uneven_cut: tuple[int, ...] | None = None
         self._outstanding = 0
+
+    def _require_cut(self, cut: tuple[int, ...] | None) -> None:
+        if cut is not None and (sum(cut) != self.size or min(cut) < 1):
+            raise OptionError("cut", cut, f"positive sizes that sum to {self.size}, the size of task {self.name!r}")
 
     @property
     def sub_tasks(self) -> tuple[SubCommTask, ...]:
@@ -280,7 +295,12 @@ class CommTask:
         """Why the task failed, or ``None``."""
         return self._error
 
-    def partition(self, size: int) -> tuple[SubCommTask, ...]:
+    @property
+    def uneven_cut(self) -> tuple[int, ...] | None:
+        """Sizes of the parts, where they are not the equal ones that the first part's size makes."""
+        return self._uneven_cut
+
+    def partition(self, size: int, cut: tuple[int, ...] | None = None) -> tuple[SubCommTask, ...]:
         """Cut the task into sub-tasks no larger than ``size`` parameters, without copying.
 
         As few parts as that takes, and all of about the same size: a small rest would cost a message's start-up time
@@ -288,24 +308,29 @@ class CommTask:
 
         Args:
             size: Largest part, in parameters.
+            cut: Sizes of the parts, in place of equal ones.
 
         Returns:
             The parts, in order of offset.
 
         Raises:
-            OptionError: If ``size`` is not a positive whole number.
+            OptionError: If ``size`` is not a positive whole number, or ``cut`` does not sum to the task's size.
             TaskStateError: If the task is partitioned already, or has ended.
         """
         require_size("partition_size", size)
+        self._require_cut(cut)
         with self._lock:
             if self._sub_tasks:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it is partitioned already.")
             if self._ended:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it has ended.")
-            part = part_size(self.size, size)
+            sizes = cut or tuple(_equal_parts(self.size, size))
+            if cut is not None and cut != tuple(_equal_parts(self.size, cut[0])):
+                self._uneven_cut = cut
+            offsets = itertools.accumulate(sizes, initial=0)
             self._sub_tasks = tuple(
-                SubCommTask(self, index, offset, min(part, self.size - offset))
-                for index, offset in enumerate(range(0, self.size, part))
+                SubCommTask(self, index, offset, part)
+                for index, (offset, part) in enumerate(zip(offsets, sizes, strict=False))
             )
             self._outstanding = len(self._sub_tasks)
             if self._ready:

@@ -55,7 +55,7 @@ to arrive; of several in flight only the last one's shows, so each bound grows b
 the reduce-scatters and half for the all-gathers where these follow each other. (In between, the link is free
 for others: a collective taken apart hides its latency better, so `clipped_bound` can be below `lower_bound` by
 half of a latency.) The norm costs one collective
-of next to no bytes. With ``push_pull`` the pushes alone are counted, so that bound is not attained: the last
+of next to no bytes. With servers the pushes alone are counted, so that bound is not attained: the last
 partition is still to be pulled.
 """
 
@@ -152,10 +152,8 @@ def require_all_reduce(link: LinkModel) -> None:
     Raises:
         UnsupportedError: If it does.
     """
-    if link.algorithm == "push_pull":
-        raise UnsupportedError(
-            "Norm clipping is not modelled for algorithm='push_pull': use 'ring' or 'halving_doubling'."
-        )
+    if link.architecture == "ps":
+        raise UnsupportedError("Norm clipping is not modelled for architecture='ps': use 'allreduce'.")
 
 
 def _require_partition(partition_bytes: int | None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from lightning_bytescheduler.checks import closest
+from lightning_bytescheduler.checks import ARCHITECTURES, closest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
-from lightning_bytescheduler.simulation.prediction import Prediction, predict
+from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, predicted_spare_machines
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
 from lightning_bytescheduler.simulation.quantities import (
     RATES,
@@ -22,10 +23,12 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 from lightning_bytescheduler.simulation.simulator import Schedule
+from lightning_bytescheduler.simulation.spare_machines import spare_machines_in_words
 
 __all__ = ["add_arguments", "add_link_arguments", "answer", "link_of", "predicted_table", "profile_of"]
 
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
+_OLD_ALGORITHM = "push_pull"  # an architecture, which LinkModel says
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 
 
@@ -40,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_link_arguments(parser)
     parser.add_argument(
-        "--spare-servers",
-        type=int,
-        default=0,
-        metavar="K",
-        help="servers beside the workers, for --algorithm push_pull (default: 0)",
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help=f"compare with this scheduling policy, of {', '.join(RIVALS)} or MODULE:FUNCTION; may be given several "
+        "times (default: all of these)",
     )
     parser.add_argument(
         "--compute",
@@ -60,14 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_link_arguments(
-    parser: argparse.ArgumentParser, *, algorithms: Sequence[str] = ALGORITHMS, required: bool = True
-) -> None:
+def add_link_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare what describes a network, for :func:`link_of`.
 
     Args:
         parser: Gets the arguments.
-        algorithms: That may be chosen.
         required: Whether workers and bandwidth have to be given.
     """
     parser.add_argument("--workers", type=int, required=required, metavar="N", help="how many workers train together")
@@ -88,10 +88,24 @@ def add_link_arguments(
         help="what each message costs however many are in flight, such as 50us (default: 0s)",
     )
     parser.add_argument(
+        "--architecture",
+        default="allreduce",
+        metavar="NAME",
+        help=f"who reduces gradients: {' or '.join(ARCHITECTURES)}, parameter servers (default: allreduce)",
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="K",
+        help="spare machines that are servers, for --architecture ps (default: 0, one beside each worker)",
+    )
+    parser.add_argument("--spare-servers", action=_Renamed, help=argparse.SUPPRESS, nargs="?")
+    parser.add_argument(
         "--algorithm",
-        choices=algorithms,
+        choices=(*ALGORITHMS, _OLD_ALGORITHM),
         default="ring",
-        help=f"how gradients are reduced: {', '.join(algorithms)} (default: ring)",
+        help=f"how workers reduce gradients among themselves: {', '.join(ALGORITHMS)} (default: ring)",
         metavar="NAME",
     )
     parser.add_argument(
@@ -99,7 +113,14 @@ def add_link_arguments(
     )
 
 
-def link_of(options: argparse.Namespace, *, spare_servers: int = 0) -> LinkModel:
+class _Renamed(argparse.Action):
+    """An option that is called otherwise."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        parser.error("--spare-servers is --servers K, with --architecture ps")
+
+
+def link_of(options: argparse.Namespace) -> LinkModel:
     """The network that parsed arguments describe.
 
     Raises:
@@ -110,15 +131,16 @@ def link_of(options: argparse.Namespace, *, spare_servers: int = 0) -> LinkModel
     try:
         return LinkModel(
             workers=options.workers,
+            architecture=options.architecture,
+            servers=options.servers,
             algorithm=options.algorithm,
-            spare_servers=spare_servers,
             messages_in_flight=options.messages,
             **rates,
             **times,
         )
     except OptionError as error:
         name = {"messages_in_flight": "messages"}.get(error.option, error.option)
-        raise OptionError(f"--{name.replace('_', '-')}", error.value, error.allowed) from None
+        raise OptionError(f"--{name.replace('_', '-')}", error.value, error.allowed, error.hint) from None
 
 
 def profile_of(text: str) -> ModelProfile:
@@ -161,18 +183,23 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[s
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    link = link_of(options, spare_servers=options.spare_servers)
+    link = link_of(options)
     compute = None if options.compute is None else require_duration("--compute", options.compute)
     if compute == 0:
         raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
     profile = profile_of(options.profile)
     if compute is not None:
         profile = profile.scaled_to(compute)
-    lines = predict(profile, link)
+    lines = predict(profile, link, policies=options.policy or RIVALS)
     if options.png is not None:
         draw_prediction(profile, link, options.png)
     title = f"{profile.name}, {network_in_words(link)}: a step, and its speed-up over ddp's best"
-    return answer(profile, link, lines), title, _rows(profile, link, lines)
+    said = [answer(profile, link, lines)]
+    if link.workers > 1:
+        said.append(spare_machines_in_words(predicted_spare_machines(profile, link)))
+    if link.servers > link.workers:
+        said.append(f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing.")
+    return "\n".join(said), title, _rows(profile, link, lines)
 
 
 def answer(profile: ModelProfile, link: LinkModel, lines: Sequence[Prediction]) -> str:

@@ -1,12 +1,12 @@
 """What it costs to reduce gradients over a network.
 
 Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n``
-workers then occupies that link for
+workers then occupies that link, by architecture, for
 
-- ``ring``, ``halving_doubling``: ``2(n-1)/n × s/bandwidth``. Either is a reduce-scatter and an all-gather of
-  equal cost. They differ in how many messages follow each other, hence in latency: ``2(n-1)`` hops around the
-  ring, ``2 ceil(log2 n)`` exchanges with doubling distance.
-- ``push_pull``: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
+- ``allreduce``: ``2(n-1)/n × s/bandwidth``, with a ``ring`` as with ``halving_doubling``: a reduce-scatter and an
+  all-gather of equal cost. They differ in how many messages follow each other, hence in latency: ``2(n-1)`` hops
+  around the ring, ``2 ceil(log2 n)`` exchanges with doubling distance.
+- ``ps``, parameter servers: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
   ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
   partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
   workers push and serve over one link, a lone partition would be a little faster than modelled.
@@ -22,11 +22,13 @@ depend on the number of workers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
 
 from lightning_bytescheduler.checks import (
     options_by_name,
+    require_architecture,
     require_one_of,
     require_positive,
     require_seconds,
@@ -42,15 +44,20 @@ from lightning_bytescheduler.simulation.quantities import (
 
 __all__ = ["ALGORITHMS", "Algorithm", "LinkModel", "network_in_words"]
 
-Algorithm = Literal["ring", "halving_doubling", "push_pull"]
+Architecture = Literal["allreduce", "ps"]
+"""Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
+
+Algorithm = Literal["ring", "halving_doubling"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-"""How gradients can be reduced."""
+"""How workers can reduce gradients among themselves."""
+
+_NO_ALGORITHM = "Servers are an architecture: architecture='ps', with servers=k spare machines."
 
 
 @options_by_name
 @dataclass(frozen=True, init=False, slots=True)
 class LinkModel:
-    """A network and the algorithm that reduces gradients over it.
+    """A network, and how gradients are reduced over it.
 
     Rates and times may be given as text, such as ``bandwidth="10Gbit/s"`` and ``latency="0.1ms"``; they are kept as
     numbers.
@@ -60,9 +67,11 @@ class LinkModel:
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
         overhead: Seconds that each collective keeps the link from others, whatever its size.
-        algorithm: One of ``ALGORITHMS``.
-        spare_servers: Servers beside the workers, for ``push_pull``; one for each worker at most, because from
-            there on the workers' own links are the limit.
+        architecture: ``"allreduce"`` or ``"ps"``.
+        servers: Servers on machines of their own, with architecture ``"ps"``; where there are none, one beside each
+            worker sums. More than one for each worker change nothing, because from there on the workers' own links are
+            the limit.
+        algorithm: One of ``ALGORITHMS``; with architecture ``"allreduce"``.
         messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
             for gloo's two threads; ``None`` for no limit.
 
@@ -74,9 +83,14 @@ class LinkModel:
     bandwidth: float
     latency: float = 0.0
     overhead: float = 0.0
+    architecture: Architecture = "allreduce"
+    servers: int = 0
     algorithm: Algorithm = "ring"
-    spare_servers: int = 0
     messages_in_flight: int | None = None
+
+    _options_elsewhere: ClassVar[Mapping[str, str]] = {
+        "spare_servers": "It is servers, with architecture='ps', as of the strategy."
+    }
 
     def __init__(
         self,
@@ -85,17 +99,19 @@ class LinkModel:
         bandwidth: float | str,
         latency: float | str = 0.0,
         overhead: float | str = 0.0,
+        architecture: str = "allreduce",
+        servers: int = 0,
         algorithm: str = "ring",
-        spare_servers: int = 0,
         messages_in_flight: int | None = None,
     ) -> None:
         require_whole("workers", workers, 1)
+        require_architecture(architecture)
+        if algorithm == "push_pull":
+            raise OptionError("algorithm", algorithm, f"one of {', '.join(map(repr, ALGORITHMS))}", _NO_ALGORITHM)
         require_one_of("algorithm", algorithm, ALGORITHMS)
-        require_whole("spare_servers", spare_servers, 0)
-        most = workers if algorithm == "push_pull" else 0
-        if spare_servers > most:
-            allowed = "at most one for each worker" if most else "0 unless algorithm is push_pull"
-            raise OptionError("spare_servers", spare_servers, allowed)
+        require_whole("servers", servers, 0)
+        if servers and architecture != "ps":
+            raise OptionError("servers", servers, "0 unless architecture is 'ps'")
         if messages_in_flight is not None:
             require_whole("messages_in_flight", messages_in_flight, 1)
         values = {
@@ -103,8 +119,9 @@ class LinkModel:
             "bandwidth": require_rate("bandwidth", bandwidth),
             "latency": require_duration("latency", latency),
             "overhead": require_duration("overhead", overhead),
+            "architecture": architecture,
+            "servers": servers,
             "algorithm": algorithm,
-            "spare_servers": spare_servers,
             "messages_in_flight": messages_in_flight,
         }
         for name, value in values.items():
@@ -126,12 +143,22 @@ class LinkModel:
         return cls(workers=workers, bandwidth=hops / workers / beta, latency=alpha / hops)
 
     @property
+    def stages(self) -> int:
+        """How many parts of the network each message passes, one after the other: with servers, a push and a pull."""
+        return 2 if self.architecture == "ps" else 1
+
+    @property
+    def without_servers(self) -> LinkModel:
+        """The same network, on which workers reduce among themselves."""
+        return replace(self, architecture="allreduce", servers=0)
+
+    @property
     def seconds_per_byte(self) -> float:
-        """How long reducing one byte occupies the link; with ``push_pull``, in each of its two stages."""
-        n, k = self.workers, self.spare_servers
+        """How long reducing one byte occupies the link; with servers, in each of its two stages."""
+        n, k = self.workers, min(self.servers, self.workers)
         if n == 1:
             return 0.0
-        if self.algorithm == "push_pull":
+        if self.architecture == "ps":
             return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth
         return 2 * (n - 1) / n / self.bandwidth
 
@@ -140,11 +167,11 @@ class LinkModel:
         """Latency of a whole collective: what it takes beyond occupying the link."""
         if self.workers == 1:
             return 0.0
+        if self.architecture == "ps":
+            return 2 * self.latency
         if self.algorithm == "ring":
             return 2 * (self.workers - 1) * self.latency
-        if self.algorithm == "halving_doubling":
-            return 2 * math.ceil(math.log2(self.workers)) * self.latency
-        return 2 * self.latency
+        return 2 * math.ceil(math.log2(self.workers)) * self.latency
 
     @property
     def overhead_seconds(self) -> float:
@@ -153,6 +180,11 @@ class LinkModel:
 
 
 def network_in_words(link: LinkModel) -> str:
-    """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
+    """For example ``4 workers and 2 servers, 500 Mbit/s each way, 0.2 ms a hop``."""
     hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
-    return f"{link.workers:,} worker{'s' if link.workers > 1 else ''}, {rate_in_words(link.bandwidth)} each way{hop}"
+    servers = f" and {_count(link.servers, 'spare server')}" if link.architecture == "ps" else ""
+    return f"{_count(link.workers, 'worker')}{servers}, {rate_in_words(link.bandwidth)} each way{hop}"
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}{'' if number == 1 else 's'}"

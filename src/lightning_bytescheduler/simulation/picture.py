@@ -85,8 +85,7 @@ def draw_prediction(
         for index, (count, colour) in enumerate(zip(counts, _COLOURS, strict=False))
     ]
     for count, colour, width in lines:
-        spare = link.spare_servers * count // link.workers
-        of_count = replace(link, workers=count, spare_servers=spare)
+        of_count = replace(link, workers=count, servers=link.servers * count // link.workers)
         points = [_Point.of(profile, replace(of_count, bandwidth=rate)) for rate in rates]
         gain.plot(scaled, [p.ddp / p.scheduled for p in points], color=colour, linewidth=width)
         gain.plot(scaled, [p.ddp / p.bound for p in points], color=_INK, linewidth=1, linestyle=":")
@@ -179,7 +178,7 @@ def _heading(profile: ModelProfile, link: LinkModel, here: _Point) -> str:
             found = f"bytescheduler is {times}; {link.workers:,} workers are {speed:.2f}x as fast as one"
     details = (
         f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
-        f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, {link.algorithm.replace('_', ' ')}"
+        f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, {_reduced_by(link)}"
     )
     return "\n".join([found, *textwrap.wrap(details, _LINE_LENGTH)])
 
@@ -199,3 +198,7 @@ class _Point:
             best_scheduled(profile, link).step_seconds,
             lower_bound(profile, link),
         )
+
+
+def _reduced_by(link: LinkModel) -> str:
+    return "parameter servers" if link.architecture == "ps" else link.algorithm.replace("_", " ")

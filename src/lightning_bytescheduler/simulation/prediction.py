@@ -6,17 +6,32 @@ would choose by itself and the best of a few.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from lightning_bytescheduler.scheduler.policies import POLICIES, BucketFacts, SchedulingPolicy, policy_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, auto_step, compressed_link
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
+from lightning_bytescheduler.simulation.spare_machines import SpareMachines, spare_machines
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
-__all__ = ["Prediction", "best_ddp", "best_scheduled", "chosen_schedule", "compressed_predictions", "predict"]
+__all__ = [
+    "RIVALS",
+    "Prediction",
+    "best_ddp",
+    "best_scheduled",
+    "chosen_schedule",
+    "compressed_predictions",
+    "policy_schedule",
+    "predict",
+    "predicted_spare_machines",
+]
+
+RIVALS = POLICIES[1:]
+"""Policies that ByteScheduler's own is compared with."""
 
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
@@ -42,35 +57,70 @@ class Prediction:
     compressed_share: float | None = None
 
 
-def predict(profile: ModelProfile, link: LinkModel) -> tuple[Prediction, ...]:
+def predict(
+    profile: ModelProfile,
+    link: LinkModel,
+    *,
+    policies: Iterable[str | Callable[[BucketFacts], int] | SchedulingPolicy] = RIVALS,
+) -> tuple[Prediction, ...]:
     """Compare what can be done for a model on a network.
 
     Args:
         profile: The model.
-        link: The network.
+        link: The network. DDP has no servers: where the link has some, it is given an all-reduce.
+        policies: Scheduling policies beside ByteScheduler's own: names, functions or ``"module:function"``.
 
     Returns:
-        The computation alone, the lower bound, DDP with its default and its best buckets, cross-barrier FIFO, priority,
-        ByteScheduler with the strategy's own and the best sizes; where the link can, with norm clipping; and with
-        compression, all gradients in int8, and in int4 what would not hide (``"auto"``).
+        The computation alone, the lower bound, DDP with its default and its best buckets, each policy, ByteScheduler
+        with the strategy's own and the best sizes; spare machines as parameter servers, a quarter of the workers, half
+        and as many; with an all-reduce also norm clipping, and compression: all gradients in int8, and in int4 what
+        would not hide (``"auto"``).
+
+    Raises:
+        OptionError: If there is no such policy.
     """
     chosen = chosen_schedule(profile, link)
+    asked = [policy_of(policy) for policy in policies]
     lines = [
         Prediction("computation alone", profile.compute_seconds, None),
         Prediction("lower bound", lower_bound(profile, link), None),
-        _simulated("ddp, default buckets", profile, link, [Schedule.ddp()]),
+        _simulated("ddp, default buckets", profile, link.without_servers, [Schedule.ddp()]),
         best_ddp(profile, link),
-        _simulated("fifo across the barrier", profile, link, [Schedule.fifo(bucket_bytes=chosen.bucket_bytes)]),
-        _simulated("priority, not cut", profile, link, [Schedule.priority(bucket_bytes=chosen.bucket_bytes)]),
+        *(_simulated(policy.name, profile, link, [policy_schedule(profile, link, policy)]) for policy in asked),
         _simulated("bytescheduler, own sizes", profile, link, [chosen]),
         best_scheduled(profile, link),
     ]
-    if link.algorithm != "push_pull":
+    for tried in predicted_spare_machines(profile, link):
+        if link.servers != tried.servers:
+            machines = f"{tried.servers} spare server{'s' if tried.servers > 1 else ''}"
+            lines.append(Prediction(f"bytescheduler, {machines}", tried.step_seconds, None))
+    if link.architecture == "allreduce":
         lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
         lines.append(best_scheduled(profile, link, clipping="gather_early"))
-    if link.workers > 1 and link.algorithm != "push_pull":
+    if link.workers > 1 and link.architecture == "allreduce":
         lines += compressed_predictions(profile, link)
     return tuple(lines)
+
+
+def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPolicy) -> Schedule:
+    """A policy with the sizes that the strategy would choose by itself; see :func:`chosen_schedule`."""
+    chosen = chosen_schedule(profile, link)
+    return Schedule.by_policy(
+        policy,
+        parameters=-(-profile.parameter_bytes // _WIDTH),
+        partition_bytes=chosen.partition_bytes or _WIDTH,
+        credit_bytes=chosen.credit_bytes or _WIDTH,
+        bucket_bytes=chosen.bucket_bytes,
+    )
+
+
+def predicted_spare_machines(profile: ModelProfile, link: LinkModel) -> tuple[SpareMachines, ...]:
+    """What spare machines would bring, with the strategy's own sizes for each architecture."""
+
+    def step_on(other: LinkModel) -> float:
+        return simulate(profile, other, chosen_schedule(profile, other), steps=1).step_seconds
+
+    return spare_machines(step_on, link)
 
 
 def compressed_predictions(profile: ModelProfile, link: LinkModel) -> list[Prediction]:
@@ -88,9 +138,9 @@ def compressed_predictions(profile: ModelProfile, link: LinkModel) -> list[Predi
 
 
 def best_ddp(profile: ModelProfile, link: LinkModel) -> Prediction:
-    """DDP with the best of several bucket sizes, its default among them."""
+    """DDP with the best of several bucket sizes, its default among them, and an all-reduce."""
     schedules = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
-    return _simulated("ddp, best buckets", profile, link, schedules)
+    return _simulated("ddp, best buckets", profile, link.without_servers, schedules)
 
 
 def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: str | None = None) -> Prediction:
@@ -119,16 +169,16 @@ def chosen_schedule(
         clipping: See ``Schedule``.
         busy_processor: Whether the model computes on the processor.
     """
-    stages = 2 if link.algorithm == "push_pull" else 1
     # Nothing hides the overhead behind another message, so it weighs more.
-    alpha = 4 * stages * link.overhead_seconds + link.latency_seconds
+    alpha = 4 * link.stages * link.overhead_seconds + link.latency_seconds
     sizes = default_sizes(
         parameters=profile.parameter_bytes // _WIDTH,
         bytes_per_parameter=_WIDTH,
         # A lone worker has nothing to measure; any sizes are good then.
-        link=LinkEstimate(alpha=alpha, beta=stages * link.seconds_per_byte or 1 / link.bandwidth),
+        link=LinkEstimate(alpha=alpha, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
         in_shards=clipping is not None,
+        architecture=link.architecture,
     )
     return Schedule.scheduled(
         partition_bytes=sizes.partition_size * _WIDTH,
@@ -142,11 +192,10 @@ def _scheduled(profile: ModelProfile, link: LinkModel, clipping: str | None) -> 
     yield chosen_schedule(profile, link, clipping=clipping)
     # What the link carries in the time in which a lone piece is under way but not on the link.
     hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
-    stages = 2 if link.algorithm == "push_pull" else 1
     for partition in _PARTITIONS:
         if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
             continue
-        for window in sorted({hidden + stages * partition, profile.parameter_bytes or 1}):
+        for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
             yield Schedule.scheduled(
                 partition_bytes=partition,
                 credit_bytes=window,

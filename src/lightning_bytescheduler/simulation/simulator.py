@@ -3,7 +3,7 @@
 A worker computes forward and backward passes in turn. A bucket whose gradients are complete is cut into
 pieces; pieces are launched in the schedule's order while credit lasts, pass the link one after the other in
 the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
-With ``push_pull`` a piece passes two stages, each with half of the latency. With clipping, each piece
+With servers a piece passes two stages, each with half of the latency. With clipping, each piece
 passes twice: reduce-scattered, then gathered.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.policies import Arrangement, BucketFacts, LinkCost, SchedulingPolicy
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -47,6 +48,7 @@ ORDERS = ("fifo", "priority")
 CLIPPING = ("gather_early", "gather_after_norm")
 """With norm clipping: whether all-gathers may precede the norm; see ``bounds.py``."""
 
+_WIDTH = 4  # bytes of a parameter
 _REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
 _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
@@ -83,6 +85,7 @@ class Schedule:
             may; ``None`` sends everything as soon as it is ready.
         barrier: The forward pass waits for everything.
         clipping: One of ``CLIPPING`` if the norm is clipped and gradients are reduce-scattered first.
+        policy: Decides in place of ``order`` and, where it cuts buckets, ``partition_bytes``.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -95,6 +98,7 @@ class Schedule:
     credit_bytes: int | None = None
     barrier: bool = False
     clipping: str | None = None
+    policy: SchedulingPolicy | None = None
 
     def __post_init__(self) -> None:
         require_one_of("order", self.order, ORDERS)
@@ -157,6 +161,33 @@ class Schedule:
             partition_bytes=partition_bytes,
             credit_bytes=1 if credit_bytes is None else credit_bytes,
             clipping=clipping,
+        )
+
+    @classmethod
+    def by_policy(
+        cls,
+        policy: SchedulingPolicy,
+        *,
+        parameters: int,
+        partition_bytes: int,
+        credit_bytes: int,
+        bucket_bytes: int | None = None,
+    ) -> Schedule:
+        """A scheduling policy, with its own sizes where it has any.
+
+        Args:
+            policy: Which one.
+            parameters: Of the model, of 4 bytes each.
+            partition_bytes: Largest piece, where the policy leaves that to the link.
+            credit_bytes: The window, where the policy leaves that to the link.
+            bucket_bytes: See the class.
+        """
+        own = policy.own_partition_size(max(parameters, 1))
+        return cls(
+            bucket_bytes=bucket_bytes,
+            partition_bytes=partition_bytes if own is None else own * _WIDTH,
+            credit_bytes=credit_bytes if own is None else own * _WIDTH,
+            policy=policy,
         )
 
     def buckets(self, profile: ModelProfile) -> tuple[Bucket, ...]:
@@ -260,6 +291,35 @@ class _Stage:
         return self._free_at
 
 
+def _arranged(
+    profile: ModelProfile, link: LinkModel, schedule: Schedule, buckets: Sequence[Bucket]
+) -> Mapping[int, Arrangement]:
+    """What the policy makes of the buckets, by their first layer, knowing exactly when they are ready and needed."""
+    if schedule.policy is None:
+        return {}
+    exists, needed, at = {}, {}, 0.0
+    for index in reversed(range(len(profile.layers))):
+        at += profile.layers[index].backward_seconds
+        exists[index] = at - profile.backward_seconds
+    at = 0.0
+    for index, layer in enumerate(profile.layers):
+        needed[index] = at
+        at += layer.forward_seconds
+    facts = [
+        BucketFacts(
+            index=index,
+            size=-(-bucket.size // _WIDTH),
+            position=bucket.priority,
+            ready=min(exists[bucket.priority] - exists[buckets[-1].priority], 0.0),
+            needed=needed[bucket.priority],
+        )
+        for index, bucket in enumerate(buckets)
+    ]
+    cost = LinkCost(link.overhead_seconds + link.latency_seconds, link.seconds_per_byte * _WIDTH)
+    found = schedule.policy.arrange(facts, cost)
+    return {bucket.priority: found[index] for index, bucket in enumerate(buckets)}
+
+
 class _Simulation:
     def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
         self._layers = profile.layers
@@ -268,7 +328,9 @@ class _Simulation:
         self._buckets = schedule.buckets(profile)
         self._ready_with = {bucket.priority: bucket for bucket in self._buckets}
         self._opens_with = {layer: bucket.priority for bucket in self._buckets for layer in bucket.layers}
-        self._stages = [_Stage() for _ in range(2 if link.algorithm == "push_pull" else 1)]
+        self._arranged = _arranged(profile, link, schedule, self._buckets)
+        self._pieces_of = {bucket.priority: self._cut(bucket) for bucket in self._buckets}
+        self._stages = [_Stage() for _ in range(link.stages)]
         self._now = 0.0
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._event_number = 0
@@ -286,6 +348,13 @@ class _Simulation:
         self._wanted = 0
         self._backward_starts: list[float] = []
         self._launches: list[Launch] = []
+
+    def _cut(self, bucket: Bucket) -> list[int]:
+        arranged = self._arranged.get(bucket.priority)
+        if arranged is None or arranged.cut is None:
+            return self._schedule.pieces(bucket)
+        *first, _ = (size * _WIDTH for size in arranged.cut)
+        return [*first, bucket.size - sum(first)]
 
     def run(self, steps: int) -> SimulatedRun:
         """Play until the backward pass after the last step begins."""
@@ -324,7 +393,7 @@ class _Simulation:
 
     def _begin_backward(self) -> None:
         self._launches.clear()
-        self._missing = {bucket.priority: len(self._schedule.pieces(bucket)) for bucket in self._buckets}
+        self._missing = {bucket.priority: len(self._pieces_of[bucket.priority]) for bucket in self._buckets}
         if self._schedule.clipping is not None:
             self._reductions_missing = sum(self._missing.values())
             self._norm_known = not self._reductions_missing
@@ -336,7 +405,7 @@ class _Simulation:
     def _end_backward(self, layer: int) -> None:
         bucket = self._ready_with.get(layer)
         if bucket is not None:
-            for size in self._schedule.pieces(bucket):
+            for size in self._pieces_of[layer]:
                 self._enqueue(_Piece(bucket, size, _REDUCE))
         if layer:
             self._backward(layer - 1)
@@ -346,7 +415,9 @@ class _Simulation:
     # Communication.
 
     def _enqueue(self, piece: _Piece) -> None:
+        arranged = self._arranged.get(piece.bucket.priority)
         urgency = piece.bucket.priority if self._schedule.order == "priority" else 0
+        urgency = urgency if arranged is None else arranged.priority
         self._queued += 1
         heapq.heappush(self._queue, (piece.passage, urgency, self._queued, piece))
         self._decide()
@@ -374,7 +445,9 @@ class _Simulation:
             self._pass(piece, iter(self._stages))
 
     def _may_launch(self) -> bool:
-        credit, messages = self._schedule.credit_bytes, self._link.messages_in_flight
+        credit, messages, policy = self._schedule.credit_bytes, self._link.messages_in_flight, self._schedule.policy
+        if policy is not None and policy.one_at_a_time:
+            credit = 1
         return (credit is None or self._in_flight_bytes < credit) and (messages is None or self._in_flight < messages)
 
     def _pass(self, piece: _Piece, stages: Iterator[_Stage]) -> None:
@@ -412,7 +485,7 @@ class _Simulation:
         self._norm_known = True
         if self._schedule.clipping == "gather_after_norm":
             for bucket in self._buckets:
-                for size in self._schedule.pieces(bucket):
+                for size in self._pieces_of[bucket.priority]:
                     self._enqueue(_Piece(bucket, size, _GATHER))
         self._reconsider()
 

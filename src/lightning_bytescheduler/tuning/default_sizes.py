@@ -9,7 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_bytescheduler.checks import is_finite, require_positive, require_seconds, require_whole
+from lightning_bytescheduler.checks import (
+    is_finite,
+    require_architecture,
+    require_positive,
+    require_seconds,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["LinkEstimate", "SchedulerSizes", "default_sizes", "is_slow"]
@@ -25,6 +31,7 @@ _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _COPIED_PER_SECOND = 250e6  # bytes that travel on loopback, where others compute besides, in a bad moment
 _MUCH_SECONDS = 0.02  # for all gradients; less is soon over, whatever a step takes
 _PARTITIONS_PER_MODEL = 16
+_SERVERS_PARTITION = 1_000_000  # published for parameter servers, with a credit of 4,000,000
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
 
@@ -109,6 +116,7 @@ def default_sizes(
     link: LinkEstimate,
     busy_processor: bool = False,
     in_shards: bool = False,
+    architecture: str = "allreduce",
 ) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
@@ -124,12 +132,17 @@ def default_sizes(
         link: The measured link.
         busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
         in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
+        architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, under a
+            credit of four of them, whatever the link; but no larger than a sixteenth of the model, as above.
 
     Raises:
-        OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, or either not whole.
+        OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
+            ``architecture`` not known.
     """
     require_whole("parameters", parameters, 0)
     require_whole("bytes_per_parameter", bytes_per_parameter, 1)
+    if require_architecture(architecture) == "ps":
+        return _sizes_for_servers(parameters, bytes_per_parameter)
     model_bytes = max(parameters * bytes_per_parameter, 1)
     hiding = _ALPHAS_PER_PARTITION * (2 if in_shards else 1) * link.alpha / link.beta
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
@@ -148,3 +161,11 @@ def default_sizes(
         credit=min(1 + max(behind, 1), _MOST_PARTITIONS_IN_CREDIT) * partition_size,
         bucket_bytes=int(bucket),
     )
+
+
+def _sizes_for_servers(parameters: int, bytes_per_parameter: int) -> SchedulerSizes:
+    least = _MIN_PARTITION_BYTES // bytes_per_parameter
+    partition = max(min(_SERVERS_PARTITION, parameters // _PARTITIONS_PER_MODEL), least)
+    model_bytes = parameters * bytes_per_parameter
+    bucket = max(min(model_bytes // _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition * bytes_per_parameter)
+    return SchedulerSizes(partition_size=partition, credit=_MOST_PARTITIONS_IN_CREDIT * partition, bucket_bytes=bucket)

@@ -16,13 +16,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_bytescheduler.checks import is_whole, require_one_of, require_positive, require_whole
+from lightning_bytescheduler.checks import is_whole, require_architecture, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ALIGNMENT", "ARCHITECTURES", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
-
-ARCHITECTURES = ("all_reduce", "push_pull")
-"""How gradients are reduced."""
+__all__ = ["ALIGNMENT", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
 
 ALIGNMENT = 1024
 """Sizes are multiples of this many parameters, so that a slice of a buffer begins where vector instructions, pages and
@@ -30,10 +27,10 @@ the packing of quantised elements want it, whatever the element."""
 
 _MILLION = 1_000_000
 _LARGE_MODEL = 256 * _MILLION
-_CREDITS = {"all_reduce": (4 * _MILLION, 64 * _MILLION), "push_pull": (1 * _MILLION, 16 * _MILLION)}
+_CREDITS = {"allreduce": (4 * _MILLION, 64 * _MILLION), "ps": (1 * _MILLION, 16 * _MILLION)}
 # The published range of partitions is the all-reduce's. Servers want them smaller by as much as the credits are, as the
 # published default of 1 million says, which the published range leaves out.
-_PARTITIONS = {"all_reduce": (2 * _MILLION, 32 * _MILLION), "push_pull": (_MILLION // 2, 8 * _MILLION)}
+_PARTITIONS = {"allreduce": (2 * _MILLION, 32 * _MILLION), "ps": (_MILLION // 2, 8 * _MILLION)}
 _LEAST_PARTITION = 32 * ALIGNMENT  # 128 KiB of fp32; below, starting a message costs more than its bytes
 
 
@@ -119,7 +116,7 @@ class SearchSpace:
         cls,
         parameters: int,
         *,
-        architecture: str = "all_reduce",
+        architecture: str = "allreduce",
         partition_size: int | None = None,
         largest_bucket: int | None = None,
     ) -> SearchSpace:
@@ -127,7 +124,7 @@ class SearchSpace:
 
         Args:
             parameters: How many of them are trained.
-            architecture: One of ``ARCHITECTURES``.
+            architecture: ``"allreduce"``, or ``"ps"`` for parameter servers.
             partition_size: The partition size to keep where only the credit is tuned, in parameters.
             largest_bucket: Largest unit that is partitioned, in parameters; larger partitions change nothing.
 
@@ -135,7 +132,7 @@ class SearchSpace:
             OptionError: Names the argument that is not allowed.
         """
         require_whole("parameters", parameters, 1)
-        require_one_of("architecture", architecture, ARCHITECTURES)
+        require_architecture(architecture)
         scale = min(parameters / _LARGE_MODEL, 1.0)
         whole = _aligned(parameters, up=True)
 
