@@ -43,6 +43,7 @@ from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.sample_weights import SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -86,6 +87,7 @@ class GradientEngine:
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
+        weights: Says what this rank's gradients count, where not as much as any other's.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -107,6 +109,7 @@ class GradientEngine:
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
         compression: GradientCompression | None = None,
+        weights: SampleWeights | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parameters = list(parameters)
@@ -124,6 +127,7 @@ class GradientEngine:
             statistics=statistics,
             timeline=timeline,
             compression=compression,
+            weights=weights,
             clock=clock,
         )
         self._first_use = FirstUseObserver(parameters)
@@ -177,6 +181,11 @@ class GradientEngine:
     def opened_for(self) -> Counter[str]:
         """What needed all gates open at once, in how many steps."""
         return self._context.opened_for
+
+    @property
+    def weights(self) -> SampleWeights | None:
+        """What says what this rank's gradients count, where not as much as any other's."""
+        return self._context.weights
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
@@ -246,6 +255,7 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self._context, self.options, self._step.number + 1
+        context.weight = None if context.weights is None else context.weights.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
         if as_ddp and context.compression is not None:  # messages as DDP's would not be compressed
             self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
@@ -275,9 +285,11 @@ class GradientEngine:
 
     # ------------------------------------------------------------------ the strategy's side
 
-    def begin_forward(self) -> None:
-        """Before ``training_step``: observe the first use of parameters."""
+    def begin_forward(self, batch: Any = None) -> None:
+        """Before ``training_step`` with ``batch``: observe the first use of parameters."""
         context, number = self._context, self._step.number + 1
+        if context.weights is not None:
+            context.weights.begin_batch(batch)
         context.waiting = self.mode.may_wait
         try:
             self.mode = self.mode.before_forward(number)

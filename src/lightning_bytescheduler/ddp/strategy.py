@@ -38,6 +38,7 @@ from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
@@ -215,6 +216,10 @@ class ByteSchedulerStrategy(RankStrategy):
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.
+        weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
+            its samples of the step, as one process's on all of them would.
+        samples: How many samples a batch has, as a function of the batch, for ``weighting="samples"``; found as
+            Lightning does when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -258,6 +263,8 @@ class ByteSchedulerStrategy(RankStrategy):
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,
+        weighting: Literal["ranks", "samples"] = "ranks",
+        samples: Callable[[Any], Any] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -289,6 +296,7 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
+        self._weighting = Weighting(weighting, samples, compression=compression)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -310,6 +318,7 @@ class ByteSchedulerStrategy(RankStrategy):
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
             rules=self._rules,
+            weighting=self._weighting,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -380,6 +389,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,
+            **self._weighting.facts,
             **self._ddp_kwargs,
         }
 
