@@ -36,6 +36,8 @@ def test_the_defaults_of_bytescheduler() -> None:
         "max_error": None,
         "weighting": "ranks",
         "samples": None,
+        "batch_size": None,
+        "max_batch_size": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

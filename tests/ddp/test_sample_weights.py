@@ -182,7 +182,7 @@ class Exchange:
 
     def post(self, numbers: list[int]) -> PostedNumbers:
         self.posted.append(numbers)
-        return posted(*numbers, self.others[len(self.posted) - 1])
+        return posted(numbers[0], self.others[len(self.posted) - 1])
 
 
 def weights_of(own: list[int], others: list[int]) -> SampleWeights:
@@ -264,7 +264,8 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
     From the second step on, what all ranks posted is known here only when the training thread is through with the
     backward pass that its gradients are weighed in. If it waited for that, it would wait in vain.
     """
-    ended, held = threading.Event(), []
+    ended = threading.Event()
+    held: list[bool] = []
     wait_unless = number_exchange.wait_unless
 
     def wait_late(*arguments: Any, **options: Any) -> None:
@@ -319,7 +320,8 @@ def test_an_exchange_that_fails_says_so_and_ends() -> None:
 
 
 def test_a_number_of_a_rank_is_told_once_it_is_here() -> None:
-    numbers, told = PostedNumbers(), []
+    numbers = PostedNumbers()
+    told: list[str] = []
     numbers.when_known(partial(told.append, "early"))
     with pytest.raises(RuntimeError, match="before they were here"):
         _ = numbers.rows

@@ -332,6 +332,8 @@ class GradientEngine:
         """After a backward pass: account for its time."""
         context, step = self._context, self._step
         step.count_exposed()
+        if context.weights is not None:
+            context.weights.end_backward()
         context.unseen |= self._first_use.read_unseen()
         for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
             if parameters:

@@ -86,6 +86,9 @@ class OverlapPlan:
         held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
             is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
             (``p.data = p.data.clone()`` before the fit) keeps the overlap.
+        batch_shares: Samples of a batch that each rank has at present, where batches are balanced.
+        waiting_saved_ms: How much longer a step would take with equal shares, by what was measured; ``None`` if that is
+            not known.
         weighting: ``"samples"`` where each rank's gradient counts by its samples, ``"ranks"`` where all count alike.
         compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
         compression_ratio: How many times fewer bytes that makes, of all gradients.
@@ -105,6 +108,8 @@ class OverlapPlan:
     opened_for: Mapping[str, int] = field(default_factory=dict)
     whole_steps: Mapping[str, int] = field(default_factory=dict)
     held_elsewhere: tuple[str, ...] = ()
+    batch_shares: tuple[int, ...] = ()
+    waiting_saved_ms: float | None = None
     weighting: str = "ranks"
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
@@ -166,6 +171,9 @@ class OverlapPlan:
             )
         if self.weighting == "samples":
             lines.append(_BY_SAMPLES)
+        if self.batch_shares:
+            saved = "" if self.waiting_saved_ms is None else f", which saves {self.waiting_saved_ms:.3g} ms a step"
+            lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}{saved}")
         if self.compressed:
             lines.append(self._compressed())
         if self.gated_at_start:

@@ -29,7 +29,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.reduction import position_of
-from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights
+from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -198,9 +198,9 @@ class SchedulerRuntime:
         weights: SampleWeights | None = None
         if counter is not None and groups.counts is not None:
             self._exchange = NumberExchange(
-                groups.counts, 1, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
+                groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
             )
-            weights = SampleWeights(counter, self._exchange)
+            weights = SampleWeights(counter, self._exchange, exposed=lambda: self.statistics.exposed_s)
         self.engine = GradientEngine(
             core=self._core,
             transport=self._transport,

@@ -26,6 +26,7 @@ wants to be the same on all ranks. The factors of all ranks come from the same n
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -33,57 +34,25 @@ from typing import Any
 
 import torch
 
-from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.lightning_api import MisconfigurationException, extract_batch_size
 
-__all__ = ["SampleCounter", "SampleWeights", "StepWeight", "Weighting"]
+__all__ = ["NUMBERS", "SampleCounter", "SampleWeights", "StepWeight", "name_of"]
 
-_WEIGHTINGS = ("ranks", "samples")
+NUMBERS = 3
+"""What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
+
 _MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
 _WAY_OUT = "Give samples= a function of the batch that returns how many samples it has, as a whole number, 0 or more."
-
-
-class Weighting:
-    """What a rank's gradient counts by, as the user said.
-
-    Args:
-        weighting: ``"ranks"`` or ``"samples"``.
-        samples: Says how many samples a batch has; Lightning's ``extract_batch_size`` when left out.
-        compression: What was said of compression, if anything.
-
-    Raises:
-        OptionError: If an option is not allowed.
-        UnsupportedError: If gradients are to be compressed, too.
-    """
-
-    def __init__(self, weighting: str, samples: Callable[[Any], Any] | None, *, compression: object = None) -> None:
-        require_one_of("weighting", weighting, _WEIGHTINGS)
-        self.by_samples = weighting == "samples"
-        self.name = weighting
-        self.samples = samples
-        if samples is not None and not callable(samples):
-            raise OptionError("samples", samples, "a function of the batch, or left out")
-        if samples is not None and not self.by_samples:
-            raise OptionError("samples", _name(samples), "left out, unless weighting='samples'")
-        if self.by_samples and compression is not None:
-            raise UnsupportedError(
-                f"weighting='samples' and compression={compression!r} do not go together so far: what compression left "
-                "out of a step would count by the samples of the next. Leave one of them out."
-            )
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
-        return {"weighting": self.name, "samples": None if self.samples is None else "a function"}
 
 
 class SampleCounter:
     """Says how many samples a batch of this rank has.
 
     Args:
-        samples: See :class:`Weighting`.
+        samples: The user's function of the batch; Lightning's ``extract_batch_size`` if there is none.
         rank: For messages.
     """
 
@@ -111,11 +80,11 @@ class SampleCounter:
             number = self._samples(batch)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise self._error("samples", _name(self._samples), f"the function failed with {said}") from error
+            raise self._error("samples", name_of(self._samples), f"the function failed with {said}") from error
         whole = _whole(number)
         if whole is None or not 0 <= whole < _MOST:
             shown = f"{number!r} of type {type(number).__name__}"
-            raise self._error("samples", _name(self._samples), f"the function returned {shown}")
+            raise self._error("samples", name_of(self._samples), f"the function returned {shown}")
         return whole
 
     def _error(self, option: str, value: str, fact: str) -> OptionError:
@@ -159,11 +128,31 @@ class SampleWeights:
     Args:
         counter: Says how many samples a batch has.
         exchange: To all ranks.
+        exposed: For how many seconds the training thread has waited for gradients so far.
+        clock: Seconds.
+
+    Attributes:
+        waits_to_share: Whether batches are to be balanced, and none has begun.
     """
 
-    def __init__(self, counter: SampleCounter, exchange: NumberExchange) -> None:
+    def __init__(
+        self,
+        counter: SampleCounter,
+        exchange: NumberExchange,
+        *,
+        exposed: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._counter = counter
         self._exchange = exchange
+        self._exposed = exposed
+        self._clock = clock
+        self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
+        self._took = [0, 0]  # the last batch: samples and nanoseconds
+        self._sizes: BalancedBatchSampler | None = None
+        self._shares: AgreedShares | None = None
+        self.waits_to_share = False
+        self._position: Callable[[], int] = lambda: 0
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
@@ -174,8 +163,30 @@ class SampleWeights:
         Raises:
             OptionError: If the number cannot be told. Nothing was sent then.
         """
-        number = self._counter.count(batch)
-        self._batch = number, self._exchange.post([number])
+        size = None if self._sizes is None else self._sizes.size_of(self._position())
+        number = 0 if size == 0 else self._counter.count(batch)
+        posted = self._exchange.post([number, *self._took])
+        if self._shares is not None:
+            self._shares.add(posted)
+            self.waits_to_share = False
+        self._batch = number, posted
+        self._took = [size or 0, 0]
+        self._began = self._clock() - self._exposed()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended, and what it waited for is accounted for."""
+        self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
+
+    def share_out(self, shares: AgreedShares, sizes: BalancedBatchSampler, position: Callable[[], int]) -> None:
+        """Batches are balanced from here on.
+
+        Args:
+            shares: Told what all ranks post.
+            sizes: Knows how many samples of a batch are this rank's own.
+            position: Number of the present batch in its epoch.
+        """
+        self._shares, self._sizes, self._position = shares, sizes, position
+        self.waits_to_share = True
 
     def leaves_out(self, *, communicates: bool) -> bool:
         """Whether a backward pass of this batch, which has no sample, is better not begun.
@@ -233,5 +244,6 @@ def _whole(number: object) -> int | None:
         return None
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """What a function is called in messages."""
     return str(getattr(function, "__qualname__", type(function).__name__))
