@@ -35,6 +35,10 @@ def test_the_defaults_of_bytescheduler() -> None:
         "compression": None,
         "compression_min_size": None,
         "max_error": None,
+        "weighting": "ranks",
+        "samples": None,
+        "batch_size": None,
+        "max_batch_size": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

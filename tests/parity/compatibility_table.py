@@ -22,6 +22,7 @@ _HEADINGS: Mapping[str, str] = {
     "precision": "precision",
     "model": "model",
     "ddp": "DDP options",
+    "weighting": "a rank counts",
     "loop": "training loop",
 }
 _STEPS: Mapping[Mode, str] = {

@@ -82,6 +82,10 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "static-graph": "`static_graph`",
         "no-bucket-views": "`gradient_as_bucket_view=False`",
     },
+    "weighting": {
+        "ranks": "as much as the others",
+        "samples": '`weighting="samples"`',
+    },
     "loop": {
         "straight": "plain `fit`",
         "uneven": "an uneven last batch",
@@ -137,6 +141,7 @@ class Combination:
     precision: str
     model: str
     ddp: str
+    weighting: str
     loop: str
 
     def items(self) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,8 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
         AssertionError: If the weights are not DDP's, or the steps not what the rule expects.
     """
     scale = scale or Scale()
-    ours = Run(**{"options": scale.options, "network": "late", **run})
+    options = {**scale.options, "weighting": combination.weighting}
+    ours = Run(**{"options": options, "network": "late", **run})
     training = recipe(combination, scale)
     beginning = None  # of a training that goes on from a checkpoint
     if rule.comparison(combination) is rule.Comparison.ONE_STEP:

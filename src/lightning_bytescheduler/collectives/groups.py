@@ -6,7 +6,8 @@ broadcast was seen to take 100 ms instead of one).
 
 Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched under
 the core's launching lock alone; *control* for launch decisions, always gloo, touched under the launching lock of rank 0
-and by the follower thread of the others. Two threads never launch on one group at a time, and the lock hands over what
+and by the follower thread of the others. Where ranks count by their samples there is a third, *counts*, always gloo,
+touched by the training thread alone. Two threads never launch on one group at a time, and the lock hands over what
 is next in the order, so each group sees one order per rank.
 """
 
@@ -43,6 +44,7 @@ class SchedulerGroups:
     Attributes:
         data: Carries gradients.
         control: Carries launch decisions; gloo.
+        counts: Carries how many samples each rank has; gloo. ``None`` where nobody asks.
         rank: This rank within both.
         world_size: Number of ranks.
     """
@@ -51,13 +53,15 @@ class SchedulerGroups:
     control: dist.ProcessGroup
     rank: int
     world_size: int
+    counts: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, *, timeout: timedelta | None) -> SchedulerGroups:
+    def create(cls, *, timeout: timedelta | None, counts: bool = False) -> SchedulerGroups:
         """Create both groups; every rank must call this at the same point.
 
         Args:
             timeout: How long one collective on gradients may take; the backend's default if ``None``.
+            counts: Whether samples are counted; the same on all ranks.
         """
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
@@ -66,7 +70,8 @@ class SchedulerGroups:
         with short_turns():  # for gloo's own threads
             data = dist.new_group(timeout=timeout, backend=dist.get_backend())
             control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
-        return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size())
+            counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
+        return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size(), counts=counted)
 
     def warm_up(self, device: torch.device) -> None:
         """Open every connection before the first step needs one, in one order on all ranks."""
@@ -74,7 +79,7 @@ class SchedulerGroups:
         dist.broadcast(torch.zeros(1), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
-        """Leave both groups; local, does not wait for other ranks.
+        """Leave the first two groups; local, does not wait for other ranks. Who counts leaves the third.
 
         Args:
             data_idle: Whether nothing is under way on the data group.

@@ -1,7 +1,7 @@
 """What a sub-task's start puts on the wire: all-reduce, reduce-scatter, all-gather, exchange.
 
 The mean is formed as DDP's reducer forms it: scaled by 1/n before the sum, by multiplication, so that two ranks get
-DDP's bits.
+DDP's bits. Where ranks count unequally, each multiplies with a factor of its own instead, see ``sample_weights.py``.
 
 On gloo, reduce-scatter and all-gather are made of point-to-point messages: its own reduce-scatter is a full all-reduce
 and its all-to-all is half again as slow as the link (measured with torch 2.13, four ranks on shaped links). On NCCL the
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "Averaging",
     "Operation",
     "StartedOperation",
     "all_gather",
@@ -32,6 +33,7 @@ __all__ = [
     "exchange",
     "reduce_scatter",
     "reduce_with",
+    "scale",
     "shard_of",
     "shards_over",
     "wait_unless",
@@ -96,6 +98,9 @@ class StartedOperation:
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]
 """Starts on (group, part of a buffer, number of the operation)."""
 
+Averaging = Callable[[dist.ProcessGroup, torch.Tensor, int, float | None], StartedOperation]
+"""An operation that is also told what this rank counts in the mean; ``None`` for as much as any other."""
+
 
 def shard_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
     """What ``rank`` reduces of ``size`` elements, as (first, end); nothing for the last ranks of a small part."""
@@ -108,15 +113,34 @@ def shards_over(group: dist.ProcessGroup, device: torch.device) -> bool:
     return dist.get_backend(group) in (("nccl",) if device.type == "cuda" else ("gloo",))
 
 
-def all_reduce(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-    """Average ``part`` over all ranks, in place."""
-    part.mul_(1.0 / group.size())
+def scale(part: torch.Tensor, factor: float) -> None:
+    """Multiply ``part`` in place. What counts nothing becomes nothing, also where it is not finite."""
+    if factor:
+        part.mul_(factor)
+    else:
+        part.zero_()
+
+
+def all_reduce(
+    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
+) -> StartedOperation:
+    """Average ``part`` over all ranks, in place, this one's counting ``factor``."""
+    scale(part, 1.0 / group.size() if factor is None else factor)
     return StartedOperation([group.allreduce([part])])
 
 
-def reduce_scatter(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-    """Average this rank's shard of ``part`` over all ranks, in place; the rest is left with local values."""
-    part.mul_(1.0 / group.size())
+def reduce_scatter(
+    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
+) -> StartedOperation:
+    """Average this rank's shard of ``part`` over all ranks, in place; the rest is left with local values.
+
+    Args:
+        group: The data group.
+        part: Of a buffer.
+        number: Of the operation.
+        factor: What this rank's counts; as much as any other's when left out.
+    """
+    scale(part, 1.0 / group.size() if factor is None else factor)
     if part.device.type == "cuda":
         return _native_reduce_scatter(group, part)
     own = _shard(group, part, group.rank())

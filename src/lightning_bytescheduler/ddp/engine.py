@@ -44,6 +44,7 @@ from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.sample_weights import SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -88,6 +89,7 @@ class GradientEngine:
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
         arranger: Has priorities and cuts, where they are not simply by first use.
+        weights: Says what this rank's gradients count, where not as much as any other's.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -110,6 +112,7 @@ class GradientEngine:
         timeline: Timeline | None = None,
         compression: GradientCompression | None = None,
         arranger: BucketArranger | None = None,
+        weights: SampleWeights | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parameters = list(parameters)
@@ -128,6 +131,7 @@ class GradientEngine:
             timeline=timeline,
             compression=compression,
             arranger=arranger,
+            weights=weights,
             clock=clock,
         )
         self._first_use = FirstUseObserver(parameters)
@@ -181,6 +185,11 @@ class GradientEngine:
     def opened_for(self) -> Counter[str]:
         """What needed all gates open at once, in how many steps."""
         return self._context.opened_for
+
+    @property
+    def weights(self) -> SampleWeights | None:
+        """What says what this rank's gradients count, where not as much as any other's."""
+        return self._context.weights
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
@@ -250,6 +259,7 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self._context, self.options, self._step.number + 1
+        context.weight = None if context.weights is None else context.weights.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
         if as_ddp and context.compression is not None:  # messages as DDP's would not be compressed
             self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
@@ -281,9 +291,11 @@ class GradientEngine:
 
     # ------------------------------------------------------------------ the strategy's side
 
-    def begin_forward(self) -> None:
-        """Before ``training_step``: observe the first use of parameters."""
+    def begin_forward(self, batch: Any = None) -> None:
+        """Before ``training_step`` with ``batch``: observe the first use of parameters."""
         context, number = self._context, self._step.number + 1
+        if context.weights is not None:
+            context.weights.begin_batch(batch)
         context.waiting = self.mode.may_wait
         try:
             self.mode = self.mode.before_forward(number)
@@ -326,6 +338,8 @@ class GradientEngine:
         """After a backward pass: account for its time."""
         context, step = self._context, self._step
         step.count_exposed()
+        if context.weights is not None:
+            context.weights.end_backward()
         context.unseen |= self._first_use.read_unseen()
         for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
             if parameters:

@@ -11,7 +11,8 @@ takes the interpreter away from the backward pass, once for each bucket. On a GP
 
 Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
 data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
-every rank has launched it.
+every rank has launched it. Where ranks count by their samples, messages that are formed before it is known what this
+rank's count wait for that, in the order in which they were formed: what they hold does not depend on it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.ddp.recorded_group import recorded
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
@@ -65,6 +67,7 @@ class MergedBuckets:
         futures: Where completed ones are kept from step to step.
         limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets as they are.
         processors: That this rank has for itself.
+        weight: What this rank counts; as much as any other when left out.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class MergedBuckets:
         *,
         limit: int = _BYTES,
         processors: int = 1,
+        weight: StepWeight | None = None,
     ) -> None:
         self._group = group
-        self._scale = 1.0 / group.size()
+        self._weight = weight
+        self._formed: list[_Waiting] = []  # messages that are not sent, as it is not known what this rank counts
         self._processors = processors
         self._futures = futures
         self._waits_here = device.type == "cpu"
@@ -136,6 +141,9 @@ class MergedBuckets:
         """
         if self._waiting:
             self._send()
+        if self._formed and self._weight is not None:
+            self._weight.wait(lambda: self._error)
+            self._send_formed()
         if self._waits_here:
             self._await()
 
@@ -158,7 +166,21 @@ class MergedBuckets:
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         self._waiting_bytes = 0
-        torch._foreach_mul_([buffer for buffer, _ in waiting], self._scale)
+        self._formed.append(waiting)
+        if self._weight is None or self._weight.known:
+            self._send_formed()
+
+    def _send_formed(self) -> None:
+        formed, self._formed = self._formed, []
+        factor = 1.0 / self._group.size() if self._weight is None else self._weight.factor
+        for waiting in formed:
+            self._send_together(waiting, factor)
+
+    def _send_together(self, waiting: _Waiting, factor: float) -> None:
+        if factor:
+            torch._foreach_mul_([buffer for buffer, _ in waiting], factor)
+        else:  # also what is not finite counts nothing
+            torch._foreach_zero_([buffer for buffer, _ in waiting])
         for together in [waiting] if self._merges else [[each] for each in waiting]:
             buffers = [buffer for buffer, _ in together]
             work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
@@ -219,7 +241,14 @@ class DdpModeStep(TrainingStep):
             group = recorded(group, context, number)
         self._on_exposed = on_exposed
         self._wire_share = 2.0 * (group.size() - 1) / group.size()
-        self._merged = MergedBuckets(group, context.device, context.futures, limit=merged_bytes, processors=processors)
+        self._merged = MergedBuckets(
+            group,
+            context.device,
+            context.futures,
+            limit=merged_bytes,
+            processors=processors,
+            weight=context.weight,
+        )
 
     def count_exposed(self) -> None:
         """See :class:`TrainingStep`."""

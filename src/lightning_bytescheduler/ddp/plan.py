@@ -49,6 +49,7 @@ ONE_RANK = "1 rank: nothing to schedule"
 _NAMES_SHOWN = 3
 _NONE = "no optimizer"
 _STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
+_BY_SAMPLES = "each rank's gradient counts by its samples of the step"
 _HELD = (
     "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
     "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
@@ -85,6 +86,10 @@ class OverlapPlan:
         held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
             is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
             (``p.data = p.data.clone()`` before the fit) keeps the overlap.
+        batch_shares: Samples of a batch that each rank has at present, where batches are balanced.
+        waiting_saved_ms: How much longer a step would take with equal shares, by what was measured; ``None`` if that is
+            not known.
+        weighting: ``"samples"`` where each rank's gradient counts by its samples, ``"ranks"`` where all count alike.
         compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
         compression_ratio: How many times fewer bytes that makes, of all gradients.
         deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
@@ -103,6 +108,9 @@ class OverlapPlan:
     opened_for: Mapping[str, int] = field(default_factory=dict)
     whole_steps: Mapping[str, int] = field(default_factory=dict)
     held_elsewhere: tuple[str, ...] = ()
+    batch_shares: tuple[int, ...] = ()
+    waiting_saved_ms: float | None = None
+    weighting: str = "ranks"
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
     deferred_share: float | None = None
@@ -118,10 +126,10 @@ class OverlapPlan:
             return f"{ONE_RANK}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp else ""
-            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._compressed('; ')}."
+            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._besides()}."
         because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
-            return f"steps are taken as DDP takes them{because}{self._compressed('; ')}."
+            return f"steps are taken as DDP takes them{because}{self._besides()}."
         line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
@@ -129,7 +137,10 @@ class OverlapPlan:
             line += f"; {_some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
         if self.held_elsewhere:
             line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
-        return f"{line}{self._compressed('; ')}."
+        return f"{line}{self._besides()}."
+
+    def _besides(self) -> str:
+        return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
 
     def _compressed(self, before: str = "") -> str:
         """What travels compressed, in words; empty where nothing does."""
@@ -158,6 +169,11 @@ class OverlapPlan:
                 if self.gradients == "all-reduce"
                 else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
             )
+        if self.weighting == "samples":
+            lines.append(_BY_SAMPLES)
+        if self.batch_shares:
+            saved = "" if self.waiting_saved_ms is None else f", which saves {self.waiting_saved_ms:.3g} ms a step"
+            lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}{saved}")
         if self.compressed:
             lines.append(self._compressed())
         if self.gated_at_start:

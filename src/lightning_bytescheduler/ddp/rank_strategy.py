@@ -207,7 +207,8 @@ class RankStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
-        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward():
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward(batch):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +234,9 @@ class RankStrategy(DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
-        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
+        if self._gradients is not None and self._gradients.leaves_out():
+            return closure_loss
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.operations import (
+    Averaging,
     Operation,
     StartedOperation,
     all_gather,
@@ -40,6 +41,7 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, PartForms, SubCommTask, TaskKey
@@ -165,6 +167,7 @@ class AllReduction:
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
         encoder: Says what may travel encoded instead, part by part, if anything does.
+        weight: What this rank counts; as much as any other when left out.
     """
 
     def __init__(
@@ -174,8 +177,9 @@ class AllReduction:
         step: int,
         device: torch.device,
         encoder: Encoder | None = None,
+        weight: StepWeight | None = None,
     ) -> None:
-        self._tasks = StepTasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device, weight)
         self._encoder = encoder
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
@@ -186,7 +190,7 @@ class AllReduction:
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
-            all_reduce,
+            tasks.averaging(all_reduce),
             encoded=None if encoded is None else encoded.reduce,
             of=encoded,
             phase=Phase.REDUCE,
@@ -218,6 +222,7 @@ class ShardedReduction:
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
         encoder: Says what travels encoded, if anything does.
+        weight: What this rank counts; as much as any other when left out.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
@@ -230,9 +235,10 @@ class ShardedReduction:
         step: int,
         device: torch.device,
         encoder: Encoder | None = None,
+        weight: StepWeight | None = None,
     ) -> None:
         self.norms: CommTask | None = None
-        self._tasks = StepTasks(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device, weight)
         self._encoder = encoder
         self._rank = transport.group.rank()
         self._position: dict[int, int] = {}  # of a parameter among all, by its id
@@ -347,14 +353,32 @@ class StepTasks:
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
+        weight: What this rank counts; as much as any other when left out.
     """
 
-    def __init__(self, core: ByteCore, transport: GradientTransport, step: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        core: ByteCore,
+        transport: GradientTransport,
+        step: int,
+        device: torch.device,
+        weight: StepWeight | None = None,
+    ) -> None:
         self.core = core
         self.step = step
         self.device = device
         self.world_size = transport.group.size()
         self._transport = transport
+        self._weight = weight
+
+    def averaging(self, operation: Averaging) -> Operation:
+        """``operation``, with what this rank counts in the step: known when it is started, see :meth:`notify_ready`."""
+        weight = self._weight
+
+        def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
+            return operation(group, part, number, None if weight is None else weight.factor)
+
+        return weighted
 
     def enqueue(
         self,
@@ -451,7 +475,7 @@ class StepTasks:
         enqueue = partial(self.enqueue, buffer=buffer, of=encoded, index=index, wire_share=share)
         scatter = enqueue(
             f"bucket {index} scatter",
-            operation=reduce_scatter,
+            operation=self.averaging(reduce_scatter),
             encoded=None if encoded is None else encoded.scatter,
             phase=Phase.REDUCE,
             priority=scatter_priority,
@@ -473,7 +497,13 @@ class StepTasks:
         return gather
 
     def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
-        """Say that a task's data exists, as soon as it does."""
+        """Say that a gradient's data exists, as soon as it does and it is known what it counts."""
+        if self._weight is not None:
+            self._weight.when_known(partial(self._notify_weighted, task, ready))
+        else:
+            self._notify_weighted(task, ready)
+
+    def _notify_weighted(self, task: CommTask, ready: ReadyMark) -> None:
         streams = self._transport.streams
         if streams is None:
             task.notify_ready()

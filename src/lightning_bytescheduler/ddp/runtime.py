@@ -23,12 +23,14 @@ from torch import nn
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.reduction import position_of
+from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -163,6 +165,7 @@ class SchedulerRuntime:
         device: Where gradients live.
         timeout: Longest wait for one bucket; ``None`` for half an hour.
         compression: Makes what compresses gradients, if anything does, with the counters and timeline that it keeps.
+        counter: Says how many samples a batch has, where ranks count by them; the groups have one for counts then.
     """
 
     def __init__(
@@ -176,6 +179,7 @@ class SchedulerRuntime:
         device: torch.device,
         timeout: timedelta | None,
         compression: Callable[[SchedulerStatistics, Timeline | None], GradientCompression] | None = None,
+        counter: SampleCounter | None = None,
     ) -> None:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
@@ -212,6 +216,13 @@ class SchedulerRuntime:
         self._transport = GradientTransport(groups.data, self._on_error, device)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
+        self._exchange: NumberExchange | None = None
+        weights: SampleWeights | None = None
+        if counter is not None and groups.counts is not None:
+            self._exchange = NumberExchange(
+                groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
+            )
+            weights = SampleWeights(counter, self._exchange, exposed=lambda: self.statistics.exposed_s)
         self.engine = GradientEngine(
             core=self._core,
             transport=self._transport,
@@ -222,6 +233,7 @@ class SchedulerRuntime:
             timeline=self._timeline,
             compression=self._compression,
             arranger=_arranger(options, agreed, parameters, plans=groups.rank == 0),
+            weights=weights,
         )
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()
@@ -311,6 +323,7 @@ class SchedulerRuntime:
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
             lambda: self._transport.stop_encoding(_STOP_S),  # it sends on the group
+            lambda: None if self._exchange is None else self._exchange.close(_STOP_S),
             # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
@@ -358,6 +371,9 @@ class SchedulerRuntime:
             for task in self.engine.due_tasks():
                 if step is not None and task.key.step <= step:
                     task.wait(max(0.0, deadline - time.monotonic()))
+
+    def _counts_failed(self, error: BaseException) -> None:
+        self.engine.fail_merged(self._on_error(error))
 
     def _on_error(self, error: BaseException) -> BaseException:
         """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -43,6 +43,7 @@ from lightning_bytescheduler.ddp.plan import (
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
@@ -93,6 +94,7 @@ class ScheduledGradients:
         own_buckets: Whether the user chose the sizes of DDP's buckets.
         tuning: What finds sizes while training, if anything does.
         rules: Which gradients travel compressed, if any do.
+        counter: Makes what says how many samples a rank's batch has, where its gradients count by them.
 
     Attributes:
         runtime: During a fit.
@@ -109,12 +111,14 @@ class ScheduledGradients:
         own_buckets: bool,
         tuning: FitTuning | None = None,
         rules: CompressionRules | None = None,
+        counter: Callable[[int], SampleCounter] | None = None,
     ) -> None:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
         self._buffers: BufferBroadcast | None = None
         self._rules = rules
+        self._counter = counter
         self._compression: GradientCompression | None = None
         self._strategy = strategy
         self._options = options
@@ -180,7 +184,7 @@ class ScheduledGradients:
                 "some layers learn (requires_grad_(True)) before fit, or call trainer.validate or trainer.test."
             )
         self._known = set(map(id, parameters))
-        groups = SchedulerGroups.create(timeout=self._timeout)
+        groups = SchedulerGroups.create(timeout=self._timeout, counts=self._counter is not None)
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
@@ -208,6 +212,7 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
             compression=None if self._rules is None else partial(self._compress, self._rules, module),
+            counter=None if self._counter is None else self._counter(groups.rank),
         )
         self.statistics = self.runtime.statistics
         announce(self._options, agreed)
@@ -264,6 +269,8 @@ class ScheduledGradients:
         if not agree(plan.overlapped, all=True) and plan.overlapped:
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
         sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        if self._counter is not None:
+            plan = replace(plan, weighting="samples")
         if self._compression is not None:
             plan = replace(plan, compressed=self._compression.compressed, compression_ratio=self._compression.ratio)
         self._plan, self._early_reads = plan, None
@@ -291,9 +298,9 @@ class ScheduledGradients:
             ),
             listener,
         )
-        nbytes, tuned = _bytes_of_gradients(module), bool(self._tuned())
-        size, policy = runtime.group.size(), self._options.policy
-        say_start(self._plan, runtime.agreed, world_size=size, nbytes=nbytes, tuned=tuned, policy=policy)
+        nbytes, ranks = _bytes_of_gradients(module), runtime.group.size()
+        tuned, policy = bool(self._tuned()), self._options.policy
+        say_start(self._plan, runtime.agreed, world_size=ranks, nbytes=nbytes, tuned=tuned, policy=policy)
 
     def train_alone(self) -> None:
         """There are no other ranks in this fit."""
@@ -385,22 +392,30 @@ class ScheduledGradients:
             warn_unaveraged(list(found))
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward pass that trains."""
+    def forward(self, batch: Any = None) -> Iterator[None]:
+        """Around a forward pass that trains on ``batch``."""
         if self.runtime is not None:
-            self.runtime.engine.begin_forward()
+            self.runtime.engine.begin_forward(batch)
         yield
         if self.runtime is not None:
             self.runtime.engine.end_forward()
         if self._buffers is not None:
             self._buffers.after_forward()
 
+    def leaves_out(self) -> bool:
+        """Whether a backward pass is better not begun, as the batch has no sample."""
+        weights = None if self.runtime is None else self.runtime.engine.weights
+        sends = getattr(self._strategy.model, "require_backward_grad_sync", True)
+        return weights is not None and weights.leaves_out(communicates=sends)
+
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward pass."""
+    def backward(self, loss: torch.Tensor | None = None) -> Iterator[None]:
+        """Around a backward pass of ``loss``."""
+        weights = None if self.runtime is None else self.runtime.engine.weights
         if self.runtime is not None:
             self.runtime.engine.before_backward()
-        yield
+        with nullcontext() if weights is None or loss is None else weights.backward(loss):
+            yield
         if self.runtime is not None:
             self.runtime.engine.after_backward()
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.operations import scale
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
@@ -32,6 +33,7 @@ from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
+from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -64,15 +66,22 @@ class StepListener:
         """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
 
 
-def reduce_sparse(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def reduce_sparse(buffer: torch.Tensor, factor: float | None = None) -> torch.futures.Future[torch.Tensor]:
     """Average a sparse bucket over all ranks; returns a future of it.
 
     The default group is in order here: hooks run on the training thread, by bucket index.
+
+    Args:
+        buffer: The bucket's.
+        factor: What this rank's counts; as much as any other's when left out.
     """
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("The default process group is gone.")
-    buffer.div_(group.size())
+    if factor is None or factor == 1.0 / group.size():
+        buffer.div_(group.size())
+    else:
+        scale(buffer, factor)
     reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
     return reduced
 
@@ -196,9 +205,11 @@ class StepContext:
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
         arranger: Has priorities and cuts, where they are not simply by first use.
+        weights: Says what this rank's gradients count, where not as much as any other's.
         clock: Seconds; the core's clock.
 
     Attributes:
+        weight: Of the step that has begun last: what this rank's gradients count in it.
         lock: Held while updates are applied, see ``overlapped_step.py``.
         forward: The pass that is under way, or the last one.
         unseen: Ids of parameters whose touches cannot be seen: their updates are taken in the step.
@@ -221,8 +232,11 @@ class StepContext:
         timeline: Timeline | None,
         compression: GradientCompression | None = None,
         arranger: BucketArranger | None = None,
+        weights: SampleWeights | None = None,
         clock: Callable[[], float],
     ) -> None:
+        self.weights = weights
+        self.weight: StepWeight | None = None
         self.core = core
         self.transport = transport
         self.device = device
@@ -255,10 +269,10 @@ class StepContext:
             sharded: So that norms are known early.
         """
         if sharded:
-            return ShardedReduction(self.core, self.transport, number, self.device, self.compression)
+            return ShardedReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
         if self.compression is not None and self.choice is None:
             return CompressedReduction(self.core, self.transport, number, self.device, self.compression)
-        return AllReduction(self.core, self.transport, number, self.device, self.compression)
+        return AllReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
 
     @property
     def choice(self) -> CompressionChoice | None:
@@ -397,7 +411,11 @@ class TrainingStep:
 
     def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """The same, of sparse gradients, which cannot be cut into partitions."""
-        return reduce_sparse(buffer)
+        weight = self.context.weight
+        if weight is None:
+            return reduce_sparse(buffer)
+        weight.wait(lambda: self.context.core.abort_cause)  # the backward pass is about to wait for the others anyway
+        return reduce_sparse(buffer, weight.factor)
 
     def count_exposed(self) -> None:
         """The backward pass has ended just now: DDP has waited for what it was given."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
@@ -42,6 +44,7 @@ from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
+from lightning_bytescheduler.ddp.weighting import Weighting, batch_facts, share_out
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
@@ -49,6 +52,7 @@ from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
     Precision,
+    RunningStage,
     TrainerFn,
     default_pg_timeout,
     pl,
@@ -68,7 +72,7 @@ _ELSEWHERE = {
     **ELSEWHERE,
     **{
         name: f"It is an option of the other strategy: DiLoCoStrategy({name}=...)."
-        for name in ("batch_size", "inner_steps", "outer_lr", "outer_optimizer", "samples_per_round", "wire_dtype")
+        for name in ("inner_steps", "outer_lr", "outer_optimizer", "samples_per_round", "wire_dtype")
     },
 }
 
@@ -83,7 +87,9 @@ class SchedulerHooks(pl.Callback):
     step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
     ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms``,
     ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next) and
-    ``bytescheduler/compressed_share`` (of the gradients' bytes, those that travelled compressed).
+    ``bytescheduler/compressed_share`` (of the gradients' bytes, those that travelled compressed). Where batches are
+    balanced, also ``bytescheduler/share_of_rank_<k>`` (samples) and ``bytescheduler/waiting_saved_ms`` (how much longer
+    a step would take with equal shares).
 
     Args:
         strategy: Whose hooks these are.
@@ -142,6 +148,7 @@ class SchedulerHooks(pl.Callback):
                 "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
                 "bytescheduler/deferred_share": new.deferred_share,
                 **(compressed if self._strategy.compresses else {}),
+                **self._strategy.share_metrics(),
             },
             on_step=True,
             on_epoch=False,
@@ -226,6 +233,13 @@ class ByteSchedulerStrategy(RankStrategy):
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.
+        weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
+            its samples of the step, as one process's on all of them would.
+        samples: How many samples a batch has, as a function of the batch, for ``weighting="samples"``; found as
+            Lightning does when left out.
+        batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
+            share follows its pace. Needs ``weighting="samples"``.
+        max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -270,6 +284,10 @@ class ByteSchedulerStrategy(RankStrategy):
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,
+        weighting: Literal["ranks", "samples"] = "ranks",
+        samples: Callable[[Any], Any] | None = None,
+        batch_size: Literal["balanced"] | None = None,
+        max_batch_size: int | Sequence[int] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -302,6 +320,9 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
+        self._weighting = Weighting(weighting, samples, compression, batch_size, max_batch_size)
+        self._shares: AgreedShares | None = None
+        self._loaders = 0  # of training data, that were shared out
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
@@ -325,6 +346,7 @@ class ByteSchedulerStrategy(RankStrategy):
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
             rules=self._rules,
+            counter=self._weighting.counter if self._weighting.by_samples else None,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -338,7 +360,10 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        return self._gradients.plan
+        plan, shares = self._gradients.plan, self._shares
+        if plan is None or shares is None:
+            return plan
+        return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """See RankStrategy."""
@@ -352,6 +377,10 @@ class ByteSchedulerStrategy(RankStrategy):
     def compresses(self) -> bool:
         """Whether gradients are compressed, or may be."""
         return self._rules is not None
+
+    def share_metrics(self) -> dict[str, float]:
+        """What is logged of balanced batches; empty without them."""
+        return {} if self._shares is None else self._shares.metrics()
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
@@ -386,6 +415,18 @@ class ByteSchedulerStrategy(RankStrategy):
         with self._watched_rendezvous("bytescheduler", self.num_nodes * self.num_processes):
             super().setup_distributed()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Share training data out by pace, where that is asked for; see DDPStrategy."""
+        module, runtime = self.lightning_module, self.runtime
+        trains = module is not None and module.trainer.state.stage == RunningStage.TRAINING
+        if not self._weighting.balanced or module is None or not trains or runtime is None:
+            return dataloader
+        facts, self._loaders = batch_facts(dataloader, self.root_device), self._loaders + 1
+        self._meet(f"batches {self._loaders}", Introduction(rank=self.global_rank, facts=facts))
+        with self._explained():
+            made, self._shares = share_out(self._weighting, dataloader, module.trainer, runtime)
+        return made
+
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         options = self._options
@@ -400,6 +441,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,
+            **self._weighting.facts,
             **self._ddp_kwargs,
         }
 

@@ -1,0 +1,175 @@
+"""A few numbers of each rank, told to all ranks beside the training: nobody waits who does not need them.
+
+One thread, named ``bytescheduler-counts``, owned by the exchange. It waits for what was posted, in the order in which
+it was, and tells whoever asked. It blocks inside ``Work.wait`` without Python's lock, in slices, so that it ends when
+it is stopped, or when a rank has failed.
+
+Why what is posted matches: only the training thread posts, on a group on which nothing else is launched, once at the
+same place of every batch. The n-th message of a rank meets the n-th of every other.
+
+Lock order: what was posted has a lock of its own, held to look and to note only; whoever is told is called without it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.operations import wait_unless
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+
+__all__ = ["NumberExchange", "PostedNumbers"]
+
+_WAIT_SLICE = timedelta(milliseconds=200)
+_ARRIVAL_S = 1.0
+_LOOK_AGAIN_S = 0.002
+
+
+class PostedNumbers:
+    """What every rank has posted at one place, once it is known."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: list[list[int]] | None = None
+        self._known = threading.Event()
+        self._told: list[Callable[[], None]] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether all ranks' numbers are here."""
+        return self._rows is not None
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Each rank's numbers.
+
+        Raises:
+            RuntimeError: If they are not known yet.
+        """
+        if self._rows is None:
+            raise RuntimeError("Numbers of all ranks were asked for before they were here.")
+        return self._rows
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        """Call ``then`` as soon as the numbers are known: here and now, or later on the exchange's thread."""
+        with self._lock:
+            if self._rows is None:
+                self._told.append(then)
+                return
+        then()
+
+    def wait(self, failure: Callable[[], BaseException | None]) -> None:
+        """Wait until the numbers are known.
+
+        Args:
+            failure: Asked now and then: why they will not come, if they will not.
+
+        Raises:
+            BaseException: What ``failure`` says.
+        """
+        while not self._known.wait(_WAIT_SLICE.total_seconds()):
+            cause = failure()
+            if cause is not None:
+                raise cause
+
+    def arrive(self, rows: list[list[int]]) -> None:
+        """They are here; tell whoever asked."""
+        with self._lock:
+            self._rows = rows
+            told, self._told = self._told, []
+        self._known.set()
+        for then in told:
+            then()
+
+
+class NumberExchange:
+    """One rank's end of the exchange.
+
+    Args:
+        group: Of gloo, for nothing else; left by :meth:`close`.
+        width: How many numbers each rank posts.
+        on_error: Told once, on the exchange's thread, what it failed with.
+        failure: Asked while another rank is waited for: why it will not come, if it will not.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        width: int,
+        *,
+        on_error: Callable[[BaseException], object],
+        failure: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._size = group.size()
+        self._width = width
+        self._on_error = on_error
+        self._failure = failure
+        self._stopping = threading.Event()
+        self._posted: queue.SimpleQueue[tuple[dist.Work, list[torch.Tensor], PostedNumbers] | None] = (
+            queue.SimpleQueue()
+        )
+        self._last: dist.Work | None = None
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-counts", daemon=True)
+        self._thread.start()
+
+    def post(self, numbers: Sequence[int]) -> PostedNumbers:
+        """Tell all ranks ``numbers``, and hear theirs; returns at once. Called in one order on all ranks.
+
+        Raises:
+            RuntimeError: If the exchange is closed, or a connection broke.
+        """
+        if self._group is None:
+            raise RuntimeError("Numbers were posted to an exchange that is closed.")
+        if len(numbers) != self._width:
+            raise ValueError(f"{len(numbers)} numbers were posted where {self._width} are expected.")
+        rows = list(torch.zeros(self._size, self._width, dtype=torch.int64).unbind())
+        own = torch.tensor(numbers, dtype=torch.int64)
+        work = self._group.allgather([rows], [own])
+        self._last = work
+        posted = PostedNumbers()
+        self._posted.put((work, rows, posted))
+        return posted
+
+    def close(self, timeout: float) -> None:
+        """End the thread and leave the group, within ``timeout`` seconds; idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        last = self._last
+        # Nobody waits for what was posted last. Not by waiting for it: a wait that times out breaks connections that
+        # other ranks may still need.
+        deadline = time.monotonic() + min(_ARRIVAL_S, timeout)
+        while last is not None and not last.is_completed() and time.monotonic() < deadline and not self._failure():
+            time.sleep(_LOOK_AGAIN_S)
+        self._stopping.set()
+        self._posted.put(None)
+        self._thread.join(timeout)
+        leave(group, idle=last is None or last.is_completed())
+
+    def _why_not(self) -> BaseException | None:
+        return _Stopped() if self._stopping.is_set() else self._failure()
+
+    def _run(self) -> None:
+        prefer_short_turns()
+        while (posted := self._posted.get()) is not None:
+            work, rows, numbers = posted
+            try:
+                wait_unless(work, self._why_not, look_every=_WAIT_SLICE)
+                numbers.arrive([row.tolist() for row in rows])
+            except _Stopped:
+                return
+            except BaseException as error:
+                self._on_error(error)
+                return
+
+
+class _Stopped(Exception):
+    """Nobody wants the numbers any more."""

@@ -1,0 +1,191 @@
+"""How many samples of each batch every rank takes, so that all are done at the same time. Pure: no clock, no messages.
+
+A rank's *pace* is what a sample takes it, in seconds of computing: the mean of the middle half of the last values, so
+that it is steady under blips. When several in a row lie well above it or well below, things have changed for good, and
+what was before is forgotten. A rank whose share changes is measured anew, as a step also takes what does not depend on
+the number of samples.
+
+*When shares change*: when the slowest rank's step would become shorter by more than a few percent, and by more than
+what the paces are uncertain by. So noise moves nothing, and where machines are alike nothing is moved.
+
+*For which batch*: the decision that follows from what batch t took counts from batch t + ahead on. All ranks put the
+same numbers in, in the same order, into the same arithmetic; so they decide alike, for the same batch, and nobody tells
+anybody. A rank that asks for the shares of batch b has to have put in what all batches up to b - ahead took.
+
+Source: performance-aware scheduling; DiLoCo's rounds go by the same paces (``diloco/worker_progress.py``), and fit the
+number of steps where this fits their size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_bytescheduler.exceptions import OptionError
+
+__all__ = ["Balance", "Pace", "part_of", "shares_by_pace"]
+
+_WINDOW = 64
+_CHANGED_AFTER = 5  # values in a row: a blip is shorter
+_SLOWER, _FASTER = 1.5, 0.5  # times the pace: well above, and as unlikely below
+_LEAST_VALUES = 5  # until a pace is gone by
+_LEAST_GAIN = 0.05  # of a step, that is worth a change
+_CERTAIN = 3.0  # times the uncertainty of a pace
+
+
+class Pace:
+    """What a sample takes one rank."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_WINDOW)
+
+    def observe(self, seconds: float) -> None:
+        """Take note of what one sample took in a step."""
+        self._values.append(seconds)
+        recent = list(self._values)[-_CHANGED_AFTER:]
+        before = list(self._values)[:-_CHANGED_AFTER]
+        if before:
+            mean = _middle_mean(before)
+            if min(recent) > mean * _SLOWER or max(recent) < mean * _FASTER:
+                self._values = deque(recent, maxlen=_WINDOW)
+
+    def forget(self) -> None:
+        """What was seen is of another share."""
+        self._values.clear()
+
+    @property
+    def known(self) -> bool:
+        """Whether it rests on enough steps."""
+        return len(self._values) >= _LEAST_VALUES
+
+    @property
+    def seconds(self) -> float:
+        """Of a sample, typically."""
+        return _middle_mean(list(self._values))
+
+    @property
+    def uncertainty(self) -> float:
+        """How far :attr:`seconds` may typically be off, relative to it: its standard error, told from the quartiles."""
+        ordered = sorted(self._values)
+        quarter = len(ordered) // 4
+        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # of a bell curve: its standard deviation
+        return spread / math.sqrt(len(ordered)) / self.seconds
+
+
+def _middle_mean(values: list[float]) -> float:
+    ordered = sorted(values)
+    cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept)
+
+
+def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
+    """Share samples out, so that the slowest rank is done as early as possible.
+
+    Args:
+        total: Samples of a batch, over all ranks: one for each at least, and no more than ``limits`` allow together.
+        paces: Seconds of a sample, by rank, each above 0.
+        limits: The most that each rank may take, 1 or more.
+
+    Returns:
+        One or more for each rank; ``total`` together.
+    """
+    rate = sum(1.0 / pace for pace in paces)
+    shares = [min(max(int(total / pace / rate), 1), limit) for pace, limit in zip(paces, limits, strict=True)]
+    ranks = range(len(shares))
+    while sum(shares) > total:
+        shares[max((rank for rank in ranks if shares[rank] > 1), key=lambda rank: shares[rank] * paces[rank])] -= 1
+    while sum(shares) < total:
+        free = (rank for rank in ranks if shares[rank] < limits[rank])
+        shares[min(free, key=lambda rank: (shares[rank] + 1) * paces[rank])] += 1
+    return tuple(shares)
+
+
+def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
+    """The same shares of a batch that has only ``size`` samples: in proportion, and none for some if there are few."""
+    total = sum(shares)
+    parts = [share * size // total for share in shares]
+    left = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * size % total), rank))
+    for rank in left[: size - sum(parts)]:
+        parts[rank] += 1
+    return tuple(parts)
+
+
+class Balance:
+    """The shares of each batch, from what batches before it took.
+
+    Args:
+        total: Samples of a batch, over all ranks.
+        ranks: How many there are.
+        ahead: A decision counts for so many batches later, 1 or more.
+        limits: The most that each rank may take.
+
+    Attributes:
+        changes: How often shares have changed, or are about to.
+
+    Raises:
+        OptionError: If a batch has fewer samples than there are ranks, or more than they may take.
+    """
+
+    def __init__(self, total: int, ranks: int, *, ahead: int, limits: Sequence[int] | None = None) -> None:
+        self._limits = tuple(limits) if limits is not None else (total,) * ranks
+        if total < ranks:
+            hint = "Make the DataLoader's batch_size larger, which counts times the number of ranks."
+            raise OptionError("batch_size", total, f"{ranks} or more, one for each rank, in a balanced batch", hint)
+        if sum(self._limits) < total:
+            hint = f"A batch of all ranks has {total} samples."
+            raise OptionError("max_batch_size", self._limits, f"{total} or more together", hint)
+        self.changes = 0
+        self._total = total
+        self._ahead = ahead
+        self._paces = [Pace() for _ in range(ranks)]
+        equal = shares_by_pace(total, [1.0] * ranks, self._limits)
+        self._from: list[tuple[int, tuple[int, ...]]] = [(0, equal)]  # (first batch, shares), oldest first
+
+    def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
+        """Take note of what one sample took each rank in batch ``batch``, where that is known.
+
+        Called for every batch, in order.
+        """
+        last_from, current = self._from[-1]
+        if batch < last_from:  # of shares that are about to change, or have been: their pace is known
+            return
+        for pace, value in zip(self._paces, seconds, strict=True):
+            if value is not None and value > 0:
+                pace.observe(value)
+        if not all(pace.known for pace in self._paces):
+            return
+        paces = [pace.seconds for pace in self._paces]
+        wanted = shares_by_pace(self._total, paces, self._limits)
+        gain = _longest(current, paces) / _longest(wanted, paces) - 1.0
+        if gain <= max(_LEAST_GAIN, _CERTAIN * max(pace.uncertainty for pace in self._paces)):
+            return
+        self.changes += 1
+        self._from.append((batch + self._ahead, wanted))
+        for pace, before, now in zip(self._paces, current, wanted, strict=True):
+            if abs(now - before) > 0.1 * before:
+                pace.forget()
+
+    def shares(self, batch: int) -> tuple[int, ...]:
+        """Of batch ``batch``; all that may be asked for again is not older than this."""
+        while len(self._from) > 1 and self._from[1][0] <= batch:
+            self._from.pop(0)
+        return self._from[0][1]
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Of the batch that was asked for last."""
+        return self._from[0][1]
+
+    def saved(self) -> float | None:
+        """Seconds of a step that unequal shares spare the ranks that would wait, by present paces; ``None`` unknown."""
+        if not all(pace.known for pace in self._paces):
+            return None
+        paces = [pace.seconds for pace in self._paces]
+        equal = shares_by_pace(self._total, [1.0] * len(paces), self._limits)
+        return _longest(equal, paces) - _longest(self._from[0][1], paces)
+
+
+def _longest(shares: Sequence[int], paces: Sequence[float]) -> float:
+    return max(share * pace for share, pace in zip(shares, paces, strict=True))

@@ -1,0 +1,276 @@
+"""``batch_size="balanced"``: batches of which each rank draws the share that fits its pace.
+
+The batches of all ranks together are those of one process: an epoch's order is a permutation from a seed, batch b of it
+is what lies from b times the batch size on, and each rank takes its share of that, one behind the other. So every
+sample is used once an epoch whatever the shares are, and an epoch goes on from any batch under other shares.
+
+*Why ranks draw from the same shares.* With batch t each rank posts what the batch before took it
+(``number_exchange.py``). All put the same numbers into the same arithmetic (``balance.py``), whose decisions count from
+batch t + ahead on. A DataLoader with workers draws batches before they are trained on, so ``ahead`` is farther than
+any rank's loader draws: the most that any rank needs, agreed on before the first batch. A rank that draws batch b
+waits for what was posted with batch b - ahead, if that has not come yet.
+
+*Why that wait ends.* A rank posts with batch t before it does anything else with it, and to get that batch it has
+waited for what was posted with batch t - ahead at most. So there is no circle. Ranks that step together are no more
+than a step apart, or as many batches as a step accumulates, which ``ahead`` has in it: what is waited for has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.balance import Balance, part_of
+from lightning_bytescheduler.exceptions import UnsupportedError
+
+__all__ = [
+    "AgreedShares",
+    "BalancedBatchSampler",
+    "EpochOrder",
+    "balanced_loader",
+    "drawn_ahead",
+    "require_balanceable",
+]
+
+_CANNOT = "batch_size='balanced' cannot share out the batches of"
+_WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
+
+
+class EpochOrder(Sampler[int]):
+    """All samples of an epoch, in an order that is the same on all ranks.
+
+    Args:
+        size: Of the data set.
+        shuffle: Whether the order is another one in each epoch.
+        seed: Of the orders.
+    """
+
+    def __init__(self, size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        self._size = size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> EpochOrder:
+        """The order of the samples of a loader into which Lightning has put its sampler."""
+        sampler, dataset = cast("DistributedSampler[Any]", loader.sampler), cast(Any, loader.dataset)
+        return cls(len(dataset), shuffle=sampler.shuffle, seed=sampler.seed)
+
+    @property
+    def described(self) -> str:
+        """In words."""
+        return f"shuffled from seed {self._seed}" if self._shuffle else "as it is"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch begins next; Lightning says so."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            return iter(range(self._size))
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)  # as torch's DistributedSampler
+        return iter(cast("list[int]", torch.randperm(self._size, generator=generator).tolist()))
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """This rank's part of each batch; see the module.
+
+    Where the last batch of an epoch has fewer samples than there are ranks, a rank without one gets a sample that
+    another one has, so that it has something to compute on; :meth:`size_of` says 0, and with ``weighting="samples"`` it
+    counts nothing.
+
+    Args:
+        order: Of an epoch's samples, the same on all ranks.
+        batch_size: Of all ranks together.
+        rank: This one.
+        shares: Of the n-th batch that is drawn in a pass over the data, by rank, for n = 0, 1, 2 ...
+        drop_last: Leave out a last batch that is not full.
+        trained: Batches of the epoch that have been trained on when a pass begins, as after a resume: it goes on there.
+
+    Attributes:
+        sampler: The order; Lightning tells it the epoch.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        batch_size: int,
+        rank: int,
+        shares: Callable[[int], Sequence[int]],
+        *,
+        drop_last: bool = False,
+        trained: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.sampler = order
+        self._trained = trained
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._rank = rank
+        self._shares = shares
+        self._sizes: dict[int, int] = {}  # of this rank's batches of the epoch, by number
+
+    def size_of(self, batch: int) -> int | None:
+        """Samples of this rank in a batch of the epoch that was drawn; ``None`` if it was not."""
+        return self._sizes.get(batch)
+
+    def __len__(self) -> int:
+        samples = len(self.sampler)
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._trained()
+        first = first if first < len(self) else 0  # the epoch before this one is through
+        self._sizes.clear()
+        order = list(self.sampler)
+        for batch in range(first, len(self)):
+            together = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            shares = self._shares(batch - first)
+            if len(together) < self.batch_size:
+                shares = part_of(shares, len(together))
+            start, size = sum(shares[: self._rank]), shares[self._rank]
+            self._sizes[batch] = size
+            yield together[start : start + size] or together[:1]
+
+
+class AgreedShares:
+    """Every batch's shares, from what all ranks have posted; for the training thread.
+
+    Args:
+        balance: What decides.
+        ahead: Decisions count from so many batches later on, as the loaders of all ranks draw no farther ahead.
+        failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
+    """
+
+    def __init__(self, balance: Balance, ahead: int, failure: Callable[[], BaseException | None]) -> None:
+        self.balance = balance
+        self._ahead = ahead
+        self._failure = failure
+        self._posted: deque[PostedNumbers] = deque()
+        self._taken = 0
+        self._count = 0
+        self._first = 0  # of this pass, among all batches
+
+    def add(self, posted: PostedNumbers) -> None:
+        """A batch begins: all ranks post, after their number of samples, samples and nanoseconds of the one before."""
+        self._posted.append(posted)
+        self._count += 1
+
+    def of_pass(self, batch: int) -> tuple[int, ...]:
+        """Shares of the n-th batch that is drawn in a pass over the data, from 0.
+
+        Raises:
+            BaseException: Why other ranks' numbers do not come.
+        """
+        if batch == 0:
+            self._first = self._count  # what was drawn in the last pass, and not trained on, does not count
+        number = self._first + batch
+        while self._taken <= number - self._ahead:
+            if not self._posted:
+                raise RuntimeError(f"Batch {number} was drawn before batch {number - self._ahead} had begun.")
+            posted = self._posted.popleft()
+            posted.wait(self._failure)
+            seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
+            self.balance.observe(self._taken - 1, seconds)
+            self._taken += 1
+        return self.balance.shares(number)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Of the batch that was drawn last."""
+        return self.balance.present
+
+    @property
+    def saved_ms(self) -> float | None:
+        """How much longer a step would take with equal shares, by present paces; ``None`` while they are unknown."""
+        saved = self.balance.saved()
+        return None if saved is None else 1e3 * saved
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged."""
+        found = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
+        if self.saved_ms is not None:
+            found["bytescheduler/waiting_saved_ms"] = self.saved_ms
+        return found
+
+
+def drawn_ahead(loader: DataLoader[Any], accumulated: int) -> int:
+    """How many batches later what a batch tells can count on this rank.
+
+    Args:
+        loader: Of the training data.
+        accumulated: Batches of a step: ranks may be as many apart.
+    """
+    drawn = loader.num_workers * (loader.prefetch_factor or 1)
+    return max(drawn, 1) + max(accumulated, 1) + 1
+
+
+def require_balanceable(loader: object, device: torch.device) -> DataLoader[Any]:
+    """The loader, if its batches can be shared out.
+
+    Raises:
+        UnsupportedError: If not; says why, and what to do instead.
+    """
+    if device.type != "cpu":
+        why = f"the time that a step takes is measured on a CPU so far, and this trains on {device.type}"
+        raise UnsupportedError(f"{_CANNOT} this training: {why}. {_WAY_OUT}")
+    if type(loader) is not DataLoader:
+        raise UnsupportedError(f"{_CANNOT} a {type(loader).__name__}: a plain DataLoader is needed. {_WAY_OUT}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedError(f"{_CANNOT} an IterableDataset: samples need numbers, to be shared out. {_WAY_OUT}")
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        what = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "batches of its own"
+        raise UnsupportedError(f"{_CANNOT} a DataLoader with {what}: it has to have a batch_size. {_WAY_OUT}")
+    if type(loader.sampler) is not DistributedSampler:
+        raise UnsupportedError(
+            f"{_CANNOT} a DataLoader with a {type(loader.sampler).__name__}: Lightning has to put in its own sampler. "
+            "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
+        )
+    return loader
+
+
+def balanced_loader(
+    loader: DataLoader[Any],
+    rank: int,
+    ranks: int,
+    shares: Callable[[int], Sequence[int]],
+    *,
+    trained: Callable[[], int],
+) -> tuple[DataLoader[Any], BalancedBatchSampler]:
+    """The same loader, of which each rank draws its share of every batch.
+
+    Args:
+        loader: That :func:`require_balanceable` let pass. Its batch size times ``ranks`` is that of all together.
+        rank: This one.
+        ranks: How many there are.
+        shares: See :class:`BalancedBatchSampler`.
+        trained: See :class:`BalancedBatchSampler`.
+
+    Returns:
+        The loader, and what draws its batches.
+    """
+    together = (loader.batch_size or 1) * ranks
+    order = EpochOrder.of(loader)
+    drawn = BalancedBatchSampler(order, together, rank, shares, drop_last=loader.drop_last, trained=trained)
+    made = DataLoader(
+        loader.dataset,
+        batch_sampler=drawn,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+    return made, drawn

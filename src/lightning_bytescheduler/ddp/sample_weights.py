@@ -1,0 +1,249 @@
+"""``weighting="samples"``: each rank's gradient counts by its samples, as one process's on all of them would.
+
+With n_ij samples in the j-th batch of rank i, of the batches that one step accumulates, and g_ij the gradient of that
+batch's mean loss, a step's gradient is ::
+
+    sum over i and j of n_ij g_ij / N,    N = sum of all n_ij
+
+times whatever the accumulation makes of it besides: Lightning divides each loss by ``accumulate_grad_batches``, also
+where the end of an epoch leaves a step fewer batches, and the k batches of a step are as many as they were. So a batch
+counts n_ij over the *mean* number of samples of the step's batches, and where all are equal nothing differs from DDP.
+
+It is formed in two places. Among the batches of one rank, the gradient that enters a backward pass is multiplied with
+n_ij / c_i, where c_i is the number of the first batch that has samples: known at once, and 1 where they are equal.
+Among ranks, the reduction multiplies with c_i k / N in place of 1 / ranks, before it sums. Both are quotients of whole
+numbers, rounded once: where counts are equal that is 1 / ranks exactly as DDP has it, and the bits are DDP's.
+
+*When N is known.* A rank posts its number when a batch begins, before the forward pass (``number_exchange.py``). Tasks
+of a step become ready when their gradient exists and N is known, the last of the two on whichever thread it happens:
+the training thread goes on. It waits for N only where it would wait for gradients next, at the end of a synchronised
+backward pass past the scheduler.
+
+*Why ranks agree on the step.* A step's batches are those since the last backward pass that communicated, which DDP
+wants to be the same on all ranks. The factors of all ranks come from the same numbers, so they add up to k.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.lightning_api import MisconfigurationException, extract_batch_size
+
+__all__ = ["NUMBERS", "SampleCounter", "SampleWeights", "StepWeight", "name_of"]
+
+NUMBERS = 3
+"""What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
+
+_MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
+_WAY_OUT = "Give samples= a function of the batch that returns how many samples it has, as a whole number, 0 or more."
+
+
+class SampleCounter:
+    """Says how many samples a batch of this rank has.
+
+    Args:
+        samples: The user's function of the batch; Lightning's ``extract_batch_size`` if there is none.
+        rank: For messages.
+    """
+
+    def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
+        self._samples = samples
+        self._rank = rank
+        self._batches = 0
+
+    def count(self, batch: Any) -> int:
+        """Of the next batch.
+
+        Raises:
+            OptionError: If that cannot be told; names option, rank and value, and the way out.
+        """
+        self._batches += 1
+        if isinstance(batch, Iterator):  # to look into it would use it up
+            raise self._error("weighting", "samples", "training_step(dataloader_iter) has no batch to count samples of")
+        if self._samples is None:
+            try:
+                return extract_batch_size(batch)
+            except (MisconfigurationException, RecursionError, TypeError) as error:
+                what = f"it is a {type(batch).__name__} in which Lightning finds no tensor"
+                raise self._error("weighting", "samples", f"its batch has no size: {what}") from error
+        try:
+            number = self._samples(batch)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise self._error("samples", name_of(self._samples), f"the function failed with {said}") from error
+        whole = _whole(number)
+        if whole is None or not 0 <= whole < _MOST:
+            shown = f"{number!r} of type {type(number).__name__}"
+            raise self._error("samples", name_of(self._samples), f"the function returned {shown}")
+        return whole
+
+    def _error(self, option: str, value: str, fact: str) -> OptionError:
+        where = f"on rank {self._rank}, in training batch {self._batches} of this fit"
+        return OptionError(option, value, "", says=f"{option}={value!r}: {where}, {fact}. {_WAY_OUT}")
+
+
+class StepWeight:
+    """What this rank's gradient of one step is multiplied with, once all ranks' numbers are here.
+
+    Args:
+        batches: Of the step, each as this rank's number of samples and what all ranks posted.
+    """
+
+    def __init__(self, batches: Sequence[tuple[int, PostedNumbers]]) -> None:
+        self._batches = batches
+
+    @property
+    def known(self) -> bool:
+        """Whether :attr:`factor` can be asked for."""
+        return all(posted.known for _, posted in self._batches)
+
+    @cached_property
+    def factor(self) -> float:
+        """In place of 1 / ranks; 0 if this rank has no sample. If no rank has one, the step's gradient is 0."""
+        total = sum(row[0] for _, posted in self._batches for row in posted.rows)
+        return _first(self._batches) * len(self._batches) / total if total else 0.0
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        """See :meth:`PostedNumbers.when_known`."""
+        self._batches[-1][1].when_known(then)  # the last that was posted, and they arrive in order
+
+    def wait(self, failure: Callable[[], BaseException | None]) -> None:
+        """See :meth:`PostedNumbers.wait`."""
+        self._batches[-1][1].wait(failure)
+
+
+class SampleWeights:
+    """Keeps the numbers of one rank's batches, and weighs its backward passes; for the training thread.
+
+    Args:
+        counter: Says how many samples a batch has.
+        exchange: To all ranks.
+        exposed: For how many seconds the training thread has waited for gradients so far.
+        clock: Seconds.
+
+    Attributes:
+        waits_to_share: Whether batches are to be balanced, and none has begun.
+    """
+
+    def __init__(
+        self,
+        counter: SampleCounter,
+        exchange: NumberExchange,
+        *,
+        exposed: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._counter = counter
+        self._exchange = exchange
+        self._exposed = exposed
+        self._clock = clock
+        self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
+        self._took = [0, 0]  # the last batch: samples and nanoseconds
+        self._sizes: BalancedBatchSampler | None = None
+        self._shares: AgreedShares | None = None
+        self.waits_to_share = False
+        self._position: Callable[[], int] = lambda: 0
+        self._batch: tuple[int, PostedNumbers] | None = None
+        self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
+        self._in_backward = False
+
+    def begin_batch(self, batch: Any) -> None:
+        """A forward pass of ``batch`` begins: tell its number of samples to all ranks, and do not wait for theirs.
+
+        Raises:
+            OptionError: If the number cannot be told. Nothing was sent then.
+        """
+        size = None if self._sizes is None else self._sizes.size_of(self._position())
+        number = 0 if size == 0 else self._counter.count(batch)
+        posted = self._exchange.post([number, *self._took])
+        if self._shares is not None:
+            self._shares.add(posted)
+            self.waits_to_share = False
+        self._batch = number, posted
+        self._took = [size or 0, 0]
+        self._began = self._clock() - self._exposed()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended, and what it waited for is accounted for."""
+        self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
+
+    def share_out(self, shares: AgreedShares, sizes: BalancedBatchSampler, position: Callable[[], int]) -> None:
+        """Batches are balanced from here on.
+
+        Args:
+            shares: Told what all ranks post.
+            sizes: Knows how many samples of a batch are this rank's own.
+            position: Number of the present batch in its epoch.
+        """
+        self._shares, self._sizes, self._position = shares, sizes, position
+        self.waits_to_share = True
+
+    def leaves_out(self, *, communicates: bool) -> bool:
+        """Whether a backward pass of this batch, which has no sample, is better not begun.
+
+        What is accumulated from it counts nothing, and the mean over no sample is not a number. A pass that
+        communicates has to be begun, as the other ranks wait for it.
+        """
+        if self._batch is None or self._batch[0] or communicates:
+            return False
+        self._step.append(self._batch)
+        return True
+
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around a backward pass of this batch: its gradient counts by its samples among those of this rank's step."""
+        if self._batch is None:
+            yield
+            return
+        self._step.append(self._batch)
+        number, first = self._batch[0], _first(self._step)
+        share = number / first if first else 1.0
+        hook = None if share == 1.0 or not loss.requires_grad else loss.register_hook(lambda gradient: gradient * share)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            if hook is not None:
+                hook.remove()
+
+    def begin_step(self) -> StepWeight | None:
+        """A backward pass communicates; returns what its gradients count. ``None`` for as much as any other rank's."""
+        batches, self._step = self._step, []
+        if not self._in_backward and self._batch is not None:  # loss.backward() that Lightning does not know of
+            batches.append(self._batch)
+        return StepWeight(batches) if batches else None
+
+
+def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
+    """Samples of the first batch that has any; 0 if none has."""
+    return next((number for number, _ in batches if number), 0)
+
+
+def _whole(number: object) -> int | None:
+    """A whole number, also as a tensor of one or as a float without a fraction; ``None`` if it is none."""
+    if isinstance(number, torch.Tensor):
+        number = number.item() if number.numel() == 1 else None
+    if isinstance(number, bool):
+        return None
+    if isinstance(number, float):
+        return int(number) if number.is_integer() else None
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def name_of(function: Any) -> str:
+    """What a function is called in messages."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,254 @@
+"""Balanced batches: every sample once an epoch, shares by pace, and what cannot be shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.balance import Balance
+from lightning_bytescheduler.ddp.balanced_batches import (
+    AgreedShares,
+    BalancedBatchSampler,
+    EpochOrder,
+    drawn_ahead,
+    require_balanceable,
+)
+from tests.ddp.balanced_fits import Numbered, Seen, fit_balanced
+from tests.support.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+
+# ---------------------------------------------------------------------- the sampler
+
+
+def drawn(
+    size: int, batch_size: int, shares: Sequence[Sequence[int]], *, first: int = 0, drop_last: bool = False
+) -> list[list[list[int]]]:
+    """Batches by rank, of an epoch whose n-th batch has the n-th shares, over and over."""
+    found = []
+    for rank in range(len(shares[0])):
+        sampler = BalancedBatchSampler(
+            EpochOrder(size, seed=3),
+            batch_size,
+            rank,
+            lambda batch: shares[batch % len(shares)],
+            drop_last=drop_last,
+            trained=lambda: first,
+        )
+        batches = list(sampler)
+        found.append([batch[: sampler.size_of(first + n)] for n, batch in enumerate(batches)])
+        assert all(batches), "a rank has something to compute on in every batch"
+    return found
+
+
+@given(st.integers(1, 200), st.lists(st.permutations([1, 3, 6]), min_size=1, max_size=5))
+def test_every_sample_is_used_once_whatever_the_shares_are(size: int, shares: list[list[int]]) -> None:
+    batches = drawn(size, 10, shares)
+    assert sorted(n for rank in batches for batch in rank for n in batch) == list(range(size))
+    full = size // 10
+    assert all([len(rank[b]) for rank in batches] == shares[b % len(shares)] for b in range(full))
+
+
+@given(st.integers(1, 200), st.data())
+def test_an_epoch_goes_on_under_other_shares(size: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, (size - 1) // 10))
+    before, after = drawn(size, 10, [[4, 6]]), drawn(size, 10, [[9, 1]], first=first)
+    used = [n for rank in before for batch in rank[:first] for n in batch]
+    used += [n for rank in after for batch in rank for n in batch]
+    assert sorted(used) == list(range(size))
+
+
+def test_the_last_batch_may_be_left_out() -> None:
+    assert [len(batch) for batch in drawn(25, 10, [[4, 6]], drop_last=True)[0]] == [4, 4]
+    assert len(BalancedBatchSampler(EpochOrder(25), 10, 0, lambda _: (4, 6))) == 3
+
+
+def test_orders_are_seeded_by_epoch() -> None:
+    one, other = EpochOrder(50, seed=4), EpochOrder(50, seed=4)
+    assert list(one) == list(other)
+    first = list(one)
+    one.set_epoch(1)
+    assert list(one) != first
+    assert sorted(one) == list(range(50))
+    assert list(EpochOrder(5, shuffle=False)) == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------- who knows what when
+
+
+def posted(*rows: list[int]) -> PostedNumbers:
+    made = PostedNumbers()
+    made.arrive(list(rows))
+    return made
+
+
+def test_shares_of_a_batch_do_not_depend_on_when_they_are_asked_for() -> None:
+    """One rank's loader draws twelve batches ahead of the training, the other's one."""
+    ahead = 14
+
+    def play(drawn: int) -> list[tuple[int, ...]]:
+        shares = AgreedShares(Balance(40, 2, ahead=ahead + 1), ahead, lambda: None)
+        found = [shares.of_pass(batch) for batch in range(drawn)]
+        for batch in range(100):
+            known = found[batch - 1] if batch else (0, 0)
+            slow = 3 if batch > 60 else 1
+            shares.add(posted([0, known[0], known[0] * 1000], [0, known[1], known[1] * 1000 * slow]))
+            found.append(shares.of_pass(drawn + batch))
+        return found[:100]
+
+    assert play(1) == play(12)
+    assert len(set(play(1))) == 2
+
+
+def test_a_loader_that_draws_too_far_ahead_is_an_error() -> None:
+    shares = AgreedShares(Balance(4, 2, ahead=3), 2, lambda: None)
+    shares.of_pass(0)
+    shares.of_pass(1)
+    with pytest.raises(RuntimeError, match="Batch 2 was drawn before batch 0 had begun"):
+        shares.of_pass(2)
+
+
+def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
+    shares = AgreedShares(Balance(4, 2, ahead=2), 1, lambda: ValueError("it is gone"))
+    shares.add(PostedNumbers())
+    with pytest.raises(ValueError, match="it is gone"):
+        shares.of_pass(0) and shares.of_pass(1)
+
+
+def test_how_far_ahead() -> None:
+    assert drawn_ahead(DataLoader(Numbered(4)), 1) == 3
+    workers: Any = SimpleNamespace(num_workers=4, prefetch_factor=3)
+    assert drawn_ahead(workers, 2) == 15
+
+
+# ---------------------------------------------------------------------- fits
+
+
+def used(found: Sequence[Seen], epoch: int, size: int) -> list[int]:
+    """Numbers of the samples that all ranks have used in an epoch; where there are too few, one is borrowed."""
+    return sorted(n for seen in found for batch in seen.batches[epoch] for n in batch)
+
+
+def test_shares_follow_pace_and_every_sample_is_used_once(two_ranks: RankPool) -> None:
+    found = two_ranks.run(fit_balanced, size=16 * 25 + 7, seconds=[3.0, 1.0], epochs=2)
+    for seen in found:
+        assert not seen.error
+        assert "batches of 16 samples, by rank (4, 12), which saves 1.2e+04 ms a step" in seen.plan
+        assert seen.metrics["bytescheduler/share_of_rank_0"] == 4
+        assert seen.metrics["bytescheduler/waiting_saved_ms"] == pytest.approx(12_000)
+        assert seen.changes == 1
+    sizes = [[len(batch) for batch in seen.batches[0]] for seen in found]
+    assert sizes[0][0] == sizes[1][0] == 8
+    assert [sizes[0][24], sizes[1][24]] == [4, 12]
+    assert [sizes[0][25], sizes[1][25]] == [2, 5]
+    for epoch in range(2):
+        assert used(found, epoch, 407) == list(range(407))
+    assert found[0].batches[0] != found[0].batches[1]
+
+
+def test_the_training_does_not_depend_on_the_shares(two_ranks: RankPool) -> None:
+    """It is one process's on the same batches, whoever computes which part of them."""
+    unequal, equal = (two_ranks.run(fit_balanced, size=16 * 25, seconds=s)[0] for s in ([3.0, 1.0], [1.0, 1.0]))
+    assert (unequal.changes, equal.changes) == (1, 0)
+    for name, weight in equal.weights.items():
+        assert (unequal.weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_a_rank_for_which_no_sample_is_left_trains_along(two_ranks: RankPool) -> None:
+    found = two_ranks.run(fit_balanced, size=33, seconds=[1.0, 1.0])
+    assert not [seen.error for seen in found if seen.error]
+    last = [seen.batches[0][-1] for seen in found]
+    assert last[0] == last[1], "it borrows the one there is"
+    assert [len(seen.batches[0]) for seen in found] == [3, 3]
+
+
+def test_an_epoch_is_resumed_under_other_shares(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    before = two_ranks.run(fit_balanced, size=16 * 30, seconds=[3.0, 1.0], save=(path, 18))
+    after = two_ranks.run(fit_balanced, size=16 * 30, seconds=[1.0, 1.0], resume=path)
+    assert [len(batch) for batch in before[0].batches[0]][17] == 4
+    assert {len(batch) for seen in after for batch in seen.batches[0]} == {8}
+    rest = [n for seen in after for batch in seen.batches[0] for n in batch]
+    first = [n for seen in before for batch in seen.batches[0][:18] for n in batch]
+    assert sorted(first + rest) == list(range(480))
+
+
+def test_ranks_with_other_data_are_refused(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(fit_other_data):
+        assert "RanksDifferError" in seen.error
+        assert "samples of the training data is 64 on rank 0" in seen.error
+
+
+def fit_other_data(rank: int) -> Seen:
+    return fit_balanced(rank, size=64 + rank, seconds=[1.0, 1.0])
+
+
+# ---------------------------------------------------------------------- what cannot be shared out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": "balance"}, r"batch_size='balance' is not allowed: batch_size must be 'balanced', or left out"),
+        ({"batch_size": 32}, r"batch_size=32 .*DiLoCoStrategy\(batch_size=\.\.\.\), or the DataLoader's"),
+        ({"batch_size": "balanced", "weighting": "ranks"}, r"batch_size='balanced'.*need weighting='samples'"),
+        ({"max_batch_size": 0, "batch_size": "balanced"}, r"max_batch_size=0 .*1 or more, or one for each rank"),
+        ({"max_batch_size": [4, "x"], "batch_size": "balanced"}, r"max_batch_size=\[4, 'x'\]"),
+        ({"max_batch_size": 4}, r"max_batch_size=4 .*left out, unless batch_size='balanced'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        ByteSchedulerStrategy(**{"weighting": "samples", **options})
+
+
+class Endless(IterableDataset[Any]):
+    """Has no numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class OwnLoader(DataLoader[Any]):
+    """Of a user."""
+
+
+def distributed(**options: Any) -> DistributedSampler[Any]:
+    return DistributedSampler(Numbered(8), num_replicas=2, rank=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda: [1, 2], "a list: a plain DataLoader is needed"),
+        (lambda: OwnLoader(Numbered(8)), "a OwnLoader: a plain DataLoader is needed"),
+        (lambda: DataLoader(Endless()), "an IterableDataset: samples need numbers"),
+        (lambda: DataLoader(Numbered(8), batch_size=None), "it has to have a batch_size"),
+        (lambda: DataLoader(Numbered(8), batch_sampler=[[0]]), "a DataLoader with list: it has to have a batch_size"),
+        (lambda: DataLoader(Numbered(8)), "SequentialSampler: Lightning has to put in its own"),
+        (
+            lambda: DataLoader(Numbered(8), sampler=WeightedRandomSampler([1.0] * 8, 8)),
+            "WeightedRandomSampler: Lightning has to put in its own",
+        ),
+    ],
+)
+def test_what_has_no_batches_to_share_is_refused(loader: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        require_balanceable(loader(), CPU)
+
+
+def test_a_gpu_is_refused_as_its_time_is_not_taken() -> None:
+    with pytest.raises(UnsupportedError, match="measured on a CPU so far, and this trains on cuda"):
+        require_balanceable(DataLoader(Numbered(8), sampler=distributed()), torch.device("cuda"))
+    loader = DataLoader(Numbered(8), sampler=distributed())
+    assert require_balanceable(loader, CPU) is loader
