@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
-from lightning_bytescheduler.ddp.strategy import SchedulerHooks
+from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 
 
 @pytest.mark.parametrize("option", ["partition_size", "credit"])

@@ -23,7 +23,7 @@ from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.partial_step import is_closed
 from lightning_bytescheduler.ddp.plan import OverlapPlan
-from lightning_bytescheduler.ddp.strategy import SchedulerHooks
+from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 from tests.support.compare import bit_differences
 from tests.support.network import LateNetwork
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,9 +26,9 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
-from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring
+from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
-from lightning_bytescheduler.ddp.loss_scaler import scaling_later
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
@@ -37,7 +37,6 @@ from lightning_bytescheduler.ddp.plan import (
     make_plan,
     names_of,
     norm_needed_by,
-    scales_losses,
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
@@ -52,7 +51,6 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     MixedPrecision,
-    Precision,
     pl,
     rank_zero_info,
     rank_zero_warn,
@@ -445,7 +443,7 @@ class ScheduledGradients:
             output = take(closure if deferrable and not why_whole else _then(closure, engine.flush))
             engine.count_whole_step(optimizer)
             return output
-        with _deferring(optimizer, engine, self._strategy.precision_plugin):
+        with deferring(optimizer, engine, self._strategy.precision_plugin):
             return take(closure)
 
     def flush(self) -> None:
@@ -509,58 +507,3 @@ def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[],
         return output
 
     return run
-
-
-@contextmanager
-def _deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
-    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``.
-
-    So do the plugin's clipping and the scaler's unscaling. Attributes of the instances are replaced, as learning-rate
-    schedules do with ``optimizer.step``, so precision plugins, hooks and user code see the optimizer itself.
-    """
-    own_step = optimizer.step
-
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        output = None
-        if closure is not None:
-            with torch.enable_grad():
-                output = closure()
-        engine.step(optimizer, own_step)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
-        return output
-
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(optimizer, "step", step))
-        for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
-            if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
-                stack.enter_context(_replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
-        if isinstance(plugin, MixedPrecision) and scaler is not None:
-            plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
-            stack.callback(setattr, plugin, "scaler", scaler)
-        yield
-
-
-def _or_else(
-    defer: Callable[[Optimizer, float], bool], clip: Callable[[Optimizer, float], None]
-) -> Callable[[Optimizer, float], None]:
-    def clip_later(optimizer: Optimizer, clip_val: float) -> None:
-        if not defer(optimizer, clip_val):
-            clip(optimizer, clip_val)
-
-    return clip_later
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
-    absent = object()
-    before = attributes.get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
