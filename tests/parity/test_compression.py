@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.exceptions import RanksDifferError
+from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
@@ -36,7 +36,7 @@ def max_difference(one: Outcome, other: Outcome) -> float:
 
 def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"accumulate_grad_batches": 2})
-    nothing = {**SIZES, "compression": {"no.such.*": "int8"}}
+    nothing = {**SIZES, "compression": "int8", "compression_min_size": 1_000_000}
     ddp, exact, overlapped, as_ddp, waiting, tried = train_on(
         two_ranks,
         recipe,
@@ -156,6 +156,17 @@ def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> Non
     for said in two_ranks.run(differ):
         assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
         assert "'int8:nearest (min_size 1024)' on rank 1" in said
+
+
+def mistyped(rank: int, compression: dict[str, Any]) -> str:
+    with pytest.raises(OptionError) as caught:
+        train(rank, Recipe(model=Tower), Run(options={**SIZES, "compression": compression}))
+    return str(caught.value)
+
+
+def test_patterns_that_say_nothing_of_the_model_are_refused(two_ranks: RankPool) -> None:
+    """On all ranks, before anything of the fit begins."""
+    assert all("it fits no name" in said for said in two_ranks.run(mistyped, compression={"no.such.*": "int8"}))
 
 
 AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}

@@ -170,6 +170,8 @@ class ScheduledGradients:
                 f"compression={self._rules.spec!r} is for gradients on a CPU so far, and these are on {device.type}. "
                 "Leave compression out: partitions, priorities and overlap are the same without."
             )
+        if self._rules is not None:
+            self._rules.check_patterns(_names_that_count(module))
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -450,6 +452,12 @@ class ScheduledGradients:
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _names_that_count(module: pl.LightningModule) -> dict[str, str]:
+    """All names of parameters, and for each the first that its parameter has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _loss_scale(strategy: DDPStrategy) -> float | None:
