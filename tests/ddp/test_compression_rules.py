@@ -157,6 +157,12 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
     going_on.load(with_factors, 2)
     assert torch.equal(going_on.right_of("m", 5, 2), right)
 
+    again = Residuals()  # a checkpoint that is saved before anything was sent
+    again.load(state, 1)
+    saved = again.total(lambda tensor: None, keep=True)
+    assert saved is not None
+    assert torch.equal(saved["residuals"]["a"], state["residuals"]["a"])
+
     resumed = [Residuals() for _ in range(3)]
     for residuals in resumed:
         residuals.load(state, 3)

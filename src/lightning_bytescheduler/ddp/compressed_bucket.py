@@ -43,6 +43,8 @@ class Piece:
         residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
         before: Is filled with the residual as it was before the step, if that may have to be taken back.
         name: The parameter's.
+        idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
+            so that nothing that was left may travel with it.
     """
 
     first: int
@@ -51,6 +53,7 @@ class Piece:
     residual: Tensor | None
     before: Tensor | None = None
     name: str = ""
+    idle: bool = False
 
     def within(self, first: int, end: int) -> Piece | None:
         """The part of it between two positions in the bucket, or ``None``."""
@@ -60,7 +63,7 @@ class Piece:
         here = slice(start - self.first, stop - self.first)
         residual = None if self.residual is None else self.residual[here]
         before = None if self.before is None else self.before[here]
-        return Piece(start, stop, self.codec, residual, before, self.name)
+        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
 
     def nbytes(self, width: int) -> int | None:
         """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
@@ -137,14 +140,15 @@ class CompressedBucket:
                 chunk = piece.within(first, first + _CHUNK)
                 if chunk is not None:
                     gradients.append(self._buffer[chunk.first : chunk.end].float() / self._observer.ranks)
-                    sent.append(gradients[-1] if chunk.residual is None else gradients[-1] + chunk.residual)
+                    left = None if chunk.idle else chunk.residual
+                    sent.append(gradients[-1] if left is None else gradients[-1] + left)
         return torch.cat(gradients), torch.cat(sent)
 
     def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
         """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits."""
         for piece in self._as_known(sub_task):
             gradient = self._buffer[piece.first : piece.end]
-            if piece.residual is not None:
+            if piece.residual is not None and not piece.idle:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
                 if _is_finite(gradient):
@@ -310,7 +314,10 @@ class CompressedBucket:
             else:
                 placed = place and gradient.dtype is torch.float32
                 sent = gradient if placed else None
-                body = codec.compress_with(residual, part, seed=seed + piece.first, worker=worker, sent=sent)
+                left = torch.zeros_like(residual) if piece.idle else residual
+                body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker, sent=sent)
+                if piece.idle:
+                    residual.add_(left)
                 squares.append(float(torch.dot(residual, residual)))
             bodies.append(body)
             if place and not placed:

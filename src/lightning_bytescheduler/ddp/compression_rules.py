@@ -19,7 +19,7 @@ from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, 
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
+__all__ = ["AUTO", "MAX_ERROR", "CompressionRules", "names_that_count"]
 
 AUTO = "auto"
 """The choice of a compressor for each part, as it is sent, is left to what is measured."""
@@ -190,6 +190,12 @@ class CompressionRules:
             said = ", ".join(f"{pattern}: {_name(codec)}" for pattern, codec in self.by_pattern)
         error = f", max_error {self.max_error:g}" if self.choices else ""
         return f"{said} (min_size {self.min_size}{error})"
+
+
+def names_that_count(module: nn.Module) -> dict[str, str]:
+    """All names of parameters, and for each the first that its parameter has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _modules(names: Collection[str]) -> set[str]:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
@@ -171,7 +171,7 @@ class ScheduledGradients:
                 "Leave compression out: partitions, priorities and overlap are the same without."
             )
         if self._rules is not None:
-            self._rules.check_patterns(_names_that_count(module))
+            self._rules.check_patterns(names_that_count(module))
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -228,6 +228,7 @@ class ScheduledGradients:
             loss_scale=partial(_loss_scale, self._strategy),
             ranks=self._strategy.world_size,
             decides=dist.get_rank() == 0,
+            idle=has_no_gradient,
         )
         return self._compression
 
@@ -452,12 +453,6 @@ class ScheduledGradients:
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _names_that_count(module: pl.LightningModule) -> dict[str, str]:
-    """All names of parameters, and for each the first that its parameter has."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _loss_scale(strategy: DDPStrategy) -> float | None:
