@@ -16,11 +16,13 @@ import lightning_bytescheduler
 from lightning_bytescheduler import Advice, LinkModel, OptionError, UnsupportedError, advise
 from lightning_bytescheduler.advice.advice import _device, give_advice
 from lightning_bytescheduler.advice.expectations import (
+    AUTO,
     BF16,
     BYTESCHEDULER,
     DDP,
     DDP_BEST,
     DILOCO,
+    FIXED,
     SERVERS,
     MeasuredStep,
 )
@@ -222,6 +224,20 @@ def test_long_hops_come_with_a_warning() -> None:
     assert "Long hops: " not in words(0.0001)
 
 
+def test_all_gradients_compressed() -> None:
+    given = advice(BALANCED / 4)
+    exact = given.of(BYTESCHEDULER).step_seconds
+    int8, int4 = (given.of(FIXED[codec]) for codec in ("int8", "int4"))
+    assert int4.step_seconds <= int8.step_seconds < exact
+    assert not int8.same_training
+    assert given.of(AUTO).step_seconds >= int4.step_seconds
+    assert f"{1e3 * int8.step_seconds:,.1f} ms with 'int8'" in str(given)
+    of_two_bytes = advice(BALANCED / 4, compressed_share=1.0)
+    assert int8.step_seconds < of_two_bytes.of(FIXED["int8"]).step_seconds < exact, "half as many times fewer bytes"
+    names = {expected.strategy for expected in advice(device="cuda").expectations}
+    assert names.isdisjoint(FIXED.values()), "gradients on a GPU are not compressed"
+
+
 def test_the_table() -> None:
     heading, alone, *rows = advice().table()
     assert heading[-1] == "samples/s"
@@ -232,6 +248,8 @@ def test_the_table() -> None:
         "bytescheduler",
         "ddp, bf16 on the wire",
         "bytescheduler, compression auto",
+        "bytescheduler, compression int8",
+        "bytescheduler, compression int4",
         "diloco, every 20 steps",
         "ceiling of ddp's training",
     ]

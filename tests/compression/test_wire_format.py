@@ -136,6 +136,23 @@ def test_the_largest_in_a_payload(dtype: str) -> None:
     assert math.isnan(wire.largest(payload, 301))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_payloads_are_read_side_by_side(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another is made, and beside one that nobody reads to its end: no two share what they work in."""
+    monkeypatch.setattr(blocks, "_CHUNK", 256)
+    wire = WireFormat(dtype=dtype)
+    tensors = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    payloads = [wire.encode(tensor) for tensor in tensors]
+    next(wire.decode_chunks(payloads[2], 1000))
+    found: list[list[Tensor]] = [[], []]
+    for chunks in zip(*(wire.decode_chunks(payload, 1000) for payload in payloads[:2]), strict=True):
+        assert torch.equal(wire.encode(tensors[2]), payloads[2])
+        for kept, chunk in zip(found, chunks, strict=True):
+            kept.append(chunk.clone())
+    for kept, payload in zip(found, payloads[:2], strict=True):
+        assert torch.equal(torch.cat(kept), wire.decode(payload, 1000))
+
+
 def test_what_stochastic_rounding_adds_favours_nothing() -> None:
     """Whole numbers stay as they are with every seed, and halves go up as often as down."""
     tensor = torch.arange(-127.0, 129.0).clamp(max=127.0)

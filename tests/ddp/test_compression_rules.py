@@ -70,6 +70,51 @@ def test_the_first_pattern_that_fits_counts() -> None:
     assert rules(by_name).spec == "head.*: none, *.weight: bf16, layers.*: topk:0.01 (min_size 1024)"
 
 
+_OWN = ["head.weight", "head.bias", "layers.0.weight", "layers.0.scale", "embedding.weight"]
+_NAMES = {**{name: name for name in _OWN}, "output.weight": "embedding.weight"}
+
+
+@pytest.mark.parametrize(
+    ("compression", "says"),
+    [
+        ({"haed.*": None, "*": "int8"}, "compression['haed.*']='none' is not allowed"),
+        ({"haed.*": None, "*": "int8"}, "it fits no name. Did you mean 'head.*'?"),
+        ({"layers.0.weights": "int8"}, "Did you mean 'layers.0.weight'?"),
+        ({"output.*": None, "*": "int8"}, "'output.weight' is tied to 'embedding.weight', and goes by that name."),
+        ({"zzz": "int8"}, "Leave it out, or see model.named_parameters()"),
+        ({"*": "int8", "head.*": None}, "must be before '*' in the dict"),
+        ({"*": "int8", "head.*": None}, "Put 'head.*' first."),
+        ({"*weight": "int8", "embedding.*": "bf16"}, "must be before '*weight' in the dict"),
+    ],
+)
+def test_a_pattern_that_says_nothing_is_refused(compression: Any, says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        rules(compression).check_patterns(_NAMES)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        "int8",
+        {"head.*": None, "*": "int8"},
+        {"head.*": "int8", "layers.*": "bf16", "embedding.*": None, "*": "int4"},  # all that is left, if there is any
+        {"*.weight": "powersgd", "head.*": None, "*": "int8"},
+        {"*": "powersgd", "*bias": None},  # for which there are no factors
+    ],
+)
+def test_patterns_that_may_count(compression: Any) -> None:
+    rules(compression).check_patterns(_NAMES)
+
+
+def test_what_has_no_factors_is_for_the_next_pattern() -> None:
+    by_name = {"*.weight": "powersgd", "norm.*": None, "*": "int8"}
+    assert spec_of(by_name, "a.weight", torch.zeros(100, 50)) == "powersgd:4"
+    assert spec_of(by_name, "a.weight", torch.zeros(5000)) == "int8:nearest"
+    assert spec_of(by_name, "norm.weight", torch.zeros(5000)) is None
+    assert spec_of({"*": "powersgd"}, "a.weight", torch.zeros(5000)) is None
+
+
 def test_what_would_not_shrink_travels_as_it_is() -> None:
     assert spec_of("int8", "small", torch.zeros(1023)) is None
     assert spec_of("int8", "large", torch.zeros(1024)) == "int8:nearest"
@@ -111,6 +156,12 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
     going_on = Residuals()
     going_on.load(with_factors, 2)
     assert torch.equal(going_on.right_of("m", 5, 2), right)
+
+    again = Residuals()  # a checkpoint that is saved before anything was sent
+    again.load(state, 1)
+    saved = again.total(lambda tensor: None, keep=True)
+    assert saved is not None
+    assert torch.equal(saved["residuals"]["a"], state["residuals"]["a"])
 
     resumed = [Residuals() for _ in range(3)]
     for residuals in resumed:

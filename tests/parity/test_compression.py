@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.exceptions import RanksDifferError
+from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
@@ -36,7 +36,7 @@ def max_difference(one: Outcome, other: Outcome) -> float:
 
 def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"accumulate_grad_batches": 2})
-    nothing = {**SIZES, "compression": {"no.such.*": "int8"}}
+    nothing = {**SIZES, "compression": "int8", "compression_min_size": 1_000_000}
     ddp, exact, overlapped, as_ddp, waiting, tried = train_on(
         two_ranks,
         recipe,
@@ -156,6 +156,56 @@ def test_ranks_that_compress_differently_are_refused(two_ranks: RankPool) -> Non
     for said in two_ranks.run(differ):
         assert "compression is 'bf16 (min_size 1024)' on rank 0" in said
         assert "'int8:nearest (min_size 1024)' on rank 1" in said
+
+
+def mistyped(rank: int, compression: dict[str, Any]) -> str:
+    with pytest.raises(OptionError) as caught:
+        train(rank, Recipe(model=Tower), Run(options={**SIZES, "compression": compression}))
+    return str(caught.value)
+
+
+def test_patterns_that_say_nothing_of_the_model_are_refused(two_ranks: RankPool) -> None:
+    """On all ranks, before anything of the fit begins."""
+    assert all("it fits no name" in said for said in two_ranks.run(mistyped, compression={"no.such.*": "int8"}))
+
+
+class Sometimes(Tower):
+    """Has two tensors whose gradients are the same whatever the weights are, one of them in every third step alone."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.always = torch.nn.Parameter(torch.zeros(60, 40))
+        self.rarely = torch.nn.Parameter(torch.zeros(60, 40))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        slope = slope_of(batch_idx, self.trainer.global_rank)
+        loss: Any = super().training_step(batch, batch_idx) + (self.always * slope).sum()
+        return loss + (self.rarely * slope).sum() if batch_idx % 3 == 0 else loss
+
+
+def slope_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(60, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def residuals_of(trainer: Trainer, model: Any) -> None:
+    strategy: Any = trainer.strategy
+    kept = strategy._gradients.residuals
+    model.notes.append({name: kept.of(name, 2400).view(60, 40).clone() for name in ("always", "rarely")})
+
+
+@pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
+def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, codec: str) -> None:
+    """In the others no rank steps the parameter, and whatever travelled would be gone."""
+    plain = partial(torch.optim.SGD, lr=0.5)
+    model = partial(Sometimes, optimizer=plain)
+    recipe = Recipe(model=model, steps=8, ddp={"find_unused_parameters": True}, after=residuals_of)
+    options = {**SIZES, "compression": {"always": codec, "rarely": codec}, "mode": "overlapped"}
+    (ours,) = train_on(two_ranks, recipe, Run(options=options))
+    for name, every in (("always", 1), ("rarely", 3)):
+        gradients = sum(slope_of(step, rank) / 2 for step in range(0, 8, every) for rank in range(2))
+        left = ours[0].notes[-1][name] + ours[1].notes[-1][name]
+        assert float(left.abs().max()) > 0
+        torch.testing.assert_close(-ours[0].weights[name] / 0.5 + left, gradients, rtol=1e-4, atol=1e-4)
 
 
 AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
-from lightning_bytescheduler.simulation.compressed_steps import CODECS, CompressedStep, auto_step
+from lightning_bytescheduler.simulation.compressed_steps import CODECS, CompressedStep, auto_step, compressed_link
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -30,6 +30,7 @@ __all__ = [
     "DDP_BEST",
     "DILOCO",
     "DILOCO_OVERHEAD",
+    "FIXED",
     "SERVERS",
     "STEPS",
     "AdviceFigures",
@@ -55,6 +56,8 @@ BF16 = "ddp, bf16 on the wire"
 BYTESCHEDULER = "bytescheduler"
 SERVERS = "bytescheduler, parameter servers"
 AUTO = "bytescheduler, compression auto"
+FIXED = {codec: f"bytescheduler, compression {codec}" for codec in ("int8", "int4")}
+"""Strategies that compress all gradients, by what in; on a CPU."""
 DILOCO = "diloco"
 ALONE = "one worker alone"
 
@@ -143,6 +146,7 @@ def expectations(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation, 
             same_training=not auto.share,
             compressed_share=auto.share,
         ),
+        *_fixed(measured, link),
         Expectation(
             strategy=DILOCO,
             step_seconds=profile.compute_seconds + communication_seconds(profile, link) / inner,
@@ -206,6 +210,17 @@ def _auto(measured: MeasuredStep, link: LinkModel) -> CompressedStep:
         return CompressedStep(_bytescheduler(measured, link), 0.0)
     int4 = next(codec for codec in CODECS if codec.name == "int4")
     return auto_step(partial(_bytescheduler, measured), measured.profile.compute_seconds, link, int4)
+
+
+def _fixed(measured: MeasuredStep, link: LinkModel) -> Iterable[Expectation]:
+    """With all gradients in one codec, as fast as on one core; where they are compressed at all."""
+    if measured.device != "cpu" or link.workers == 1:
+        return
+    for codec in CODECS:
+        if codec.name in FIXED:
+            own = replace(codec, ratio=codec.ratio * 0.5 / measured.compressed_share)  # of gradients in 2 bytes, half
+            seconds = _bytescheduler(measured, compressed_link(link, own))
+            yield Expectation(strategy=FIXED[codec.name], step_seconds=seconds, same_training=False)
 
 
 def _seconds(profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> float:

@@ -13,6 +13,7 @@ from lightning_bytescheduler.advice.expectations import (
     DDP_BEST,
     DILOCO,
     DILOCO_OVERHEAD,
+    FIXED,
     AdviceFigures,
 )
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
@@ -164,13 +165,18 @@ def _auto(advice: AdviceFigures) -> Iterator[str]:
     below = ", ".join(
         f"{codec.name} below {rate_in_words(break_even_bandwidth(advice.link, codec))}" for codec in CODECS
     )
+    fixed = " and ".join(f"{_ms(advice.of(name).step_seconds)} with {codec!r}" for codec, name in FIXED.items())
+    all_of_it = f"All gradients compressed: {fixed}."
     if not expected.compressed_share:
-        yield f"bytescheduler with compression='auto' compresses nothing here. One core's codecs pay on links: {below}."
+        yield (
+            "bytescheduler with compression='auto' compresses nothing here. One core's codecs pay on links: "
+            f"{below}. {all_of_it}"
+        )
         return
     yield (
         f"bytescheduler with compression='auto': {_ms(expected.step_seconds)} a step instead of "
         f"{_ms(exact.step_seconds)}, with {expected.compressed_share:.0%} of the bytes compressed. Codecs of one core "
-        f"pay on links: {below}. The weights are not ddp's: compare the losses."
+        f"pay on links: {below}. {all_of_it} The weights are not ddp's: compare the losses."
     )
 
 

@@ -87,7 +87,16 @@ class Compressor(ABC):
         """
         raise UnsupportedError(f"Payloads of {self.spec!r} cannot be added up without reading them: decompress them.")
 
-    def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
+    def compress_with(
+        self,
+        residual: Tensor,
+        part: Tensor,
+        *,
+        seed: int = 0,
+        worker: int = 0,
+        key: str = "",
+        sent: Tensor | None = None,
+    ) -> Tensor:
         """Compress a part and what was not sent before: error feedback, see :class:`ErrorFeedback`.
 
         Args:
@@ -97,10 +106,14 @@ class Compressor(ABC):
             seed: See :meth:`compress`.
             worker: See :meth:`compress`.
             key: See :meth:`compress`.
+            sent: Is filled with what is read again; like ``residual``.
         """
         residual.add_(part)
         payload = self.compress(residual, seed=seed, worker=worker, key=key)
-        residual.sub_(self.decompress(payload, part.numel()))
+        read = self.decompress(payload, part.numel())
+        residual.sub_(read)
+        if sent is not None:
+            sent.copy_(read)
         return payload
 
     def state_dict(self) -> dict[str, Any]:

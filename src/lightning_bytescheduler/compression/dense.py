@@ -71,9 +71,18 @@ class Dense(Compressor):
         """See Compressor."""
         return self._compressed(part, None, seed, worker)
 
-    def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
+    def compress_with(
+        self,
+        residual: Tensor,
+        part: Tensor,
+        *,
+        seed: int = 0,
+        worker: int = 0,
+        key: str = "",
+        sent: Tensor | None = None,
+    ) -> Tensor:
         """See Compressor; in one pass."""
-        return self._compressed(part, residual, seed, worker)
+        return self._compressed(part, residual, seed, worker, sent)
 
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
         """See Compressor."""
@@ -82,6 +91,14 @@ class Dense(Compressor):
         for _ in self.read(payload, elements, result):
             pass
         return result
+
+    def add(self, payload: Tensor, sums: Tensor) -> None:
+        """See Compressor; chunk by chunk."""
+        self.check(payload, sums.numel())
+        first = 0
+        for values in self.read(payload, sums.numel()):
+            sums[first : first + values.numel()].add_(values)
+            first += values.numel()
 
     def write(
         self,
@@ -92,6 +109,7 @@ class Dense(Compressor):
         seed: int = 0,
         out: Tensor | None = None,
         residual: Tensor | None = None,
+        sent: Tensor | None = None,
         bounded: bool = True,
     ) -> tuple[Tensor, float]:
         """Make a payload of numbers as they come.
@@ -104,6 +122,7 @@ class Dense(Compressor):
             seed: Of stochastic rounding.
             out: Is filled with the payload: of its size, uint8, aligned to 4 bytes.
             residual: See :meth:`compress_with`.
+            sent: See :meth:`compress_with`.
             bounded: Whether the largest magnitude is of interest.
 
         Returns:
@@ -120,16 +139,23 @@ class Dense(Compressor):
             if residual is not None:
                 values = residual[first:end].add_(values)
             if quantiser is None:
-                sent = body.view(_FLOATS[self.kind])[first:end].copy_(values)
-                if bounded and sent.numel():
-                    largest.append(sent.abs().amax().float())
+                read = body.view(_FLOATS[self.kind])[first:end].copy_(values)
+                if bounded and read.numel():
+                    largest.append(read.abs().amax().float())
             else:
-                own, packed = scales[first // BLOCK : -(-end // BLOCK)], self._packed(body, first, end)
-                quantiser.quantise(values, own, packed, first=first)
-                largest.append(own.amax())
+                own = scales[first // BLOCK : -(-end // BLOCK)]
+                quantiser.quantise(values, own, self._packed(body, first, end), first=first)
+                if bounded:
+                    largest.append(own.amax())
+                if residual is not None or sent is not None:
+                    read = quantiser.sent(own, end - first)
             if residual is not None:
-                values.sub_(sent if quantiser is None else quantiser.dequantised(own, packed, end - first))
+                values.sub_(read)
+            if sent is not None:
+                sent[first:end].copy_(read)
             first = end
+        if quantiser is not None:
+            quantiser.close()
         return payload, float(torch.stack(largest).amax()) if largest else 0.0
 
     def read(self, payload: Tensor, elements: int, result: Tensor | None = None) -> Iterator[Tensor]:
@@ -160,6 +186,8 @@ class Dense(Compressor):
             else:
                 quantiser.dequantise(own, packed, result[first:end])
                 yield result[first:end]
+        if quantiser is not None:
+            quantiser.close()
 
     def scales(self, payload: Tensor, elements: int) -> Tensor:
         """Those of all blocks; none for what has no blocks."""
@@ -186,12 +214,16 @@ class Dense(Compressor):
         if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
             raise damaged(payload, elements, self.kind)
 
-    def _compressed(self, part: Tensor, residual: Tensor | None, seed: int, worker: int) -> Tensor:
+    def _compressed(
+        self, part: Tensor, residual: Tensor | None, seed: int, worker: int, sent: Tensor | None = None
+    ) -> Tensor:
         values = part.detach().reshape(-1)
         size, device = chunk_size(values.device), values.device
         chunks = (values[first : first + length].float() for first, length in chunks_of(values.numel(), size))
         own = seed if not worker else (seed << 32) + worker
-        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual, bounded=False)[0]
+        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual, sent=sent, bounded=False)[
+            0
+        ]
 
     def _quantiser(self, device: torch.device, seed: int | None) -> BlockQuantiser | None:
         return BlockQuantiser(_BITS[self.kind], device, seed) if self.kind in _QUANTISED else None

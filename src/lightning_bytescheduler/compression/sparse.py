@@ -69,13 +69,24 @@ class TopK(Compressor):
         values = flat_fp32(part)
         return self._payload(values, largest_indices(values, self.kept(values.numel())), seed, worker)
 
-    def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
+    def compress_with(
+        self,
+        residual: Tensor,
+        part: Tensor,
+        *,
+        seed: int = 0,
+        worker: int = 0,
+        key: str = "",
+        sent: Tensor | None = None,
+    ) -> Tensor:
         """See Compressor; what is not sent is not touched."""
         residual.add_(part)
         indices = largest_indices(residual, self.kept(residual.numel()))
         payload = self._payload(residual, indices, seed, worker)
-        sent = self.values.decompress(payload[: self.values.payload_bytes(len(indices))], len(indices))
-        residual[indices] = residual[indices] - sent
+        values = self.values.decompress(payload[: self.values.payload_bytes(len(indices))], len(indices))
+        residual[indices] = residual[indices] - values
+        if sent is not None:
+            _scattered(indices, values, residual.numel(), sent)
         return payload
 
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:

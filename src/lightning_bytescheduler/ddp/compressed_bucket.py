@@ -43,6 +43,8 @@ class Piece:
         residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
         before: Is filled with the residual as it was before the step, if that may have to be taken back.
         name: The parameter's.
+        idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
+            so that nothing that was left may travel with it.
     """
 
     first: int
@@ -51,6 +53,7 @@ class Piece:
     residual: Tensor | None
     before: Tensor | None = None
     name: str = ""
+    idle: bool = False
 
     def within(self, first: int, end: int) -> Piece | None:
         """The part of it between two positions in the bucket, or ``None``."""
@@ -60,7 +63,7 @@ class Piece:
         here = slice(start - self.first, stop - self.first)
         residual = None if self.residual is None else self.residual[here]
         before = None if self.before is None else self.before[here]
-        return Piece(start, stop, self.codec, residual, before, self.name)
+        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
 
     def nbytes(self, width: int) -> int | None:
         """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
@@ -137,14 +140,15 @@ class CompressedBucket:
                 chunk = piece.within(first, first + _CHUNK)
                 if chunk is not None:
                     gradients.append(self._buffer[chunk.first : chunk.end].float() / self._observer.ranks)
-                    sent.append(gradients[-1] if chunk.residual is None else gradients[-1] + chunk.residual)
+                    left = None if chunk.idle else chunk.residual
+                    sent.append(gradients[-1] if left is None else gradients[-1] + left)
         return torch.cat(gradients), torch.cat(sent)
 
     def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
         """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits."""
         for piece in self._as_known(sub_task):
             gradient = self._buffer[piece.first : piece.end]
-            if piece.residual is not None:
+            if piece.residual is not None and not piece.idle:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
                 if _is_finite(gradient):
@@ -179,9 +183,7 @@ class CompressedBucket:
         self._keep_before(sub_task)
         shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares:
-            for shard in shards.values():
-                for piece in shard:
-                    self._buffer[piece.first : piece.end].mul_(1.0 / group.size())
+            self._buffer[sub_task.offset : sub_task.offset + sub_task.size].mul_(1.0 / group.size())
             sent = {
                 other: self._packed(shard, self._values(shard), seed, rank, squares)
                 for other, shard in shards.items()
@@ -195,8 +197,7 @@ class CompressedBucket:
                     sums = self._values(own)
                     for payload in received.values():
                         self._add(own, payload, sums)
-                    self._sums[sub_task.index] = payload = self._packed(own, sums, seed, rank, squares)
-                    self._place(own, payload)
+                    self._sums[sub_task.index] = self._packed(own, sums, seed, rank, squares, place=True)
 
         senders = dict.fromkeys(_others(group), own) if own else {}
         return self._messages(group, sub_task, senders, sent, number, add_up)
@@ -291,18 +292,38 @@ class CompressedBucket:
         parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
         return [part if piece.residual is None else part.float() for piece, part in parts]
 
-    def _packed(self, shard: list[Piece], values: list[Tensor], seed: int, worker: int, squares: list[float]) -> Tensor:
-        """Encode a shard, and keep what is left out."""
+    def _packed(
+        self,
+        shard: list[Piece],
+        values: list[Tensor],
+        seed: int,
+        worker: int,
+        squares: list[float],
+        *,
+        place: bool = False,
+    ) -> Tensor:
+        """Encode a shard, and keep what is left out; ``place`` puts into the buffer what travels."""
         bodies = []
         for piece, part in zip(shard, values, strict=True):
-            codec, residual = piece.codec, piece.residual
+            codec, residual, gradient = piece.codec, piece.residual, self._buffer[piece.first : piece.end]
+            placed = False
             if codec is None:
-                bodies.append(part.view(torch.uint8))
+                body = part.view(torch.uint8)
             elif residual is None or not _is_finite(part):  # what overflows is lost, and the residual stays
-                bodies.append(codec.compress(part, seed=seed + piece.first, worker=worker))
+                body = codec.compress(part, seed=seed + piece.first, worker=worker)
             else:
-                bodies.append(codec.compress_with(residual, part, seed=seed + piece.first, worker=worker))
+                placed = place and gradient.dtype is torch.float32
+                sent = gradient if placed else None
+                left = torch.zeros_like(residual) if piece.idle else residual
+                body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker, sent=sent)
+                if piece.idle:
+                    residual.add_(left)
                 squares.append(float(torch.dot(residual, residual)))
+            bodies.append(body)
+            if place and not placed:
+                self._place_piece(piece, body)
+        if len(bodies) == 1 and shard[0].codec is not None and self._payload_bytes(shard) == len(bodies[0]):
+            return bodies[0]
         lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
         at = 0 if self._payload_bytes(shard) is not None else len(lengths)
         payload = torch.empty(at + sum(_aligned(len(body)) for body in bodies), dtype=torch.uint8)
@@ -324,13 +345,16 @@ class CompressedBucket:
     def _place(self, shard: list[Piece], payload: Tensor) -> None:
         """Put into the buffer what travelled."""
         for piece, body in self._bodies(shard, payload):
-            gradient = self._buffer[piece.first : piece.end]
-            if piece.codec is None:
-                gradient.copy_(body.view(gradient.dtype))
-            elif gradient.dtype is torch.float32:
-                piece.codec.decompress(body, len(gradient), out=gradient)
-            else:
-                gradient.copy_(piece.codec.decompress(body, len(gradient)))
+            self._place_piece(piece, body)
+
+    def _place_piece(self, piece: Piece, body: Tensor) -> None:
+        gradient = self._buffer[piece.first : piece.end]
+        if piece.codec is None:
+            gradient.copy_(body.view(gradient.dtype))
+        elif gradient.dtype is torch.float32:
+            piece.codec.decompress(body, len(gradient), out=gradient)
+        else:
+            gradient.copy_(piece.codec.decompress(body, len(gradient)))
 
 
 def _aligned(size: int) -> int:

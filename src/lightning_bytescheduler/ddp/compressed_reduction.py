@@ -16,7 +16,8 @@ by the number of ranks, C a codec and r the residual of this rank::
 One residual for each element is enough for both directions, as a rank is either the owner of an element or not. So
 ownership may change when buckets are rebuilt, or partitions cut in another way: the residual of a sum is added to the
 gradient on the rank that has it, and whether that is then sent or summed makes no difference to the mean. However
-things are cut, all ranks' residuals and what was applied add up to the gradients.
+things are cut, all ranks' residuals and what was applied add up to the gradients. A parameter that no rank has used in
+a step is not stepped, whatever its mean gradient is: so a rank that has not used it keeps its residual.
 
 Source: error feedback in both directions is that of Tang et al., "DoubleSqueeze", ICML 2019; reduce-scatter and
 all-gather of compressed shards that of BytePS and of Zhong et al., "Compressed Communication for Distributed Training".
@@ -49,7 +50,7 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 
-__all__ = ["CompressedReduction", "GradientCompression"]
+__all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
 
 
 class _Working:
@@ -85,6 +86,7 @@ class GradientCompression:
             never changes.
         ranks: How many there are.
         decides: Whether this rank chooses for all, where there is a choice.
+        idle: Whether a parameter has got no gradient in this step, on this rank; asked when its bucket is handed over.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -104,9 +106,11 @@ class GradientCompression:
         loss_scale: Callable[[], float | None] = lambda: None,
         ranks: int = 1,
         decides: bool = False,
+        idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
+        self._idle = idle
         self.ranks = ranks
         self.choice: CompressionChoice | None = None
         if rules.choices:
@@ -168,7 +172,11 @@ class GradientCompression:
                 others.append((parameter, at, at + size))
             else:
                 right = self._residuals.right_of(name, shape[1], codec.rank)
-                matrices.append(Matrix(at, shape, self._residuals.of(name, size), right))
+                residual = self._residuals.of(name, size)
+                if self._idle(parameter):
+                    matrices.append(Matrix(at, shape, torch.zeros_like(residual), right, later=residual))
+                else:
+                    matrices.append(Matrix(at, shape, residual, right))
             at += size
         if not matrices:
             return None
@@ -181,7 +189,7 @@ class GradientCompression:
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
             codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels as it is
-            piece = Piece(at, at + size, codec, None, name=name)
+            piece = Piece(at, at + size, codec, None, name=name, idle=codec is not None and self._idle(parameter))
             yield self.with_residual(piece, make=self.choice is None)
             at += size
 
@@ -240,3 +248,9 @@ class CompressedReduction:
 
     def close(self) -> None:
         """See ``Reduction``."""
+
+
+def has_no_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a parameter was not used in the forward passes of this step, on this rank."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad is None

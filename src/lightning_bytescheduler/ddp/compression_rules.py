@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, 
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["AUTO", "MAX_ERROR", "CompressionRules"]
+__all__ = ["AUTO", "MAX_ERROR", "CompressionRules", "names_that_count"]
 
 AUTO = "auto"
 """The choice of a compressor for each part, as it is sent, is left to what is measured."""
@@ -39,7 +39,8 @@ class CompressionRules:
 
     Attributes:
         by_pattern: Pairs of a pattern of parameter names, as of :mod:`fnmatch`, and a codec; the first that fits
-            counts. ``None`` is for as they are, which is also what fits nothing.
+            counts, but PowerSGD only for what it can take. ``None`` is for as they are, as is what
+            fits nothing.
         min_size: Elements below which a parameter's gradient travels as it is.
         choices: For ``"auto"``: what parts may be sent in, from what leaves most out to what leaves least out. What
             ``by_pattern`` has is the first of them then.
@@ -101,6 +102,39 @@ class CompressionRules:
             max_error=MAX_ERROR if max_error is None else max_error,
         )
 
+    def check_patterns(self, names: Mapping[str, str]) -> None:
+        """Make sure that each pattern says something of a model.
+
+        Args:
+            names: Of all its parameters, trained or not; and for each the one that counts: tied ones have several.
+
+        Raises:
+            OptionError: If a pattern fits none, or an earlier one takes all that it fits, and more.
+        """
+        counting = set(names.values())
+        fits = {
+            pattern: {name for name in counting if fnmatch.fnmatchcase(name, pattern)} for pattern, _ in self.by_pattern
+        }
+        for at, (pattern, codec) in enumerate(self.by_pattern):
+            option, own = f"compression[{pattern!r}]", fits[pattern]
+            if not own:
+                tied = next((name for name in names if fnmatch.fnmatchcase(name, pattern)), None)
+                if tied is not None:
+                    way_out = f"{tied!r} is tied to {names[tied]!r}, and goes by that name."
+                else:
+                    way_out = did_you_mean(pattern, {*counting, *(f"{module}.*" for module in _modules(counting))})
+                way_out = way_out or "Leave it out, or see model.named_parameters() for the names there are."
+                raise OptionError(option, _name(codec), "for a parameter of the model: it fits no name", way_out)
+            for earlier, first in self.by_pattern[:at]:
+                if own < fits[earlier] and first is not codec and not isinstance(first, PowerSGD):
+                    raise OptionError(
+                        option,
+                        _name(codec),
+                        f"before {earlier!r} in the dict: the first pattern that fits counts, and {earlier!r} fits all "
+                        f"that {pattern!r} does",
+                        f"Put {pattern!r} first.",
+                    )
+
     def codec_for(self, name: str, parameter: nn.Parameter) -> Compressor | None:
         """What the gradient of a parameter travels in; ``None`` for as it is."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -110,7 +144,9 @@ class CompressionRules:
         for pattern, codec in self.by_pattern:
             if fnmatch.fnmatchcase(name, pattern):
                 if isinstance(codec, PowerSGD):
-                    return codec if matrix_shape(parameter, codec.rank) else None
+                    if matrix_shape(parameter, codec.rank):
+                        return codec
+                    continue  # what is no matrix that shrinks is for the patterns that follow
                 if codec is not None and codec.exact:
                     return codec if dtype in _LOSSLESS_TYPES else None
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
@@ -154,6 +190,18 @@ class CompressionRules:
             said = ", ".join(f"{pattern}: {_name(codec)}" for pattern, codec in self.by_pattern)
         error = f", max_error {self.max_error:g}" if self.choices else ""
         return f"{said} (min_size {self.min_size}{error})"
+
+
+def names_that_count(module: nn.Module) -> dict[str, str]:
+    """All names of parameters, and for each the first that its parameter has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _modules(names: Collection[str]) -> set[str]:
+    """All that has parameters of these names, by its own."""
+    parts = (name.split(".") for name in names)
+    return {".".join(path[:depth]) for path in parts for depth in range(1, len(path))}
 
 
 def _name(codec: Compressor | None) -> str:

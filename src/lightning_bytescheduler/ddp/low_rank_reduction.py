@@ -84,12 +84,15 @@ class Matrix:
         shape: Rows and columns.
         residual: Flat, in fp32.
         right: Q of the last step, ``(columns, rank)``; is filled with that of this step.
+        later: The parameter's own residual, where it has got no gradient on this rank: if it has on none, nothing is
+            stepped, so it does not travel now. What ``residual``, zeros then, is left with is added to it.
     """
 
     first: int
     shape: tuple[int, int]
     residual: Tensor
     right: Tensor
+    later: Tensor | None = None
     _added: bool = False
 
     @property
@@ -125,8 +128,11 @@ class Matrix:
             gradient.fill_(torch.nan)
             return 0.0
         rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
-        self.right.copy_(columns.t())
+        if bool(columns.any()):  # else no rank has a gradient, and the next step begins with what there was
+            self.right.copy_(columns.t())
         self._kept.addmm_(rows, columns, alpha=-1.0 / ranks)
+        if self.later is not None:
+            self.later.add_(self.residual)
         if gradient.dtype is torch.float32:
             torch.mm(rows, columns, out=gradient)
         else:

@@ -110,6 +110,8 @@ class Residuals:
             What :meth:`load` takes, if it does, and there is anything.
         """
         saved: dict[str, Tensor] = {}
+        for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
+            self.of(name, tensor.numel())
         for name in sorted(self._tensors):
             tensor = self._tensors[name].clone()
             add_up(tensor)

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
-from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
@@ -174,6 +174,8 @@ class ScheduledGradients:
                 f"compression={self._rules.spec!r} is for gradients on a CPU so far, and these are on {device.type}. "
                 "Leave compression out: partitions, priorities and overlap are the same without."
             )
+        if self._rules is not None:
+            self._rules.check_patterns(names_that_count(module))
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -231,6 +233,7 @@ class ScheduledGradients:
             loss_scale=partial(_loss_scale, self._strategy),
             ranks=self._strategy.world_size,
             decides=dist.get_rank() == 0,
+            idle=has_no_gradient,
         )
         return self._compression
 

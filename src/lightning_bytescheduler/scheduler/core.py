@@ -376,12 +376,12 @@ class ByteCore:
         self._withdraw(batch)
 
     def _start(self, batch: list[SubCommTask]) -> None:
-        charged = sum(sub.charge for sub in batch)
+        with_choice = [sub for sub in batch if sub.parent.forms is not None]
+        charged = sum(sub.charge for sub in with_choice) if with_choice else 0
         self._order.decided(batch)
-        returned = charged - sum(sub.charge for sub in batch)
-        if returned:  # what travels in fewer bytes leaves credit for more
+        if with_choice:  # what travels in fewer bytes leaves credit for more
             with self._lock:
-                self._in_flight_size -= returned
+                self._in_flight_size -= charged - sum(sub.charge for sub in with_choice)
         for sub in batch:
             if self._stopped:
                 return
