@@ -119,7 +119,7 @@ def test_a_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert len({len(line) for line in table}) == 1
     assert table[0].split() == ["a", "step", "speed", "of", "4", "efficiency", "samples/s"]
     assert table[1].split()[-2] == "100%"
-    assert len(table) == 9
+    assert len(table) == 11
 
 
 def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
