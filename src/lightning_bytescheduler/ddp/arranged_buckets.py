@@ -7,8 +7,8 @@ Why the ranks agree: nothing is agreed on. Which part is next and how a task is 
 (``collectives/launch_order.py``); what other ranks' policies say is not looked at. A rank that follows neither measures
 nor plans. Whoever sends without an order of all ranks, messages being matched by their number, arranges for itself.
 
-Threads: the training's, and whoever touches a parameter. One lock guards what they share; the policy is called with it
-held, and nothing else is.
+Threads: the training's, and whoever touches a parameter. One lock guards what they share. Plans are made with it held,
+which is arithmetic; a function of the user's is called without.
 """
 
 from __future__ import annotations

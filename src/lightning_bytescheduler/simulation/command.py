@@ -9,10 +9,11 @@ from typing import NoReturn
 
 from lightning_bytescheduler.checks import ARCHITECTURES, closest
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
-from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, predicted_spare_machines
+from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, predicted_spare_machines, slices
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
 from lightning_bytescheduler.simulation.quantities import (
     RATES,
@@ -199,6 +200,10 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[s
         said.append(spare_machines_in_words(predicted_spare_machines(profile, link)))
     if link.servers > link.workers:
         said.append(f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing.")
+    played = {line.name for line in lines}
+    for policy in map(policy_of, options.policy or RIVALS):
+        if policy.name not in played:
+            said.append(f"{policy.name} is not played: it would cut the model into {slices(profile, policy):,} slices.")
     return "\n".join(said), title, _rows(profile, link, lines)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "policy_schedule",
     "predict",
     "predicted_spare_machines",
+    "slices",
 ]
 
 RIVALS = POLICIES[1:]
@@ -37,6 +38,7 @@ _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
 _MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
+_MOST_SLICES = 50_000  # of a policy with sizes of its own; a second to play
 _WIDTH = 4  # bytes of a parameter
 
 
@@ -68,7 +70,8 @@ def predict(
     Args:
         profile: The model.
         link: The network. DDP has no servers: where the link has some, it is given an all-reduce.
-        policies: Scheduling policies beside ByteScheduler's own: names, functions or ``"module:function"``.
+        policies: Scheduling policies beside ByteScheduler's own: names, functions or ``"module:function"``. One that
+            makes more than 50,000 slices of the model is left out.
 
     Returns:
         The computation alone, the lower bound, DDP with its default and its best buckets, each policy, ByteScheduler
@@ -86,7 +89,11 @@ def predict(
         Prediction("lower bound", lower_bound(profile, link), None),
         _simulated("ddp, default buckets", profile, link.without_servers, [Schedule.ddp()]),
         best_ddp(profile, link),
-        *(_simulated(policy.name, profile, link, [policy_schedule(profile, link, policy)]) for policy in asked),
+        *(
+            _simulated(policy.name, profile, link, [policy_schedule(profile, link, policy)])
+            for policy in asked
+            if slices(profile, policy) <= _MOST_SLICES
+        ),
         _simulated("bytescheduler, own sizes", profile, link, [chosen]),
         best_scheduled(profile, link),
     ]
@@ -100,6 +107,12 @@ def predict(
     if link.workers > 1 and link.architecture == "allreduce":
         lines += compressed_predictions(profile, link)
     return tuple(lines)
+
+
+def slices(profile: ModelProfile, policy: SchedulingPolicy) -> int:
+    """Into how many pieces a policy with a partition size of its own cuts the model; 1 for any other."""
+    parameters = max(-(-profile.parameter_bytes // _WIDTH), 1)
+    return -(-parameters // (policy.own_partition_size(parameters) or parameters))
 
 
 def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPolicy) -> Schedule:
@@ -180,9 +193,12 @@ def chosen_schedule(
         in_shards=clipping is not None,
         architecture=link.architecture,
     )
+    coarser = 1
+    if link.architecture == "ps":  # whose partitions of a very large model are so many that larger ones are played
+        coarser = max(profile.parameter_bytes // (sizes.partition_size * _WIDTH * _MOST_PIECES), 1)
     return Schedule.scheduled(
-        partition_bytes=sizes.partition_size * _WIDTH,
-        credit_bytes=sizes.credit * _WIDTH,
+        partition_bytes=coarser * sizes.partition_size * _WIDTH,
+        credit_bytes=coarser * sizes.credit * _WIDTH,
         bucket_bytes=sizes.bucket_bytes,
         clipping=clipping,
     )
