@@ -140,7 +140,7 @@ def measure(case: Case, rounds: int = 1) -> list[dict[str, list[Fit]]]:
     """Fits by rank and contender."""
     ranks = len(case.speeds)
     with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(  # type: ignore[no-untyped-call]
+        processes.start_processes(
             _rank, args=(ranks, free_port(), case, rounds, folder), nprocs=ranks, start_method="spawn"
         )
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
