@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -249,13 +250,16 @@ def test_a_step_without_any_sample_has_no_gradient() -> None:
 # ---------------------------------------------------------------------- who waits
 
 
-class TellsBackward(Tower):
-    """Tells when a backward pass of an overlapped step has ended on this rank's training thread."""
+_STEPS = 4
 
-    ended: threading.Event
+
+class TellsBackward(Tower):
+    """Tells when each backward pass has ended on this rank's training thread."""
+
+    ended: Iterator[threading.Event]
 
     def on_after_backward(self) -> None:
-        self.ended.set()
+        next(self.ended).set()
 
 
 def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
@@ -264,24 +268,21 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
     From the second step on, what all ranks posted is known here only when the training thread is through with the
     backward pass that its gradients are weighed in. If it waited for that, it would wait in vain.
     """
-    ended = threading.Event()
+    ended = [threading.Event() for _ in range(_STEPS)]
     held: list[bool] = []
     wait_unless = number_exchange.wait_unless
 
     def wait_late(*arguments: Any, **options: Any) -> None:
         wait_unless(*arguments, **options)
-        if len(held) or threading.current_thread().name != "bytescheduler-counts":
-            held.append(ended.wait(20.0))
-        else:
-            held.append(True)  # the first step waits for its gradients
-        ended.clear()
+        first = not held  # which waits for its gradients
+        held.append(first or ended[len(held)].wait(20.0))
 
     def made() -> TellsBackward:
         model = TellsBackward(dropout=0.0)
-        model.ended = ended
+        model.ended = iter(ended)
         return model
 
-    recipe = Recipe(model=made, steps=6)
+    recipe = Recipe(model=made, steps=_STEPS)
     with patch.object(number_exchange, "wait_unless", wait_late):
         outcome = train(rank, recipe, Run(options={**SIZES, "weighting": "samples"}, network="plain"))
     assert outcome.statistics is not None
@@ -291,7 +292,7 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
 def test_the_training_thread_does_not_wait_for_counts(two_ranks: RankPool) -> None:
     for held, overlapped in two_ranks.run(fit_with_late_counts):
         assert all(held), "the backward pass has waited for them"
-        assert overlapped == 5
+        assert overlapped == _STEPS - 1
 
 
 def test_an_exchange_that_fails_says_so_and_ends() -> None:

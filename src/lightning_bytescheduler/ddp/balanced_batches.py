@@ -194,6 +194,11 @@ class AgreedShares:
         saved = self.balance.saved()
         return None if saved is None else 1e3 * saved
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the plan says of them."""
+        return {"batch_shares": self.present, "waiting_saved_ms": self.saved_ms}
+
     def metrics(self) -> dict[str, float]:
         """What is logged."""
         found = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}

@@ -248,9 +248,7 @@ class ByteSchedulerStrategy(RankStrategy):
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         plan, shares = self._gradients.plan, self._shares
-        if plan is None or shares is None:
-            return plan
-        return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
+        return plan if plan is None or shares is None else replace(plan, **shares.facts)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """See RankStrategy."""
@@ -284,6 +282,7 @@ class ByteSchedulerStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
+            self._shares = None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
