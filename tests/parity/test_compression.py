@@ -179,7 +179,8 @@ class Sometimes(Tower):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         slope = slope_of(batch_idx, self.trainer.global_rank)
-        loss: Any = super().training_step(batch, batch_idx) + (self.always * slope).sum()
+        loss: Any = super().training_step(batch, batch_idx)
+        loss = loss + (self.always * slope).sum()
         return loss + (self.rarely * slope).sum() if batch_idx % 3 == 0 else loss
 
 
