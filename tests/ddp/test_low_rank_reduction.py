@@ -158,6 +158,23 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(results: list[dict[s
         assert np.allclose(ofs["spoiled"].residuals["weight"], ofs["before"].residuals["weight"], atol=1e-6)
 
 
+def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> None:
+    """It is found to have overflowed somewhere when the next one begins, under half the loss scale."""
+    weight, residuals, scale = nn.Parameter(torch.zeros(40, 50)), Residuals(), 8.0
+    rules = CompressionRules.resolve("powersgd:1", 0)
+    assert rules is not None
+    known = GradientCompression(
+        rules, {"weight": weight}, residuals, statistics=SchedulerStatistics(), loss_scale=lambda: scale
+    )
+    known.begin_step()
+    residuals.of("weight", 2000).fill_(3.0)
+    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1) is not None
+    residuals.of("weight", 2000).fill_(5.0)  # what the step leaves
+    scale = 4.0
+    known.begin_step()
+    assert torch.equal(residuals.of("weight", 2000), torch.full((2000,), 1.5))
+
+
 def test_which_gradients_are_matrices() -> None:
     assert matrix_shape(nn.Parameter(torch.zeros(40, 24)), 4) == (40, 24)
     assert matrix_shape(nn.Parameter(torch.zeros(40, 6, 2, 2)), 4) == (40, 24)

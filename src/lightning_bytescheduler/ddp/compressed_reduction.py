@@ -172,7 +172,9 @@ class GradientCompression:
                 others.append((parameter, at, at + size))
             else:
                 right = self._residuals.right_of(name, shape[1], codec.rank)
-                residual = self._residuals.of(name, size)
+                residual, before = self._residuals.to_change(name, size)
+                if before is not None:
+                    before.copy_(residual)
                 if self._idle(parameter):
                     matrices.append(Matrix(at, shape, torch.zeros_like(residual), right, later=residual))
                 else:
