@@ -1,9 +1,9 @@
 """The process of one shard, and what the coordinator asks of it: frames over a pair of sockets, memory as descriptors.
 
-``python -m lightning_bytescheduler.coordinator.shard_process FILE_DESCRIPTOR`` answers one request after the other until
-its coordinator is gone, whose end of the pair the system then closes. Signals that are meant for the coordinator, such
-as Ctrl+C, it leaves to it. It decides nothing and keeps nothing over a round: it knows neither workers nor rounds, only
-which pieces of which buffers it is to read and to write.
+``python -m lightning_bytescheduler.coordinator.shard_process FILE_DESCRIPTOR`` answers one request after the other
+until its coordinator is gone, whose end of the pair the system then closes. Signals that are meant for the coordinator,
+such as Ctrl+C, it leaves to it. It decides nothing and keeps nothing over a round: it knows neither workers nor rounds,
+only which pieces of which buffers it is to read and to write.
 
 A frame is its length in 4 bytes, with the descriptors of buffers that it names for the first time, and MessagePack.
 """
