@@ -35,7 +35,6 @@ import torch
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator import buffers
-from lightning_bytescheduler.coordinator import shards as shard_processes
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.packed_state import pack, tensor_chunks
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -119,7 +118,7 @@ def _target(folder: Path, token: str, shards: int) -> Iterator[CoordinatorServer
         shards=shards,
     )
     if shards > 1:  # its updates are small
-        buffers.LARGE = shard_processes.LARGE = 1
+        buffers.LARGE = 1
     slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
     keeper = StateKeeper(str(folder / "state"))
     with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=slices) as server:

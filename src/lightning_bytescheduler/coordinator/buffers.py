@@ -32,9 +32,13 @@ class BufferPool:
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
 
+    def reuses(self, length: int) -> bool:
+        """Whether buffers of so many bytes are used again."""
+        return length >= LARGE
+
     def take(self, length: int) -> Tensor:
         """A buffer of so many bytes, which hold anything."""
-        if length < LARGE:
+        if not self.reuses(length):
             return torch.empty(length, dtype=torch.uint8)
         with self._lock:
             free = []

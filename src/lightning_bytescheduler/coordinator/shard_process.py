@@ -58,7 +58,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     payload: int
     weight: int
-    extents: tuple[tuple[float, float], ...] = ()
+    extents: tuple[Extent, ...] = ()
 
 
 class Look(_Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         error: In words, if it failed.
     """
 
-    extents: tuple[tuple[float, float], ...] = ()
+    extents: tuple[Extent, ...] = ()
     error: str | None = None
 
 
@@ -218,17 +218,10 @@ class _Shard:
 
     def _look(self, work: Look) -> Answer:
         pieced, payload = self._format(work.form), self._buffers[work.payload]
-        return Answer(extents=tuple(tuple(pieced.extent(payload, index)) for index in work.pieces))
+        return Answer(extents=tuple(pieced.extent(payload, index) for index in work.pieces))
 
     def _addends(self, work: Add | Encode) -> list[Addend]:
-        return [
-            Addend(
-                self._buffers[one.payload],
-                one.weight,
-                _at(work.pieces, [Extent(*extent) for extent in one.extents]),
-            )
-            for one in work.updates
-        ]
+        return [Addend(self._buffers[one.payload], one.weight, _at(work.pieces, one.extents)) for one in work.updates]
 
     def _sum(self, work: Add | Encode) -> PieceSums:
         found = self._sums.get(work.sum)

@@ -35,7 +35,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.buffers import LARGE
 from lightning_bytescheduler.coordinator.extents import Extent
 from lightning_bytescheduler.coordinator.piece_sums import Addend, MeanPlace
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
@@ -80,8 +79,8 @@ class Shards:
         self,
         count: int,
         *,
-        on_restart: Callable[[], None] = lambda: None,
-        on_lost: Callable[[BaseException], None] = lambda error: None,
+        on_restart: Callable[[], object] = lambda: None,
+        on_lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         if not hasattr(socket, "send_fds"):
             raise UnsupportedError("Shards of a coordinator need Linux or macOS: use --shards 1 here.")
@@ -103,7 +102,7 @@ class Shards:
 
     def serves(self, pieced: PiecedFormat) -> bool:
         """Whether payloads of a format are shared: of small ones, asking costs more than the work."""
-        return min(pieced.payload_bytes, pieced.of_means.payload_bytes) >= LARGE
+        return self.buffers.reuses(min(pieced.payload_bytes, pieced.of_means.payload_bytes))
 
     def look(self) -> None:
         """Start those again that were killed while they had nothing to do; returns at once."""
@@ -123,7 +122,7 @@ class Shards:
         answers = await asyncio.gather(*(shard.ask(work, [payload]) for shard, work in works))
         found: dict[int, Extent] = {}
         for (_, work), answer in zip(works, answers, strict=True):
-            found.update(zip(work.pieces, (Extent(*extent) for extent in answer.extents), strict=True))
+            found.update(zip(work.pieces, answer.extents, strict=True))
         return [found[index] for index in indices]
 
     def sums_of(self, pieced: PiecedFormat) -> _ShardSums:
@@ -192,7 +191,7 @@ class _ShardSums:
             Share(
                 payload=shared(one.payload).number,
                 weight=one.weight,
-                extents=tuple(tuple(one.extents[index]) for index in pieces),
+                extents=tuple(one.extents[index] for index in pieces),
             )
             for one in updates
         )
@@ -216,8 +215,8 @@ class _Shard:
         self,
         number: int,
         buffers: SharedBuffers,
-        on_restart: Callable[[], None],
-        on_lost: Callable[[BaseException], None],
+        on_restart: Callable[[], object],
+        on_lost: Callable[[BaseException], object],
     ) -> None:
         self._number = number
         self._buffers = buffers
@@ -248,6 +247,7 @@ class _Shard:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl+C is for the coordinator
             )
         ours.settimeout(_LONGEST_S)
         self._channel = ours
