@@ -6,20 +6,20 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireDtype, WireFormat
-from lightning_bytescheduler.coordinator import buffers
+from lightning_bytescheduler.coordinator import buffers, shard_process
 from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -31,7 +31,7 @@ from tests.coordinator.runs import in_a_run, options_of, updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
 
 ELEMENTS, PIECE = 1500, 256
-GONE_S = 20.0
+ENDS_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +132,8 @@ def test_one_that_is_killed_is_started_again_and_nothing_is_lost(
         one = Summed(pieced, executor, by)
         for weight in (1, 2):
             await one.add(update, weight=weight)
-            if by is not None:
-                kill(by.processes[weight - 1])
+        if by is not None:
+            kill(by.processes[0])
         return (await one.mean())[0]
 
     with ThreadPoolExecutor(1) as executor, caplog.at_level(logging.WARNING):
@@ -208,25 +208,22 @@ def test_a_run_goes_on_over_a_killed_shard_and_leaves_nobody(tmp_path: Path) -> 
     assert chains[0] == chains[1]  # of the digests of all means
 
 
-def test_shards_end_with_a_coordinator_that_is_killed() -> None:
-    program = """
-        from lightning_bytescheduler.coordinator.shards import Shards
-        shards = Shards(1)
-        shards.start()
-        print(shards.processes[0], flush=True)
-        input()
-    """
-    coordinator = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with coordinator:
-        assert coordinator.stdout is not None
-        process = int(coordinator.stdout.readline())
-        coordinator.kill()
-    ends = time.monotonic() + GONE_S
-    while is_there(process) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not is_there(process)
+def test_a_shard_ends_when_its_coordinator_is_gone_and_not_before() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", shard_process.__name__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    with process, ours:
+        ours.settimeout(ENDS_S)
+        request = shard_process.Request(work=shard_process.Clear(sum=1, pieces=()))
+        for number in (signal.SIGINT, signal.SIGTERM, None):
+            shard_process.send(ours, request)
+            assert msgspec.msgpack.decode(shard_process.receive(ours)[0], type=shard_process.Answer).error is None
+            if number is not None:
+                process.send_signal(number)
+        ours.shutdown(socket.SHUT_RDWR)  # as the system does with a process that is killed
+        assert process.wait(ENDS_S) == 0
 
 
 def test_where_memory_cannot_be_handed_over_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
