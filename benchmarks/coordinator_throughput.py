@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -59,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
         wire_dtype=options.wire_dtype, inner_steps=options.inner_steps, samples_per_round=options.samples_per_round
     )
     rounds = RoundOptions(start_workers=options.workers, quorum=0.0, grace=600.0, silent_after=600.0)
-    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0)
+    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0, shards=options.shards)
     with CoordinatorServer(own) as server, Garbage.collected_rarely():
         idle = _IdleServer(options.payload_bytes)
         print(json.dumps({"coordinator": server.url, "idle": idle.start(server)}), flush=True)
@@ -199,11 +200,14 @@ def _model(parameters: int) -> tuple[protocol.ModelParameter, ...]:
 def updates(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a push and a pull, with and without work."""
     found: dict[str, Any] = {}
-    for wire_dtype in WIRE_DTYPES:
-        if wire_dtype not in options.wire_dtypes.split(","):
-            continue
+    asked = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype in options.wire_dtypes.split(",")]
+    counts = [int(count) for count in options.shards.split(",")]
+    workers = [int(count) for count in options.workers.split(",")]
+    for wire_dtype, options.workers, shards in itertools.product(asked, workers, counts):
         payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
-        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes)
+        server = _Server(
+            wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes, shards=shards
+        )
         try:
             times = asyncio.run(_updates(server.urls, options, wire_dtype))
             peak = server.peak_bytes
@@ -211,14 +215,19 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
             server.close()
         ratio = statistics.median(times["idle"]) / statistics.median(times["coordinator"])
         print(
-            f"{wire_dtype}, {options.workers} workers: {2 * payload_bytes / 1e6:.0f} MB up and down for each: "
+            f"{wire_dtype}, {options.workers} workers, {shards} shards: "
+            f"{2 * payload_bytes / 1e6:.0f} MB up and down for each: "
             f"idle server {_shown(times['idle'])}, "
             f"coordinator {_shown(times['coordinator'])} "
             f"(push {_shown(times['push'])}, merge {_shown(times['merge'])}, "
             f"pull {_shown(times['pull'])}): {ratio:.2f}x; peak {peak / 1e9:.2f} GB",
             flush=True,
         )
-        found[wire_dtype] = {"ratio": ratio, "peak_bytes": peak, **times}
+        found[f"{wire_dtype}, {options.workers} workers, {shards} shards"] = {
+            "ratio": ratio,
+            "peak_bytes": peak,
+            **times,
+        }
     return found
 
 
@@ -363,7 +372,8 @@ def main() -> None:
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--pause", type=float, default=0.4, help="seconds after each round, for the outer step")
     one.add_argument("--wire-dtypes", default="fp32,bf16,int8")
-    one.add_argument("--workers", type=int, default=2)
+    one.add_argument("--workers", default="2", help="as many, or several numbers with commas")
+    one.add_argument("--shards", default="1", help="of the coordinator; or several numbers with commas")
     one.add_argument("--spread", type=int, default=0, help="1: magnitudes that differ by 2^40, log-normal")
     one.set_defaults(run=updates)
     other = actions.add_parser("reports")
@@ -374,6 +384,7 @@ def main() -> None:
     served = actions.add_parser("serve")
     served.add_argument("--wire-dtype", default="fp32")
     served.add_argument("--workers", type=int, default=1)
+    served.add_argument("--shards", type=int, default=1)
     served.add_argument("--inner-steps", type=int)
     served.add_argument("--samples-per-round", type=int)
     served.add_argument("--payload-bytes", type=int, default=1)

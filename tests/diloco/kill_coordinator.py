@@ -30,6 +30,13 @@ from tests.diloco.coordinated_workers import ThreadWorker
 from tests.support.rank_pool import free_port
 
 _START_S = 60.0
+_SHARING = """
+import sys
+from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.coordinator import buffers
+buffers.LARGE = 1  # the model is small
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def main() -> int:
@@ -38,6 +45,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shards", type=int, default=1, help="of the coordinator; each is killed as often as it")
     asked = parser.parse_args()
     console, moments = Console(stderr=True), random.Random(asked.seed)
     port = free_port()
@@ -45,16 +53,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         state = str(Path(folder) / "state")
-        process = _start(port, state, log)
+        process = _start(port, state, log, asked.shards)
         try:
             _until_there(url, process, log)
             workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
             with Progress(console=console) as progress:
                 for _ in progress.track(range(asked.kills), description="kills"):
                     time.sleep(moments.uniform(0.2, 2.0))
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-                    process = _start(port, state, log)
+                    shards = _children(process)
+                    chosen = moments.randrange(asked.shards + 1) if asked.shards > 1 else 0
+                    if 0 < chosen <= len(shards):
+                        os.kill(shards[chosen - 1], signal.SIGKILL)
+                    else:
+                        process.send_signal(signal.SIGKILL)
+                        process.wait()
+                        process = _start(port, state, log, asked.shards)
                     _until_there(url, process, log)
                     _until_merged(url, process, log)
                     for worker in workers:
@@ -83,7 +96,16 @@ def main() -> int:
     return int(failed)
 
 
-def _start(port: int, state: str, log: Path) -> subprocess.Popen[bytes]:
+def _children(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that it has started."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _start(port: int, state: str, log: Path, shards: int) -> subprocess.Popen[bytes]:
     options = {
         "--bind": f"127.0.0.1:{port}",
         "--state": state,
@@ -91,11 +113,13 @@ def _start(port: int, state: str, log: Path) -> subprocess.Popen[bytes]:
         "--outer-lr": "1",
         "--outer-momentum": "0",
         "--state-lease-s": "15",
+        "--shards": str(shards),
     }
     words = [word for pair in options.items() for word in pair]
+    command = ["-m", "lightning_bytescheduler"] if shards == 1 else ["-c", _SHARING]
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words],
+            [sys.executable, *command, "coordinator", *words],
             stdout=out,
             stderr=out,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -11,7 +11,7 @@ add them up without rounding, and the sum is exact in any order. Else each produ
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,9 +41,13 @@ class Weighted(NamedTuple):
     extent: Extent
 
 
-def is_exact(parts: Sequence[Weighted]) -> bool:
-    """Whether :func:`exact_mean` can form their mean: what is larger is for ``WeightedMean``."""
-    return sum(part.weight * part.extent.largest for part in parts) <= MOST_SPLIT
+def is_exact(parts: Iterable[tuple[int, Extent]]) -> bool:
+    """Whether :func:`exact_mean` can form the mean of payloads: what is larger is for ``WeightedMean``.
+
+    Args:
+        parts: Weight and extent of each.
+    """
+    return sum(weight * extent.largest for weight, extent in parts) <= MOST_SPLIT
 
 
 def exact_mean(parts: Sequence[Weighted], wire: WireFormat, elements: int) -> Iterator[Tensor]:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.buffers import BufferPool
+from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
+from lightning_bytescheduler.coordinator.shards import Shards
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
@@ -86,6 +88,7 @@ class GlobalWeights:
         executor: Of the threads.
         keep_rounds: Means of that many rounds are kept,
         keep_bytes: if together they do not take more than this. The last is always kept.
+        shards: Add up and encode what is large, in place of the threads; ``None`` for none.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class GlobalWeights:
         executor: Executor,
         keep_rounds: int = 8,
         keep_bytes: int = 2**30,
+        shards: Shards | None = None,
     ) -> None:
         self.executor = executor
+        self._shards = shards
         self._optimizer = OuterOptimizer(
             {one.name: weights[one.name] for one in model}, lr=options.outer_lr, momentum=options.outer_momentum
         )
@@ -109,7 +114,7 @@ class GlobalWeights:
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment
-        self._buffers = BufferPool()
+        self._buffers = BufferPool() if shards is None else shards.buffers
         # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
         self._residuals: dict[int, Tensor] = {}
         self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
@@ -119,7 +124,16 @@ class GlobalWeights:
 
     def sum_of(self, fragment: int) -> UpdateSum:
         """A sum of nothing, for updates of a fragment."""
-        return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self.executor)
+        spare = self._spare.pop(fragment, None)
+        if spare is not None:
+            return spare
+        pieced, shards = self.formats[fragment], self._shards
+        by = shards.sums_of(pieced) if shards is not None and shards.serves(pieced) else None
+        return UpdateSum(pieced, self.executor, by=by)
+
+    def inspection_of(self, fragment: int, payload: Tensor) -> Inspection:
+        """The check of an update of a fragment, while it comes in."""
+        return Inspection(self.formats[fragment], payload, self.executor, shards=self._shards)
 
     async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> KeptMean:
         """The mean of a round, encoded and kept.
@@ -138,22 +152,14 @@ class GlobalWeights:
                 payload, digest = only.payload, only.digest  # it loses nothing: what was lost before stays so
             else:
                 payload = self._buffers.take(pieced.of_means.payload_bytes)
+                known = self._residuals.get(fragment)
                 if pieced.wire.keeps_residuals:
-                    known = self._residuals.get(fragment)
-                    self._lost = torch.zeros(pieced.elements) if known is None else known.clone()
-                loop = asyncio.get_running_loop()
-                works = (
-                    loop.run_in_executor(self.executor, self._encode, sums, payload, round, index, self._lost)
-                    for index in range(len(pieced.pieces))
-                )
-                await asyncio.gather(*works)
-                digest = await loop.run_in_executor(self.executor, digest_of, payload)
+                    self._lost = self._buffers.take(4 * pieced.elements).view(torch.float32)
+                await sums.encode_mean(payload, round=round, known=known, lost=self._lost)
+                digest = await asyncio.get_running_loop().run_in_executor(self.executor, digest_of, payload)
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
         self._keep(mean)
         return mean
-
-    def _encode(self, sums: UpdateSum, payload: Tensor, round: int, index: int, lost: Tensor | None) -> None:
-        sums.encode_mean(payload, index, seed=sums.pieced.seed(round, index), residual=lost)
 
     async def step(self, mean: KeptMean, sums: UpdateSum | None) -> None:
         """Take the outer step along what :meth:`mean` has returned, whose sum is not needed any more."""
@@ -243,7 +249,8 @@ class GlobalWeights:
             known = int(fragment) if fragment.isdecimal() else -1
             if not 0 <= known < len(self.formats) or tensor.shape != (self.formats[known].elements,):
                 raise OptionError("state", f"residual of fragment {fragment}", "of the same model as the run's")
-            self._residuals[known] = tensor.float()
+            # In memory that can be shared, as everything that a mean is formed of.
+            self._residuals[known] = self._buffers.take(4 * tensor.numel()).view(torch.float32).copy_(tensor)
 
 
 def weights_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -> dict[str, Tensor]:

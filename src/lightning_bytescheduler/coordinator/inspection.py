@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.extents import Extent
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
+from lightning_bytescheduler.coordinator.shards import Shards
 from lightning_bytescheduler.coordinator.spool import view_of
 
 __all__ = ["Inspection"]
@@ -24,14 +25,18 @@ class Inspection:
         pieced: Its format.
         payload: Filled from the front.
         executor: Of the threads.
+        shards: Look at the numbers of what is large, in place of the threads; ``None`` for none.
     """
 
-    def __init__(self, pieced: PiecedFormat, payload: Tensor, executor: Executor) -> None:
+    def __init__(
+        self, pieced: PiecedFormat, payload: Tensor, executor: Executor, *, shards: Shards | None = None
+    ) -> None:
         with importing("The coordinator", extra="coordinator"):
             import xxhash
         self._pieced = pieced
         self._payload = payload
         self._executor = executor
+        self._shards = shards if shards is not None and shards.serves(pieced) else None
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
         self._extents: list[Extent] = []  # of the first pieces
@@ -42,19 +47,35 @@ class Inspection:
         if filled - self._hashed >= _AT_ONCE and (self._job is None or self._job.done()):
             if self._job is not None:
                 self._job.result()
-            self._job = asyncio.get_running_loop().run_in_executor(self._executor, self._check, filled)
+            self._job = asyncio.ensure_future(self._check(filled))
 
     async def finish(self) -> tuple[str, list[Extent]]:
         """The digest in hexadecimal digits, and the extent of each piece: infinite if a number is not finite."""
         if self._job is not None:
             await self._job
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._check, self._payload.numel())
+        await self._check(self._payload.numel())
         return self._hash.hexdigest(), self._extents
 
-    def _check(self, filled: int) -> None:
+    async def _check(self, filled: int) -> None:
+        loop, shards, indices = asyncio.get_running_loop(), self._shards, self._pieces(filled)
+        if shards is None:
+            await loop.run_in_executor(self._executor, self._look, filled, indices)
+            return
+        hashing = loop.run_in_executor(self._executor, self._digest, filled)
+        extents, _ = await asyncio.gather(shards.extents(self._pieced, self._payload, indices), hashing)
+        self._extents += extents
+
+    def _pieces(self, filled: int) -> range:
+        """Those that are complete, and were not looked at."""
+        first = last = len(self._extents)
+        while last < len(self._pieced.pieces) and self._pieced.end_of(last) <= filled:
+            last += 1
+        return range(first, last)
+
+    def _digest(self, filled: int) -> None:
         self._hash.update(view_of(self._payload)[self._hashed : filled])
         self._hashed = filled
-        pieced, extents = self._pieced, self._extents
-        while len(extents) < len(pieced.pieces) and pieced.end_of(len(extents)) <= filled:
-            extents.append(pieced.extent(self._payload, len(extents)))
+
+    def _look(self, filled: int, indices: range) -> None:
+        self._digest(filled)
+        self._extents += [self._pieced.extent(self._payload, index) for index in indices]

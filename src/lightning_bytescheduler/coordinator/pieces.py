@@ -31,23 +31,25 @@ class PiecedFormat:
     Args:
         wire: The format.
         elements: Of the whole.
+        piece: Elements of a piece; 0 for ``PIECE``.
     """
 
-    def __init__(self, wire: WireFormat, elements: int) -> None:
+    def __init__(self, wire: WireFormat, elements: int, piece: int = 0) -> None:
         self.wire = wire
         self.elements = elements
+        self.piece = piece or PIECE
         self.payload_bytes: int = wire.payload_bytes(elements)
         self._bits = _ELEMENT_BITS.get(wire.dtype, 0)
-        piece = PIECE if self._bits else elements
-        self.pieces = [(start, min(start + piece, elements)) for start in range(0, elements, piece)]
+        length = self.piece if self._bits else elements
+        self.pieces = [(start, min(start + length, elements)) for start in range(0, elements, length)]
         self._scales = self.payload_bytes - self._element_bytes(elements)
-        self._scales_of_piece = wire.payload_bytes(PIECE) - self._element_bytes(PIECE)
+        self._scales_of_piece = wire.payload_bytes(self.piece) - self._element_bytes(self.piece)
 
     @cached_property
     def of_means(self) -> PiecedFormat:
         """The same for the means of such payloads."""
         wire = self.wire.of_means
-        return self if wire == self.wire else PiecedFormat(wire, self.elements)
+        return self if wire == self.wire else PiecedFormat(wire, self.elements, self.piece)
 
     def _element_bytes(self, elements: int) -> int:
         return -(-elements * self._bits // 8)

@@ -7,7 +7,6 @@ from the moment that they are opened, so that nothing is left of a process that 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import tempfile
 from typing import Any
 
@@ -47,8 +46,7 @@ class Spooled:
         else:
             with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
                 file.truncate(length)
-                mapped = mmap.mmap(file.fileno(), length)
-            self.payload = torch.frombuffer(mapped, dtype=torch.uint8)
+                self.payload = spool.buffers.of_file(file, length)
         self._view = view_of(self.payload)
         self.filled = 0
 
@@ -86,15 +84,16 @@ class Spool:
         folder: For files; ``None`` for that of temporary files.
         limit: Bytes of all together.
         memory: Of these, in memory.
+        buffers: Where that memory comes from.
     """
 
-    def __init__(self, folder: str | None, *, limit: int, memory: int) -> None:
+    def __init__(self, folder: str | None, *, limit: int, memory: int, buffers: BufferPool | None = None) -> None:
         self.folder = folder
         self._limit = limit
         self._memory_limit = min(memory, limit)
         self._taken = 0
         self._in_memory = 0
-        self.buffers = BufferPool()
+        self.buffers = BufferPool() if buffers is None else buffers
         self._waiting: list[asyncio.Future[None]] = []
 
     @property

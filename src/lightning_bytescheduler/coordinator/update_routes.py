@@ -119,7 +119,7 @@ class UpdateRoutes:
             self._uploads[key] = task
         try:
             spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
-            inspection = Inspection(weights.formats[offer.fragment], spooled.payload, weights.executor)
+            inspection = weights.inspection_of(offer.fragment, spooled.payload)
             try:
                 await self._receive(request, spooled, inspection)
             except BaseException:

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.exact_mean import Weighted, exact_mean, is_exact
+from lightning_bytescheduler.coordinator.exact_mean import is_exact
 from lightning_bytescheduler.coordinator.extents import Extent
+from lightning_bytescheduler.coordinator.piece_sums import Addend, MeanPlace, PieceSums
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
-from lightning_bytescheduler.diloco.weighted_mean import FINEST, LARGEST, MOST_WEIGHT, WeightedMean
+from lightning_bytescheduler.diloco.weighted_mean import FINEST, LARGEST, MOST_WEIGHT
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Update", "UpdateSum"]
+__all__ = ["Summation", "Update", "UpdateSum"]
 
-_PIECE = "piece"
 _SUM_BYTES = 16  # of an element
-_CPU = torch.device("cpu")
 
 
 class Update:
@@ -55,6 +53,49 @@ class Update:
         return min((extent.unit for extent in self.extents), default=math.inf)
 
 
+class Summation(Protocol):
+    """Who adds updates up and writes their mean, all pieces of them: threads of this process, or shards."""
+
+    async def add(self, updates: Sequence[Addend]) -> None:
+        """See ``PieceSums.add``."""
+        ...
+
+    async def encode(self, held: Sequence[Addend], place: MeanPlace) -> None:
+        """See ``PieceSums.encode``."""
+        ...
+
+    async def clear(self) -> None:
+        """See ``PieceSums.clear``."""
+        ...
+
+
+class _Threads:
+    """Adds up in threads of this process.
+
+    Args:
+        pieced: The format of the updates.
+        executor: Of the threads.
+    """
+
+    def __init__(self, pieced: PiecedFormat, executor: Executor) -> None:
+        self._sums = PieceSums(pieced)
+        self._executor = executor
+
+    async def add(self, updates: Sequence[Addend]) -> None:
+        await self._of_pieces(lambda index: self._sums.add(updates, index))
+
+    async def encode(self, held: Sequence[Addend], place: MeanPlace) -> None:
+        await self._of_pieces(lambda index: self._sums.encode(held, place, index))
+
+    async def clear(self) -> None:
+        await self._of_pieces(self._sums.clear)
+
+    async def _of_pieces(self, work: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        indices = range(len(self._sums.pieced.pieces))
+        await asyncio.gather(*(loop.run_in_executor(self._executor, work, index) for index in indices))
+
+
 class UpdateSum:
     """Sum of one fragment's updates in one round. Its methods are called on the event loop, its work is done elsewhere.
 
@@ -62,18 +103,17 @@ class UpdateSum:
 
     Args:
         pieced: The format of the updates.
-        executor: Of the threads that add.
+        executor: Of the threads that add,
+        by: unless somebody else does.
     """
 
-    def __init__(self, pieced: PiecedFormat, executor: Executor) -> None:
+    def __init__(self, pieced: PiecedFormat, executor: Executor, *, by: Summation | None = None) -> None:
         self.pieced = pieced
-        self._executor = executor
+        self._work = _Threads(pieced, executor) if by is None else by
         self._held: list[Update] = []
         size = max(pieced.payload_bytes, 1)
         self._most_held = max(_SUM_BYTES * pieced.elements // size, 1) if pieced.is_cut else 0
-        self._sums: list[WeightedMean | None] = [None] * len(pieced.pieces)
         self._summed = False  # whether something is in the sums
-        self._locks = [threading.Lock() for _ in pieced.pieces]  # each for its piece; no other is taken under one
         self._under_way = 0
         self._settled = asyncio.Event()
         self._settled.set()
@@ -137,63 +177,31 @@ class UpdateSum:
             return None
         return self._held[0]
 
-    def encode_mean(self, payload: Tensor, index: int, *, seed: int, residual: Tensor | None = None) -> None:
-        """Write the mean of one piece into a payload; for any thread, once it is settled and something was added.
-
-        Args:
-            payload: Of the whole fragment.
-            index: Of the piece.
-            seed: For its rounding.
-            residual: What former means have lost of the whole fragment; is left with what this one loses.
-        """
-        means, length = self.pieced.of_means, self.pieced.length_of(index)
-        wire, out = means.wire, means.place_of(payload, index)
-        start, stop = self.pieced.pieces[index]
-        unsent = None if residual is None else residual[start:stop]
-        sums = self._sums[index]
-        if self._summed and sums is not None:
-            part = sums.encode_mean(wire, seed=seed, out=out, residual=unsent)
-        elif self._held:
-            chunks = exact_mean(self._parts(self._held, index), self.pieced.wire, length)
-            part = wire.encode_chunks(chunks, length, device=_CPU, seed=seed, out=out, residual=unsent)
-        else:
-            raise ValueError("There is no mean: nothing was added.")
-        if out is None:
-            means.place(part, payload, index)
+    async def encode_mean(
+        self, payload: Tensor, *, round: int, known: Tensor | None = None, lost: Tensor | None = None
+    ) -> None:
+        """Write the mean into a payload; once it is settled and something was added. See ``MeanPlace``."""
+        held = [] if self._summed else [_addend(one) for one in self._held]
+        await self._work.encode(held, MeanPlace(payload, round, known, lost))
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""
         self._held = []
         if self._summed:
-            loop = asyncio.get_running_loop()
-            await asyncio.gather(
-                *(loop.run_in_executor(self._executor, one.clear) for one in self._sums if one is not None)
-            )
+            await self._work.clear()
         self._summed = False
         self._bound = 0.0
         self.weight = 0
 
     def _is_exact(self) -> bool:
-        return all(is_exact(self._parts(self._held, index)) for index in range(len(self.pieced.pieces)))
-
-    def _parts(self, updates: Sequence[Update], index: int) -> list[Weighted]:
-        part = self.pieced.part
-        return [Weighted(part(one.payload, index), one.weight, one.extents[index]) for one in updates]
+        pieces = range(len(self.pieced.pieces))
+        return all(is_exact((one.weight, one.extents[index]) for one in self._held) for index in pieces)
 
     async def _sum_held(self) -> None:
         held, self._held = self._held, []
         self._summed = True
-        await self._of_pieces(self._add_piece, held)
+        await self._work.add([_addend(one) for one in held])
 
-    async def _of_pieces(self, work: Callable[[list[Update], int], None], updates: list[Update]) -> None:
-        loop = asyncio.get_running_loop()
-        indices = range(len(self.pieced.pieces))
-        await asyncio.gather(*(loop.run_in_executor(self._executor, work, updates, i) for i in indices))
 
-    def _add_piece(self, updates: list[Update], index: int) -> None:
-        parts = [(self.pieced.part(update.payload, index), update.weight) for update in updates]
-        with self._locks[index]:
-            sums = self._sums[index]
-            if sums is None:
-                sums = self._sums[index] = WeightedMean({_PIECE: torch.empty(self.pieced.length_of(index))})
-            sums.add_several(parts, self.pieced.wire)
+def _addend(update: Update) -> Addend:
+    return Addend(update.payload, update.weight, update.extents)
