@@ -29,6 +29,7 @@ from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, sc
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
 from lightning_bytescheduler.ddp.loss_scaler import scaling_later
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     ONE_RANK,
@@ -92,6 +93,7 @@ class ScheduledGradients:
         own_buckets: Whether the user chose the sizes of DDP's buckets.
         tuning: What finds sizes while training, if anything does.
         rules: Which gradients travel compressed, if any do.
+        servers: Whether parameter servers average gradients.
 
     Attributes:
         runtime: During a fit.
@@ -108,11 +110,13 @@ class ScheduledGradients:
         own_buckets: bool,
         tuning: FitTuning | None = None,
         rules: CompressionRules | None = None,
+        servers: ServerOptions | None = None,
     ) -> None:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
         self._rules = rules
+        self._servers = ServerOptions() if servers is None else servers
         self._compression: GradientCompression | None = None
         self._strategy = strategy
         self._options = options
@@ -206,6 +210,9 @@ class ScheduledGradients:
             device=device,
             timeout=self._timeout,
             compression=None if self._rules is None else partial(self._compress, self._rules, module),
+            servers=self._servers.join(groups, board, device, timeout=self._timeout, say=rank_zero_info)
+            if self._servers.used
+            else None,
         )
         self.statistics = self.runtime.statistics
         announce(self._options, agreed)
@@ -254,6 +261,7 @@ class ScheduledGradients:
             unseen=unseen,
             held=engine.find_held(),
             whole_matrices=self._rules is not None and self._rules.whole_matrices,
+            has_servers=self._servers.used,
         )
         agree = self._strategy.reduce_boolean_decision
         # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.

@@ -35,6 +35,7 @@ from lightning_bytescheduler.ddp.fit_position import (
     shape_facts,
 )
 from lightning_bytescheduler.ddp.own_names import OwnNames
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
@@ -215,6 +216,10 @@ class ByteSchedulerStrategy(RankStrategy):
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.
+        architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
+            documentation's page on them; the weights are as with all-reduce.
+        servers: For ``architecture="ps"``: how many servers run on machines of their own, each started by
+            ``lightning-bytescheduler server``. With 0, each rank is a server besides; with fewer than ranks, both.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -258,6 +263,8 @@ class ByteSchedulerStrategy(RankStrategy):
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,
+        architecture: Literal["allreduce", "ps"] = "allreduce",
+        servers: int = 0,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -289,6 +296,7 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
+        self._servers = ServerOptions.resolve(architecture, servers, compression=compression)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
@@ -310,6 +318,7 @@ class ByteSchedulerStrategy(RankStrategy):
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
             rules=self._rules,
+            servers=self._servers,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -380,6 +389,8 @@ class ByteSchedulerStrategy(RankStrategy):
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,
+            "architecture": self._servers.architecture,
+            "servers": self._servers.servers,
             **self._ddp_kwargs,
         }
 
