@@ -357,18 +357,6 @@ def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
 
 
-def _add_coordinator(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.coordinator.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _coordinator(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.coordinator.command import run
-
-    return run(options)
-
-
 def _add_certificates(parser: argparse.ArgumentParser) -> None:
     from lightning_bytescheduler.coordinator.certificates import add_arguments
 
@@ -522,8 +510,8 @@ _COMMANDS = {
         "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
         "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
-        _add_coordinator,
-        _coordinator,
+        partial(_add_from, "coordinator.command"),
+        partial(_run_from, "coordinator.command"),
     ),
     "status": _Command(
         "show how a coordinator's run stands",

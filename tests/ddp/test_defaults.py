@@ -34,6 +34,8 @@ def test_the_defaults_of_bytescheduler() -> None:
         "compression": None,
         "compression_min_size": None,
         "max_error": None,
+        "architecture": "allreduce",
+        "servers": 0,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }
