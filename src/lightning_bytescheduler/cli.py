@@ -15,6 +15,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -355,18 +357,6 @@ def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
 
 
-def _add_coordinator(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.coordinator.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _coordinator(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.coordinator.command import run
-
-    return run(options)
-
-
 def _add_certificates(parser: argparse.ArgumentParser) -> None:
     from lightning_bytescheduler.coordinator.certificates import add_arguments
 
@@ -379,16 +369,13 @@ def _certificates(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def _add_status(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.coordinator.status import add_arguments
-
-    add_arguments(parser)
+def _add_from(module: str, parser: argparse.ArgumentParser) -> None:
+    import_module(f"lightning_bytescheduler.{module}").add_arguments(parser)
 
 
-def _status(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.coordinator.status import run
-
-    return run(options)
+def _run_from(module: str, options: argparse.Namespace) -> int:
+    code: int = import_module(f"lightning_bytescheduler.{module}").run(options)
+    return code
 
 
 def _wrapped(text: str) -> str:
@@ -523,15 +510,23 @@ _COMMANDS = {
         "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
         "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
-        _add_coordinator,
-        _coordinator,
+        partial(_add_from, "coordinator.command"),
+        partial(_run_from, "coordinator.command"),
     ),
     "status": _Command(
         "show how a coordinator's run stands",
         "Show a coordinator's workers, rounds, data and traffic, in a table that follows them until Ctrl+C.",
         "https://coordinator.example.org:7077 --ca certs/ca.pem --token-file token",
-        _add_status,
-        _status,
+        partial(_add_from, "coordinator.status"),
+        partial(_run_from, "coordinator.status"),
+    ),
+    "server": _Command(
+        "add up gradients for a training with parameter servers",
+        "Run a parameter server for a training with ByteSchedulerStrategy(architecture='ps', servers=...), until that "
+        "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
+        "--master-addr node0 --master-port 29500",
+        partial(_add_from, "collectives.server_command"),
+        partial(_run_from, "collectives.server_command"),
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",

@@ -8,7 +8,8 @@ ByteSchedulerError
 ├── SchedulerTimeoutError (TimeoutError) a bounded wait ran out
 ├── LaunchOrderError (RuntimeError)      ranks disagree about what to send next
 ├── RankFailedError (RuntimeError)       another rank failed; names the rank and the cause
-│   └── RanksDivergedError               no rank failed, but they wait for each other in different places
+│   ├── RanksDivergedError               no rank failed, but they wait for each other in different places
+│   └── ServerFailedError                a parameter server failed; names it
 ├── RanksUnreachableError (ConnectionError)  ranks found each other at the store, and cannot connect
 ├── RanksDifferError                     the ranks are not in the same training: another version, other options
 ├── CoordinatorError (RuntimeError)      the coordinator refuses this worker, and would again; has its words
@@ -31,6 +32,7 @@ __all__ = [
     "RanksUnreachableError",
     "SchedulerClosedError",
     "SchedulerTimeoutError",
+    "ServerFailedError",
     "SliceCorruptError",
     "SliceIndexError",
     "SourceUnavailableError",
@@ -125,6 +127,24 @@ class RanksDivergedError(RankFailedError):
         self.args = (cause,)
 
     def __reduce__(self) -> tuple[type[RanksDivergedError], tuple[str]]:  # type: ignore[override]
+        return (type(self), (self.cause,))
+
+
+class ServerFailedError(RankFailedError):
+    """A parameter server failed.
+
+    Args:
+        cause: Which one, and what is known of it, in words.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(None, cause)
+        self.args = (cause,)
+
+    def __str__(self) -> str:
+        return f"The {self.cause}"
+
+    def __reduce__(self) -> tuple[type[ServerFailedError], tuple[str]]:  # type: ignore[override]
         return (type(self), (self.cause,))
 
 

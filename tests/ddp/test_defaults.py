@@ -39,6 +39,8 @@ def test_the_defaults_of_bytescheduler() -> None:
         "samples": None,
         "batch_size": None,
         "max_batch_size": None,
+        "architecture": "allreduce",
+        "servers": 0,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.codec import CodecThread
 from lightning_bytescheduler.collectives.completion import CompletionThread, Place
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
-from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
+from lightning_bytescheduler.collectives.operations import Averaging, Operation, StartedOperation, all_reduce
+from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
@@ -31,6 +32,7 @@ class GradientTransport:
         group: The scheduler's data group.
         on_error: See :class:`CompletionThread`.
         device: Where gradients live.
+        push_pull: Takes the place of all-reduces, where parameter servers average gradients.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class GradientTransport:
         group: dist.ProcessGroup,
         on_error: Callable[[BaseException], BaseException],
         device: torch.device | None = None,
+        push_pull: PushPull | None = None,
     ) -> None:
         self.group = group
+        self.push_pull = push_pull
         self._started = 0
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
@@ -47,7 +51,7 @@ class GradientTransport:
         if device is not None and device.type == "cuda":
             self._streams = DeviceStreams(group, device, on_error)
         else:
-            self._completion = CompletionThread(on_error, group)
+            self._completion = CompletionThread(on_error, group if push_pull is None else push_pull.group)
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None
@@ -88,6 +92,17 @@ class GradientTransport:
             started = start(self.group, sub_task, number)
         finally:
             place.fill(started)
+
+    @property
+    def all_reduce(self) -> Averaging:
+        """What averages a part over all ranks."""
+        return all_reduce if self.push_pull is None else self.push_pull.reduce
+
+    @property
+    def wire_share(self) -> float:
+        """What :attr:`all_reduce` has each rank send for a byte."""
+        size = self.group.size()
+        return 2 * (size - 1) / size if self.push_pull is None else self.push_pull.wire_share
 
     @property
     def streams(self) -> DeviceStreams | None:

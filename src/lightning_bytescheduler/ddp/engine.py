@@ -261,7 +261,7 @@ class GradientEngine:
         context, options, number = self._context, self.options, self._step.number + 1
         context.weight = None if context.weights is None else context.weights.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
-        if as_ddp and context.compression is not None:  # messages as DDP's would not be compressed
+        if as_ddp and not context.merges:
             self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
         elif as_ddp:
             self._step = DdpModeStep(

@@ -366,6 +366,7 @@ def make_plan(
     unseen: Iterable[int] = (),
     held: Iterable[int] = (),
     whole_matrices: bool = False,
+    has_servers: bool = False,
 ) -> OverlapPlan:
     """Decide for this rank.
 
@@ -380,6 +381,7 @@ def make_plan(
         unseen: Ids of parameters that may be read without a touch.
         held: Ids of parameters whose memory somebody else can read.
         whole_matrices: Whether gradients travel as factors of matrices, which cannot be reduced in shards.
+        has_servers: Whether parameter servers average gradients.
     """
     reasons = []
     if not cross_barrier:
@@ -400,6 +402,11 @@ def make_plan(
         reasons.append(
             f"{' and '.join(needed_by)} on {device.type} needs all gradients before a step, and "
             f"{dist.get_backend(group)} cannot reduce in shards there (process_group_backend='nccl' keeps the overlap)"
+        )
+    if needed_by and has_servers:
+        reasons.append(
+            f"{' and '.join(needed_by)} needs all gradients before a step, and architecture='ps' tells no norms before "
+            "(architecture='allreduce' keeps the overlap)"
         )
     if needed_by and whole_matrices:
         reasons.append(

@@ -1,7 +1,8 @@
 """How the buckets of one backward pass become communication tasks, and when their data exists.
 
-Two ways. *All-reduce*: one task per bucket. *Sharded*, for steps that need the norm of all gradients, or have to know
-whether all are finite, before the first update (norm clipping, fp16 loss scaling)::
+Two ways. *All-reduce* (push and pull, where there are parameter servers): one task per bucket. *Sharded*, for steps
+that need the norm of all gradients, or have to know whether all are finite, before the first update (norm clipping,
+fp16 loss scaling)::
 
     reduce-scatter   of every bucket, while the backward pass runs: each rank has its shard of the reduced gradient
     norms            one exchange of a number per parameter: now every rank knows every parameter's norm
@@ -35,7 +36,6 @@ from lightning_bytescheduler.collectives.operations import (
     Operation,
     StartedOperation,
     all_gather,
-    all_reduce,
     exchange,
     reduce_scatter,
     shard_of,
@@ -190,14 +190,14 @@ class AllReduction:
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
-            tasks.averaging(all_reduce),
+            tasks.averaging(tasks.all_reduce),
             encoded=None if encoded is None else encoded.reduce,
             of=encoded,
             phase=Phase.REDUCE,
             index=bucket.index,
             priority=bucket.priority,
             cut=bucket.cut,
-            wire_share=2 * (tasks.world_size - 1) / tasks.world_size,
+            wire_share=tasks.wire_share,
             ready=ready,
             on_end=on_end,
             joinable=True,
@@ -368,6 +368,8 @@ class StepTasks:
         self.step = step
         self.device = device
         self.world_size = transport.group.size()
+        self.all_reduce = transport.all_reduce
+        self.wire_share = transport.wire_share
         self._transport = transport
         self._weight = weight
 

@@ -29,6 +29,7 @@ from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
+from lightning_bytescheduler.ddp.parameter_servers import JoinedServers
 from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -166,6 +167,7 @@ class SchedulerRuntime:
         timeout: Longest wait for one bucket; ``None`` for half an hour.
         compression: Makes what compresses gradients, if anything does, with the counters and timeline that it keeps.
         counter: Says how many samples a batch has, where ranks count by them; the groups have one for counts then.
+        servers: That average gradients, if any do; left when the runtime stops.
     """
 
     def __init__(
@@ -180,10 +182,12 @@ class SchedulerRuntime:
         timeout: timedelta | None,
         compression: Callable[[SchedulerStatistics, Timeline | None], GradientCompression] | None = None,
         counter: SampleCounter | None = None,
+        servers: JoinedServers | None = None,
     ) -> None:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
         self._groups = groups
+        self._servers = servers
         self._board = board
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self._stopped = False
@@ -213,7 +217,9 @@ class SchedulerRuntime:
             self._compression = compression(self.statistics, self._timeline)
             if self._compression.choice is not None and agreed.link is not None:
                 self._compression.choice.know_link(agreed.link.beta)
-        self._transport = GradientTransport(groups.data, self._on_error, device)
+        self._transport = GradientTransport(
+            groups.data, self._on_error, device, None if servers is None else servers.push_pull
+        )
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         self._exchange: NumberExchange | None = None
@@ -362,6 +368,8 @@ class SchedulerRuntime:
 
     def _leave_groups(self) -> None:
         idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
+        if self._servers is not None:
+            self._servers.leave(idle=idle)
         self._groups.destroy(data_idle=idle, control_idle=self._closed_in_order)
 
     def _await_landing(self, step: int | None) -> None:
@@ -378,6 +386,12 @@ class SchedulerRuntime:
     def _on_error(self, error: BaseException) -> BaseException:
         """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
         self._collectives_failed = True
+        gone = None if self._servers is None or self._core.abort_cause else self._servers.find_gone()
+        if gone is not None:
+            gone.__cause__ = error
+            self._core.abort(gone)
+            self._board.publish(gone)
+            return gone
         cause = self._core.abort_cause or self._board.explain(error)
         if is_communication_error(cause):
             cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")

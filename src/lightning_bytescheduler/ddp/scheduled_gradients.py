@@ -30,6 +30,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     ONE_RANK,
@@ -93,6 +94,7 @@ class ScheduledGradients:
         tuning: What finds sizes while training, if anything does.
         rules: Which gradients travel compressed, if any do.
         counter: Makes what says how many samples a rank's batch has, where its gradients count by them.
+        servers: Whether parameter servers average gradients.
 
     Attributes:
         runtime: During a fit.
@@ -110,6 +112,7 @@ class ScheduledGradients:
         tuning: FitTuning | None = None,
         rules: CompressionRules | None = None,
         counter: Callable[[int], SampleCounter] | None = None,
+        servers: ServerOptions | None = None,
     ) -> None:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
@@ -117,6 +120,7 @@ class ScheduledGradients:
         self._buffers: BufferBroadcast | None = None
         self._rules = rules
         self._counter = counter
+        self._servers = ServerOptions() if servers is None else servers
         self._compression: GradientCompression | None = None
         self._strategy = strategy
         self._options = options
@@ -213,6 +217,9 @@ class ScheduledGradients:
             timeout=self._timeout,
             compression=None if self._rules is None else partial(self._compress, self._rules, module),
             counter=None if self._counter is None else self._counter(groups.rank),
+            servers=self._servers.join(groups, board, device, timeout=self._timeout, say=rank_zero_info)
+            if self._servers.used
+            else None,
         )
         self.statistics = self.runtime.statistics
         announce(self._options, agreed)
@@ -264,6 +271,7 @@ class ScheduledGradients:
             unseen=unseen,
             held=engine.find_held(),
             whole_matrices=self._rules is not None and self._rules.whole_matrices,
+            has_servers=self._servers.used,
         )
         agree = self._strategy.reduce_boolean_decision
         # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.

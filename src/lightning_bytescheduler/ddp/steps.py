@@ -231,6 +231,11 @@ class StepContext:
         return AllReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
 
     @property
+    def merges(self) -> bool:
+        """Whether a step as DDP's can merge buckets; its messages go past compression and parameter servers."""
+        return self.compression is None and self.transport.push_pull is None
+
+    @property
     def choice(self) -> CompressionChoice | None:
         """What chooses in what parts travel, and is told of when gradients exist and are needed."""
         return None if self.compression is None else self.compression.choice

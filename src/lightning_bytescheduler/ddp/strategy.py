@@ -33,6 +33,7 @@ from lightning_bytescheduler.ddp.fit_position import (
     shape_facts,
 )
 from lightning_bytescheduler.ddp.own_names import OwnNames
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
@@ -127,6 +128,10 @@ class ByteSchedulerStrategy(RankStrategy):
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
             share follows its pace. Needs ``weighting="samples"``.
         max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
+        architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
+            documentation's page on them; the weights are as with all-reduce.
+        servers: For ``architecture="ps"``: how many servers run on machines of their own, each started by
+            ``lightning-bytescheduler server``. With 0, each rank is a server besides; with fewer than ranks, both.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -175,6 +180,8 @@ class ByteSchedulerStrategy(RankStrategy):
         samples: Callable[[Any], Any] | None = None,
         batch_size: Literal["balanced"] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
+        architecture: Literal["allreduce", "ps"] = "allreduce",
+        servers: int = 0,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -210,6 +217,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._weighting = Weighting(weighting, samples, compression, batch_size, max_batch_size)
         self._shares: AgreedShares | None = None
         self._loaders = 0  # of training data, that were shared out
+        self._servers = ServerOptions.resolve(architecture, servers, compression=compression)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
@@ -234,6 +242,7 @@ class ByteSchedulerStrategy(RankStrategy):
             tuning=self._tuning,
             rules=self._rules,
             counter=self._weighting.counter if self._weighting.by_samples else None,
+            servers=self._servers,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -328,6 +337,8 @@ class ByteSchedulerStrategy(RankStrategy):
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,
             **self._weighting.facts,
+            "architecture": self._servers.architecture,
+            "servers": self._servers.servers,
             **self._ddp_kwargs,
         }
 

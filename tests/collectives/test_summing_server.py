@@ -1,0 +1,140 @@
+"""A server adds up in the order of ranks, and refuses what does not fit; its port is hard to disturb."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, server_weights
+from lightning_bytescheduler.collectives.server_meeting import ServerPort, SignedOn, join_group, last_begun, sign_on
+from lightning_bytescheduler.collectives.summing_server import SummingServer
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
+from lightning_bytescheduler.failures.store import StorePresence
+
+
+def test_shares_follow_the_seeds_formula() -> None:
+    assert sum(server_weights(4, 2)[:2]) == pytest.approx(0.6)
+    assert server_weights(4, 4) == (0.25,) * 4 + (0.0,) * 4
+    assert server_weights(4, 9) == server_weights(4, 4)
+    assert server_weights(4, 0) == (0.25,) * 4
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2, 3, 4])
+def test_bytes_come_to_the_shares(servers: int) -> None:
+    weights = server_weights(4, servers)
+    shares = ByteShares(weights)
+    for index in range(600):
+        shares.next(1000 + 37 * (index % 11))
+    total = sum(shares.bytes_per_server)
+    for held, weight in zip(shares.bytes_per_server, weights, strict=True):
+        assert held <= 1.05 * weight * total
+        assert abs(held / total - weight) < 0.02
+
+
+def world(workers: int) -> list[Any]:
+    """Groups of all workers and of one server, in one process."""
+    store = dist.HashStore()
+    made: list[Any] = [None] * (workers + 1)
+
+    def join(rank: int) -> None:
+        made[rank] = join_group(store, 1, rank=rank, size=workers + 1, timeout=timedelta(seconds=20))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(workers + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
+    groups = world(3)
+    server = SummingServer(groups[3], workers=3)
+    sides = [PushPull(group, workers=3, servers=1) for group in groups[:3]]
+    for side in sides:
+        side.shares = ByteShares((1.0,))
+    parts = [torch.randn(1000) for _ in range(3)]
+    expected = parts[0] * (1 / 3) + parts[1] * (1 / 3) + parts[2] * (1 / 3)
+    started = {rank: sides[rank].reduce(groups[rank], parts[rank], 1) for rank in (2, 0, 1)}
+    for one in started.values():
+        for work in one.works:
+            work.wait()
+    assert all(torch.equal(part, expected) for part in parts)
+    assert server.under_way == 0
+    for side in sides:
+        side.close(idle=True)
+    server.wait(lambda: False)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)])
+def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
+    groups = world(2)
+    server = SummingServer(groups[2], workers=2)
+    for rank, part in enumerate((torch.zeros(4), wrong)):
+        side = PushPull(groups[rank], workers=2, servers=1)
+        side.shares = ByteShares((1.0,))
+        side.reduce(groups[rank], part, 1)
+    with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes"):
+        server.wait(lambda: False)
+    for group in groups[:2]:
+        PushPull(group, workers=2, servers=1).close(idle=False)
+
+
+def test_the_port_hangs_up_on_who_talks() -> None:
+    door = ServerPort("127.0.0.1")
+    try:
+        presence = StorePresence("127.0.0.1", door.port)
+        for _ in range(200):
+            with socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as one:
+                one.sendall(b"\x00garbage" * 20)
+        assert not presence.gone()
+        assert len(door._open) <= 201
+    finally:
+        door.close()
+    assert presence.gone()
+    presence.close()
+
+
+def test_a_number_is_taken_over_from_a_dead_server() -> None:
+    store = dist.HashStore()
+
+    def signed(door: ServerPort, pid: int) -> SignedOn:
+        return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version="1")
+
+    doors = [ServerPort("127.0.0.1") for _ in range(3)]
+    assert [sign_on(store, signed(doors[number], number)) for number in range(2)] == [0, 1]
+    doors[0].close()
+    assert sign_on(store, signed(doors[2], 2)) == 0
+    for door in doors[1:]:
+        door.close()
+
+
+def test_a_fit_that_has_its_servers_is_not_joined() -> None:
+    store = dist.HashStore()
+    assert last_begun(store) == 0
+    store.set("current", "2")
+    assert last_begun(store) == 1
+    store.set("begun/2", "")
+    assert last_begun(store) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"architecture": "push_pull", "servers": 0},
+        {"architecture": "allreduce", "servers": 2},
+        {"architecture": "ps", "servers": -1},
+        {"architecture": "ps", "servers": 1, "compression": "int8"},
+    ],
+)
+def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError) as error:
+        ServerOptions.resolve(**given)
+    assert isinstance(error.value, ByteSchedulerError)
