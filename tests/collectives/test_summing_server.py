@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, server_weights
+from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServerPort, SignedOn, join_group, last_begun, sign_on
 from lightning_bytescheduler.collectives.summing_server import SummingServer
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.scheduler.placement import server_weights
 
 
 def test_shares_follow_the_seeds_formula() -> None:
