@@ -121,8 +121,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         workers: Everyone known, by name.
         rounds: The last rounds, oldest first.
         slices: Of the data, or ``None`` where workers bring their own.
-        counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``silent``, ``expired``,
-            ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
+        counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
+            ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
             ``empty_rounds``, ``states_saved``, ``states_failed``, ``bytes_in``, ``bytes_out``, and ``refused_REASON``
             as ``serving.Refusals`` counts who was not let in.

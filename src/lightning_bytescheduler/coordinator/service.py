@@ -344,7 +344,7 @@ class CoordinatorService:
                 await self._save()
             if is_last:
                 log.info(
-                    "The run is over after round %d, with %d samples. Its weights are there for workers that have not left.",
+                    "The run is over after round %d, with %d samples. Its weights are there for who has not left yet.",
                     merge.round,
                     self.run.samples,
                 )

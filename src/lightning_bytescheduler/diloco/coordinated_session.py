@@ -482,9 +482,9 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _pause(self, shows: bool) -> Outcome:
         self._flush()
-        # Not the few steps beside the last mean, which would cut their round short: mixing keeps them for the next.
-        begun = self._trained.mixing and self._counter.steps <= self._overlap_steps
-        if self._sent is not None or (self._counter.steps and not begun):  # nor what was carried alone
+        # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
+        kept = self._overlap_steps if self._trained.mixing else 0
+        if self._sent is not None or self._counter.steps > kept:
             self._hand_in()
         with self._transport.changed:
             self._away = True
