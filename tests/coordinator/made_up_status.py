@@ -22,6 +22,7 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
         round=rounds + 1,
         phase="training",
         outer_steps=500,
+        last_round=500,
         target="65536 samples of all workers",
         left=23_120,
         weights_version=rounds,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.messages import BeginSlice, FinishSlice, Joined, JoinTracker, RequestSlice, encode
 from lightning_bytescheduler.slices.messages import decode as decode_slices
@@ -64,6 +65,37 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
     assert "Round 1: 3 samples of 1 of 1 workers" in errors
     assert any(name.startswith("state-") for name in os.listdir(tmp_path / "state"))
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_it_ends_once_the_run_is_over_and_all_have_left(stays: bool, tmp_path: Path) -> None:
+    argv = ["coordinator", "--bind", "127.0.0.1:0", "--state", str(tmp_path / "state"), "--inner-steps", "1"]
+    argv += ["--outer-steps", "1", *(["--stay"] if stays else [])]
+    command = [sys.executable, "-m", "lightning_bytescheduler", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split(" at ")[1].split(". A worker")[0]
+        asyncio.run(asyncio.wait_for(_train_and_leave(url), 20))
+        if stays:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.0)
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert ("All workers have left, and the coordinator ends" in errors) is not stays
+    assert any(name.startswith("state-") for name in os.listdir(tmp_path / "state"))
+
+
+async def _train_and_leave(url: str) -> None:
+    async with SmallWorker(url, "one", weights_of()) as one:
+        await one.join()
+        assert (await one.take_part(updates_of(1)[0], samples=3)).stop
+        await one.say(LeaveRounds(worker=one.name))
+        await asyncio.sleep(0.2)
 
 
 async def _train(url: str) -> None:

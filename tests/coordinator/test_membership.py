@@ -136,6 +136,39 @@ def test_the_leader_is_the_longest_standing_and_a_break_moves_nothing() -> None:
     assert c.connected is False
 
 
+def test_another_one_leads_once_the_leader_is_silent_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    members = membership(silence=3.0)
+    a, _ = (members.join(hello(name), 0.0) for name in "ab")
+    members.disconnect(a)
+    assert members.fall_silent(2.9) == ()
+    assert members.leader == "a"
+    assert members.fall_silent(3.0) == (a,)
+    assert members.leader == "b"
+    assert members.fall_silent(4.0) == ()
+    (line,) = caplog.messages
+    assert "a has no connection, and was not heard of for 3 s" in line
+    assert "After 10 s it is given up" in line
+    members.join(hello(session=a.session), 5.0)
+    assert members.leader == "b"  # one leads, and whoever comes back is told that it does not
+    members.disconnect(a)
+    assert members.fall_silent(8.0) == (a,)
+
+
+def test_who_is_silent_leads_on_while_nobody_else_can(caplog: pytest.LogCaptureFixture) -> None:
+    members = membership(silence=3.0)
+    a, b = (members.join(hello(name), 0.0) for name in "ab")
+    members.disconnect(a)
+    members.disconnect(b)
+    assert set(members.fall_silent(3.0)) == {a, b}
+    members.join(hello(session=a.session), 4.0)
+    assert members.leader == "a"
+    members.disconnect(a)
+    members.join(hello(session=b.session), 5.0)
+    assert members.leader == "a"  # a short break moves nothing
+    members.fall_silent(7.0)
+    assert members.leader == "b"
+
+
 def test_a_connection_that_is_found_closed_late_is_not_the_new_one() -> None:
     members = membership()
     one = members.join(hello(), 0.0)

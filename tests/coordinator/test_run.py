@@ -119,6 +119,21 @@ def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_sam
     assert played.run.scheduler.left == 60
 
 
+def test_the_lead_of_a_worker_that_has_died_does_not_wait_for_its_lease() -> None:
+    played, one, other = begun()
+    assert played.run.leader == "one"
+    del played.posted[:]
+    played.run.members.disconnect(one)
+    played.now = played.run.options.rounds.silent_after
+    played.run.alive(other, played.now)
+    played.run.tick(played.now)
+    assert played.run.leader == "other"
+    assert ("other", protocol.LeaderAppointed(worker="other")) in played.posted
+    assert played.run.counters["silent"] == 1
+    played.hello("one", session=one.session, version=1, chain=played.run.lineage.chain)
+    assert not played.welcome.leads
+
+
 def test_steps_with_other_weights_do_not_count() -> None:
     played, one, other = begun()
     played.now = 59.0

@@ -94,6 +94,7 @@ def test_an_empty_run_has_a_status(capsys):
         round=0,
         phase="waiting",
         outer_steps=None,
+        last_round=None,
         target="100 steps of the fastest worker",
         left=100,
         weights_version=0,

@@ -44,32 +44,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--standby", action="store_true", help="another coordinator stands by, and takes over each time"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shards", type=int, default=1, help="of the coordinator; each is killed as often as it")
     asked = parser.parse_args()
     console, moments = Console(stderr=True), random.Random(asked.seed)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    ports = [free_port() for _ in range(1 + asked.standby)]
+    url = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         state = str(Path(folder) / "state")
-        process = _start(port, state, log, asked.shards)
+        pair = Coordinators(ports, state, log, asked.shards)
         try:
-            _until_there(url, process, log)
+            pair.until_there()
             workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
             with Progress(console=console) as progress:
                 for _ in progress.track(range(asked.kills), description="kills"):
                     time.sleep(moments.uniform(0.2, 2.0))
-                    shards = _children(process)
-                    chosen = moments.randrange(asked.shards + 1) if asked.shards > 1 else 0
-                    if 0 < chosen <= len(shards):
-                        os.kill(shards[chosen - 1], signal.SIGKILL)
-                    else:
-                        process.send_signal(signal.SIGKILL)
-                        process.wait()
-                        process = _start(port, state, log, asked.shards)
-                    _until_there(url, process, log)
-                    _until_merged(url, process, log)
+                    pair.kill(moments)
+                    pair.until_merged()
                     for worker in workers:
                         if worker.error is not None:
                             raise worker.error
@@ -78,11 +73,9 @@ def main() -> int:
             for worker in workers:
                 worker.checked()
             time.sleep(1.0)
-            status = _status(url)
+            status = pair.until_there()
         finally:
-            process.kill()
-            process.wait()
-    assert status is not None
+            pair.stop()
     gone = [worker.repeated() for worker in workers]
     taken, repeated = sum(worker.taken for worker in workers), sum(map(len, gone))
     rounds, merged = status["weights_version"], status["samples"]
@@ -96,6 +89,92 @@ def main() -> int:
     return int(failed)
 
 
+class Coordinators:
+    """One that acts, and maybe one that stands by; each on a port of its own.
+
+    Args:
+        ports: Of each.
+        state: Their folder.
+        log: File for what they say.
+        shards: Processes of each, that are killed too.
+    """
+
+    def __init__(self, ports: list[int], state: str, log: Path, shards: int) -> None:
+        self._state = state
+        self._shards = shards
+        self._log = log
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._acting = ports[0]
+        for port in ports:
+            self._start(port)
+            if port == ports[0]:
+                self.until_there()
+
+    def kill(self, moments: random.Random) -> None:
+        """Kill -9 the one that acts, and start it anew: where another one stands by, that one takes over.
+
+        Or one of its shards, as chance has it.
+        """
+        process = self._processes[self._acting]
+        shards = _children(process)
+        chosen = moments.randrange(self._shards + 1) if self._shards > 1 else 0
+        if 0 < chosen <= len(shards):
+            os.kill(shards[chosen - 1], signal.SIGKILL)
+            return
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        others = [port for port in self._processes if port != self._acting]
+        killed = self._acting
+        if others:
+            self._acting = others[0]
+            self.until_there()
+        self._start(killed)
+
+    def until_there(self) -> dict[str, Any]:
+        """The status of the one that acts, once it does."""
+        deadline = time.monotonic() + _START_S
+        while (found := _status(self._acting)) is None:
+            if self._processes[self._acting].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"The coordinator did not start:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        return found
+
+    def until_merged(self) -> None:
+        """Until the run has gone on."""
+        first = self.until_there()["weights_version"]
+        deadline = time.monotonic() + _START_S
+        while self.until_there()["weights_version"] <= first:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"No round has ended within {_START_S:.0f} s:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+    def _start(self, port: int) -> None:
+        options = {
+            "--bind": f"127.0.0.1:{port}",
+            "--state": self._state,
+            "--samples-per-round": "20",
+            "--outer-lr": "1",
+            "--outer-momentum": "0",
+            "--state-lease-s": "15",
+            "--shards": str(self._shards),
+        }
+        words = [word for pair in options.items() for word in pair]
+        words += ["--standby"] if set(self._processes) - {port} else []
+        command = ["-m", "lightning_bytescheduler"] if self._shards == 1 else ["-c", _SHARING]
+        with self._log.open("ab") as out:
+            self._processes[port] = subprocess.Popen(
+                [sys.executable, *command, "coordinator", *words],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+
 def _children(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes that it has started."""
     found: list[int] = []
@@ -105,51 +184,14 @@ def _children(process: subprocess.Popen[bytes]) -> list[int]:
     return found
 
 
-def _start(port: int, state: str, log: Path, shards: int) -> subprocess.Popen[bytes]:
-    options = {
-        "--bind": f"127.0.0.1:{port}",
-        "--state": state,
-        "--samples-per-round": "20",
-        "--outer-lr": "1",
-        "--outer-momentum": "0",
-        "--state-lease-s": "15",
-        "--shards": str(shards),
-    }
-    words = [word for pair in options.items() for word in pair]
-    command = ["-m", "lightning_bytescheduler"] if shards == 1 else ["-c", _SHARING]
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, *command, "coordinator", *words],
-            stdout=out,
-            stderr=out,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-
-def _status(url: str) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError), urllib.request.urlopen(f"{url}/v1/status", timeout=5) as answer:
+def _status(port: int) -> dict[str, Any] | None:
+    with (
+        suppress(OSError, ValueError),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=5) as answer,
+    ):
         found: dict[str, Any] = json.load(answer)
         return found
     return None
-
-
-def _until_there(url: str, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _START_S
-    while (found := _status(url)) is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"The coordinator did not start:\n{log.read_text()[-3000:]}")
-        time.sleep(0.05)
-    return found
-
-
-def _until_merged(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the run has gone on."""
-    first = _until_there(url, process, log)["weights_version"]
-    deadline = time.monotonic() + _START_S
-    while _until_there(url, process, log)["weights_version"] <= first:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"No round has ended within {_START_S:.0f} s:\n{log.read_text()[-3000:]}")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

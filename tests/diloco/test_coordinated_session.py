@@ -112,6 +112,15 @@ def test_work_of_rounds_without_a_quorum_is_carried(serve: Any) -> None:
     alone.checked()
 
 
+def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(serve: Any) -> None:
+    server = serve(inner_steps=10, overlap_steps=3, outer_steps=6)
+    worker = ThreadWorker(server.url, "one").checked()
+    assert len(worker.validated) >= 5
+    rounds = server.status().rounds
+    assert [one.samples for one in rounds] == [20] * 6
+    assert sum(one.samples for one in rounds) <= 2 * worker.taken
+
+
 def test_with_tls_a_worker_knows_the_coordinator_and_is_known(serve: Any, tmp_path: Any) -> None:
     made = make_certificates(tmp_path / "own", clients=["anna"])
     stranger = make_certificates(tmp_path / "other", clients=["eve"])

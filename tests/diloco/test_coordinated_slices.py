@@ -75,6 +75,17 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
 
+def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """The first round is to have two workers, and there is one slice: one of them waits for what the other one has."""
+    slices = SliceRoutes([make_rows(tmp_path / "one", [24])], TrackerOptions())
+    options = coordinator_options(inner_steps=4, outer_steps=4, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server:
+        batches = diloco_ranks.run(
+            fit_slices, url=server.url, rows=str(tmp_path / "one"), folder=str(tmp_path), timeout=30.0
+        )
+    assert any(batches)
+
+
 class Trained(NamedTuple):
     """What a rank has trained on, and how often it was asked whether to wait for other workers."""
 
@@ -168,6 +179,7 @@ def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
         trainer = diloco_trainer(rank, strategy, default_root_dir=arguments["folder"])
         with pytest.raises(Exception, match="on purpose") as raised:
             trainer.fit(module, datamodule=SliceDataModule(arguments["rows"], batch_size=2))
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "bytescheduler-slice-plan"]
     assert rank == 1 or "ank 1" in "".join(traceback.format_exception(raised.value))
     return module.batches
 

@@ -99,6 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--state-lease-s", type=float, default=15.0, metavar="S", help="without a sign of life, then a standby acts"
     )
+    keeping.add_argument(
+        "--stay", action="store_true", help="serve the weights after --outer-steps too, when all workers have left"
+    )
     keeping.add_argument("--rounds-file", metavar="FILE", help="record of the rounds, for 'rounds' to draw")
     keeping.add_argument("--spool", metavar="DIR", help="folder for updates that are not merged yet")
     keeping.add_argument("--spool-bytes", type=_bytes, default=2**32, metavar="SIZE", help="of those (default: 4GiB)")
@@ -137,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         server = _server(options, run_and_rounds, access, port)
     with server:
         _announce(server, options, access)
-        return _wait(server)
+        return _wait(server, stays=options.stay)
 
 
 def _options(options: argparse.Namespace) -> CoordinatorOptions:
@@ -207,8 +210,8 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
         log.warning("Without --state, a run that is stopped cannot go on: its weights are in memory alone.")
 
 
-def _wait(server: CoordinatorServer) -> int:
-    """Serve until somebody ends it; then the state is saved, and workers are told that nothing is lost."""
+def _wait(server: CoordinatorServer, *, stays: bool) -> int:
+    """Serve until the run or somebody ends it; then the state is saved, and workers are told that nothing is lost."""
     stop = threading.Event()
     former: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -219,6 +222,11 @@ def _wait(server: CoordinatorServer) -> int:
             while not stop.wait(_LOOK_S):
                 if not server.wait(0):
                     break
+                if not stays and server.over:
+                    log.info(
+                        "All workers have left, and the coordinator ends. With more --outer-steps the run goes on."
+                    )
+                    return 0
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -9,8 +9,11 @@ A member lives as long as its lease: every sign of life renews it. When the leas
 name stays its own for ``expiry`` seconds more, for it may only have been cut off; then it is forgotten. The name of a
 member that has left is free at once.
 
+A member without a connection that was not heard of for ``silence`` seconds is silent, long before its lease runs out.
+
 The leader is the member that has been one for longest of those that are connected when a leader is appointed. It stays
-leader until it leaves or is given up, so that a short break of its connection, or a long validation, moves nothing.
+leader until it leaves, is given up, or is silent while another one is connected. So a short break of its connection, or
+a long validation, moves nothing. Whoever comes back does not lead again, unless the one who does is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +35,8 @@ from lightning_bytescheduler.diloco.coordinator_protocol import Hello
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["Member", "Membership", "MembershipState"]
+
+log = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200  # as the protocol has it
 
@@ -49,6 +55,7 @@ class Member:
         joined: When it became a member.
         address: Where it connects from, for logs.
         connections: That are open.
+        silent: Whether it has no connection, and was not heard of for a while.
     """
 
     name: str
@@ -60,6 +67,7 @@ class Member:
     joined: float
     address: str = ""
     connections: int = 0
+    silent: bool = False
 
     @property
     def connected(self) -> bool:
@@ -96,6 +104,7 @@ class Membership:
 
     Args:
         lease: Seconds without a sign of life after which a member is given up.
+        silence: Seconds without a sign of life after which one without a connection is silent; ``None`` for the lease.
         expiry: Seconds after that for which its name and session are kept for it.
         most: Members that there can be; as many that were given up are remembered.
         make_session: Makes a session; injected by tests.
@@ -108,11 +117,13 @@ class Membership:
         self,
         lease: float,
         *,
+        silence: float | None = None,
         expiry: float = 600.0,
         most: int = 10_000,
         make_session: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._lease = require_positive("lease", lease, of="seconds")
+        self._silence = self._lease if silence is None else require_seconds("silence", silence)
         self._expiry = require_seconds("expiry", expiry)
         self._most = require_whole("most", most, 1)
         self._make_session = make_session
@@ -176,7 +187,7 @@ class Membership:
             member.joined, member.session = now, hello.session  # not known since a restart
         else:
             member.session = hello.session
-        member.ranks, member.address, member.heard = hello.ranks, address, now
+        member.ranks, member.address, member.heard, member.silent = hello.ranks, address, now, False
         member.connections += 1
         self._appoint()
         return member
@@ -187,7 +198,7 @@ class Membership:
 
     def hear(self, member: Member, now: float) -> None:
         """A sign of life, which renews the lease."""
-        member.heard = max(member.heard, now)
+        member.heard, member.silent = max(member.heard, now), False
 
     def leave(self, member: Member) -> None:
         """A member has left: forget it, and free its name."""
@@ -196,6 +207,28 @@ class Membership:
             del self._by_digest[member.digest]
             member.connections = 0
             self._appoint()
+
+    def fall_silent(self, now: float) -> tuple[Member, ...]:
+        """Take note of who is silent; another one leads then, if one can. Call it every now and then.
+
+        Returns:
+            Who has become so, each once for each silence.
+        """
+        since = now - self._silence
+        silent = [one for one in self._members.values() if not one.connections and one.heard <= since]
+        new = tuple(one for one in silent if not one.silent)
+        for member in new:
+            member.silent = True
+            log.warning(
+                "%s has no connection, and was not heard of for %.0f s. No round counts on it, others get its slices, "
+                "and the lead if it has it. After %.0f s it is given up.",
+                member.name,
+                now - member.heard,
+                self._lease,
+            )
+        if silent:
+            self._appoint()
+        return new
 
     def expire(self, now: float) -> tuple[Member, ...]:
         """Give up everyone whose lease is over, and forget those who were given up long ago.
@@ -285,9 +318,11 @@ class Membership:
             raise OptionError("members", len(self._members) + 1, allowed)
 
     def _appoint(self) -> None:
-        if self._appointed not in self._members:
-            connected = (member.name for member in self._members.values() if member.connected)
-            self._appointed = next(connected, None)
+        leader = None if self._appointed is None else self._members.get(self._appointed)
+        if leader is None or leader.silent:
+            connected = next((member.name for member in self._members.values() if member.connected), None)
+            if leader is None or connected is not None:
+                self._appointed = connected
 
 
 def _digest(session: str) -> str:

@@ -132,7 +132,7 @@ class Run:
         self.term = 1  # of this coordinator; set when it begins to act
         self.model: tuple[ModelParameter, ...] = ()
         self.lineage = Lineage()
-        self.members = Membership(options.lease)
+        self.members = Membership(options.lease, silence=min(options.rounds.silent_after, options.lease))
         self.has_weights = False
         self.counters: dict[str, int] = {}
         self.tallies: dict[str, Tally] = {}
@@ -253,6 +253,7 @@ class Run:
             return
         self._leader = leader
         if leader is not None:
+            log.info("%s leads: it validates, logs and saves for all.", leader)
             for member in self.members:
                 self._post(member.name, LeaderAppointed(worker=leader))
 
@@ -349,6 +350,9 @@ class Run:
             self._deliver(self.scheduler.tick(now=now))
 
     def _expire(self, now: float) -> None:
+        if silent := self.members.fall_silent(now):
+            self.count("silent", by=len(silent))
+            self._appoint()
         for member in self.members.expire(now):
             self.count("expired")
             log.info("%s was not heard of for %.0f s, and is given up.", member.name, now - member.heard)

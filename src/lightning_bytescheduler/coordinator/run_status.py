@@ -109,7 +109,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         round: The round that is on; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
-        outer_steps: Rounds after which the run is over, or ``None``.
+        outer_steps: As it was asked for, or ``None``.
+        last_round: The round that the run is over with, as things are, or ``None``: ``outer_steps``, a round for each
+            fragment but one, and as many as had no update that counted.
         target: What ends a round, in words.
         left: What is to go in this round, in the target's unit.
         weights_version: Rounds that are part of the weights.
@@ -119,8 +121,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         workers: Everyone known, by name.
         rounds: The last rounds, oldest first.
         slices: Of the data, or ``None`` where workers bring their own.
-        counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``expired``,
-            ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
+        counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
+            ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
             ``empty_rounds``, ``states_saved``, ``states_failed``, ``shards_restarted``, ``bytes_in``, ``bytes_out``,
             and ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
@@ -135,6 +137,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     phase: str
     outer_steps: int | None
+    last_round: int | None
     target: str
     left: int
     weights_version: int

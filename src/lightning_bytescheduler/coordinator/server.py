@@ -112,6 +112,11 @@ class CoordinatorServer:
         """Whether it has begun to act."""
         return self._acts.is_set()
 
+    @property
+    def over(self) -> bool:
+        """Whether the run is over, and every worker has left or was given up."""
+        return self.acts and self._error is None and self.call(lambda: self.service.over)
+
     def status(self) -> RunStatus:
         """How the run stands."""
         return self.call(self.service.status)

@@ -208,6 +208,12 @@ class CoordinatorService:
         return self._acting and not self._stopping and (self._keeper is None or self._keeper.held)
 
     @property
+    def over(self) -> bool:
+        """Whether the last round is merged and every worker has left: nobody needs this coordinator any more."""
+        run = self.run
+        return self._acting and run.scheduler.finished and run.merging is None and not len(run.members)
+
+    @property
     def saved_round(self) -> int | None:
         """The last round that is part of a saved state."""
         return None if self._keeper is None else self._keeper.counts.version
@@ -366,7 +372,7 @@ class CoordinatorService:
                 await self._save()
             if is_last:
                 log.info(
-                    "The run is over after round %d, with %d samples. Its weights are served until Ctrl+C.",
+                    "The run is over after round %d, with %d samples. Its weights are there for who has not left yet.",
                     merge.round,
                     self.run.samples,
                 )

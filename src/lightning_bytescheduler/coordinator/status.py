@@ -196,7 +196,7 @@ def status_view(status: RunStatus, width: int) -> RenderableType:
 
 
 def _lines(status: RunStatus) -> list[str]:
-    of = f" of {status.outer_steps:,}" if status.outer_steps else ""
+    of = f" of {status.last_round:,}" if status.last_round else ""
     here = [worker for worker in status.workers if worker.connected]
     speed = sum(worker.samples_per_second or 0.0 for worker in here)
     lines = [

@@ -81,14 +81,14 @@ def status_of(run: Run, source: StatusSource, *, now: float) -> RunStatus:
         source: What is known beside it.
         now: In seconds of the run's clock.
     """
-    rounds = run.options.rounds
     return RunStatus(
         version=__version__,
         uptime=source.uptime,
         term=run.term,
         round=run.scheduler.round,
         phase=run.phase,
-        outer_steps=None if rounds.outer_steps is None else rounds.outer_steps + rounds.closing_rounds,
+        outer_steps=run.options.run.outer_steps,
+        last_round=run.scheduler.last_round,
         target=target_in_words(run.options.run),
         left=max(run.scheduler.left, 0),
         weights_version=run.lineage.version,

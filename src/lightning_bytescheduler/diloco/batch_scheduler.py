@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated, TypeAlias, TypedDict
 
 import msgspec
 
@@ -54,7 +53,7 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import RoundRoster
-from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
+from lightning_bytescheduler.diloco.worker_progress import BatchSchedulerState, WorkerProgress, WorkerState
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["BatchScheduler", "BatchSchedulerState"]
@@ -63,16 +62,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_TRANSFER_S = 60.0  # that a first pseudo-gradient may take, before there is anything to go by
 _MOST_LATE = 1024  # late updates that a round's record holds
-
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class BatchSchedulerState(TypedDict):
-    """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
-
-    round: _Count
-    samples: _Count
-    step_times: dict[str, StepTimeState]
 
 
 class _Phase(Enum):
@@ -106,6 +95,8 @@ class BatchScheduler:
         self._phase = _Phase.IDLE
         self._round = 0
         self._samples = 0
+        self._empty = 0  # rounds that changed no weights, which are none of ``outer_steps``
+        self._ends_soon = False
         self._roster = RoundRoster(target, self._options, self._step_cap)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
@@ -128,6 +119,12 @@ class BatchScheduler:
     def finished(self) -> bool:
         """Whether ``outer_steps`` rounds are over, and those that close the training."""
         return self._phase is _Phase.FINISHED
+
+    @property
+    def last_round(self) -> int | None:
+        """With which the training is over, as things are: rounds without an update that counted come on top."""
+        steps = self._options.outer_steps
+        return None if steps is None else steps + self._empty + self._options.closing_rounds
 
     @property
     def samples(self) -> int:
@@ -238,7 +235,8 @@ class BatchScheduler:
 
     def end_soon(self) -> None:
         """Let the round that is on be the last with steps, or the next one if none is."""
-        self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
+        self._ends_soon = True  # with that round, whatever comes of it
+        self._options = replace(self._options, outer_steps=self._round + (not self.is_open) - self._empty)
 
     def tick(self, *, now: float) -> tuple[Envelope, ...]:
         """Take note that time has passed, to ``now``, never less than before; returns what to send."""
@@ -255,6 +253,7 @@ class BatchScheduler:
             "round": self._round - self.is_open,
             "samples": self._samples,
             "step_times": self._roster.step_times(),
+            "empty": self._empty,
         }
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
@@ -267,7 +266,7 @@ class BatchScheduler:
             state = msgspec.convert(state, BatchSchedulerState)
         except msgspec.ValidationError as error:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
-        self._round, self._samples = state["round"], state["samples"]
+        self._round, self._samples, self._empty = state["round"], state["samples"], state.get("empty", 0)
         self._roster.load_step_times(state["step_times"])
         if self._round:
             self._first = self._options.restart_workers
@@ -492,7 +491,7 @@ class BatchScheduler:
 
     @property
     def _closes(self) -> bool:
-        return self._options.closes(self._round)
+        return self._options.closes(self._round - self._empty)
 
     def _least(self) -> int:
         """Pseudo-gradients that the quorum needs."""
@@ -503,6 +502,8 @@ class BatchScheduler:
         arrived = self._arrived(members)
         if len(arrived) < self._least():
             arrived = []
+        if not arrived and not self._ends_soon and not self._closes:  # which synchronise a fragment each
+            self._empty += 1
         merged = tuple(worker.name for worker in arrived)
         numbers = {worker.number for worker in arrived}
         late_samples = self._late_samples.pop(self._round, 0)
@@ -532,7 +533,7 @@ class BatchScheduler:
             self._observer(record)
 
     def _is_over(self) -> bool:
-        return self._options.ends_with(self._round)
+        return self._options.ends_with(self._round - self._empty)
 
     def _tell(self, name: str, message: SchedulerMessage) -> None:
         self._outgoing.append(Envelope(name, message))

@@ -318,13 +318,12 @@ class CoordinatedSession(CoordinatedRounds):
                 unsent.taken(sent)
             else:
                 unsent.carry(steps=sent.steps, samples=sent.round_samples)
-        elif not mean.total:
+        elif not mean.total or self._trained.mixing:
             with transport.changed:
-                counter = self._counter
-                if counter.round == round:
+                if (counter := self._counter).round == round:
                     unsent.carry(steps=counter.steps, samples=counter.samples)
                     counter.steps = counter.samples = counter.tokens = 0
-        elif not self._trained.mixing:
+        else:
             unsent.overwritten(fragment)
         if mean.total or counts:
             with transport.timeline.doing("outer step"):
@@ -483,7 +482,9 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _pause(self, shows: bool) -> Outcome:
         self._flush()
-        if self._counter.steps or self._sent is not None:  # what was carried alone would end the round without a step
+        # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
+        kept = self._overlap_steps if self._trained.mixing else 0
+        if self._sent is not None or self._counter.steps > kept:
             self._hand_in()
         with self._transport.changed:
             self._away = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar, cast
 
@@ -107,9 +108,12 @@ class CoordinatedSlices:
             training.leave()
 
     def close(self, *, failed: bool) -> bool:
-        """Stop calling and listening; bounded, idempotent. Returns whether the thread has ended."""
+        """Stop calling and listening; bounded, idempotent. Returns whether the threads have ended."""
         if self._tracker is not None:
             self._tracker.closed = True
+            training = self._data.training
+            if failed and isinstance(training, TrackedTraining) and not training.halt(_STOP_S):
+                return False
         return self.ranks is None or self.ranks.stop(_MOMENT_S if failed else _STOP_S)
 
 
@@ -255,6 +259,8 @@ class _CoordinatorTracker(RemoteTracker):
         while True:
             try:
                 return future.result(_LOOK_S)
+            except CancelledError:
+                raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
             except (FutureTimeoutError, TimeoutError):
                 try:
                     self._look(deadline)

@@ -45,6 +45,7 @@ class Coordination:
         self._group = WorkerGroup()
         self._runtime: CoordinatedRuntime | None = None
         self._boundaries: CoordinatedBoundaries | None = None
+        self._begin_early: Callable[[], None] = lambda: None
 
     @property
     def leads(self) -> bool:
@@ -66,6 +67,7 @@ class Coordination:
         board: FaultBoard,
         flush: Callable[[], None],
         outer: OuterOptions,
+        begin: Callable[[], None],
     ) -> CoordinatedRuntime:
         """Become one of the run; see ``CoordinatedRuntime``.
 
@@ -75,7 +77,9 @@ class Coordination:
             board: See there.
             flush: See there.
             outer: Has the longest wait and the timeline's file.
+            begin: Begins the rounds before training does, if there are no data for this worker to begin with.
         """
+        self._begin_early = begin
         group = self._group = WorkerGroup(inside, timeout=outer.timeout)
         self._runtime = runtime = CoordinatedRuntime(
             self._address,
@@ -112,6 +116,7 @@ class Coordination:
     def forget(self) -> None:
         """The fit is over."""
         self._runtime = self._boundaries = None
+        self._begin_early = lambda: None
 
     def for_leader_only(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """See ``leader_callbacks``."""
@@ -143,7 +148,14 @@ class Coordination:
         )
 
     def waits(self) -> bool:
-        """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left."""
+        """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left.
+
+        Lightning fetches a first batch before it says that training begins. A worker that waited there without having
+        joined the rounds would be waited for, if the first round is to have so many workers, by those who hold what it
+        waits for.
+        """
+        if self._boundaries is None and self._runtime is not None:
+            self._begin_early()
         return self._boundaries is not None and self._boundaries.wait_aside()
 
     def goes_on(self) -> None:

@@ -108,9 +108,12 @@ class SharedSlices:
             self._server.await_farewells(self.workers - 1, timeout=self._timeout, check=self._check)
 
     def close(self, *, failed: bool) -> bool:
-        """Stop answering and calling; bounded, idempotent. Returns whether the thread has ended."""
+        """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
         if self._client is not None:
             self._client.close(quietly=failed)
+        connected = self._client is not None or self._server is not None
+        if failed and connected and self.training is not None and not self.training.halt(_MOMENT_S):
+            return False
         return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
 
 

@@ -362,9 +362,13 @@ class DiLoCoStrategy(WorkerStrategy):
             joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
             joint.broadcast([*module.parameters(), *module.buffers()])
             if self._coordination is not None and self._board is not None and self._world is not None:
-                outer = self._options.outer(self._timeout)
                 self._runtime = self._coordination.connect(
-                    module, inside=self._world.inside, board=self._board, flush=self.flush, outer=outer
+                    module,
+                    inside=self._world.inside,
+                    board=self._board,
+                    flush=self.flush,
+                    outer=self._options.outer(self._timeout),
+                    begin=self.begin_rounds,
                 )
                 self._open.enter_context(self._coordination.for_leader_only(module.trainer))
             if self.inner_size == 1:
@@ -428,7 +432,7 @@ class DiLoCoStrategy(WorkerStrategy):
     def begin_rounds(self) -> None:
         """Wait for the other workers, and begin the first round."""
         module, world, board = self.lightning_module, self._world, self._board
-        if module is None or world is None or board is None:
+        if module is None or world is None or board is None or self._boundaries is not None:
             return
         state, self._kept_state = self._kept_state, None
         options, trainer = self._options, module.trainer

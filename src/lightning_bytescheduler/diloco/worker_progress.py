@@ -20,7 +20,7 @@ from lightning_bytescheduler.diloco.projection import Pace
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
-__all__ = ["RobustMean", "StepTime", "StepTimeState", "WorkerProgress", "WorkerState"]
+__all__ = ["BatchSchedulerState", "RobustMean", "StepTime", "StepTimeState", "WorkerProgress", "WorkerState"]
 
 _WINDOW = 16
 _CHANGED_AFTER = 5  # values in a row: a blip is shorter
@@ -77,6 +77,18 @@ class StepTimeState(TypedDict):
     seconds: list[_Number]
     first: list[_Number]
     batch_sizes: list[_Number]
+
+
+class _KeptAlways(TypedDict):
+    round: Annotated[int, msgspec.Meta(ge=0)]
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    step_times: dict[str, StepTimeState]
+
+
+class BatchSchedulerState(_KeptAlways, total=False):
+    """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
+
+    empty: Annotated[int, msgspec.Meta(ge=0)]  # a state of an earlier version has none
 
 
 class StepTime:

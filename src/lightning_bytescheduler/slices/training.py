@@ -432,6 +432,14 @@ class TrackedTraining:
         if self._plan is not None:
             self._plan.leave()
 
+    def halt(self, timeout: float) -> bool:
+        """End the plan's thread, as after a failure, when nothing can be given back; returns whether it ended in time.
+
+        Args:
+            timeout: In seconds.
+        """
+        return not isinstance(self._plan, PlanThread) or self._plan.stop(timeout)
+
     def close(self) -> None:
         """Give back what this worker holds."""
         plan, self._plan = self._plan, None
