@@ -122,8 +122,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``expired``,
             ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
-            ``empty_rounds``, ``states_saved``, ``states_failed``, ``shards_restarted``, ``bytes_in``, ``bytes_out``, and
-            ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
+            ``empty_rounds``, ``states_saved``, ``states_failed``, ``shards_restarted``, ``bytes_in``,
+            ``bytes_out``, and ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
         spool_bytes: Held by updates that are not merged yet.
         saved_round: The last round that is part of a saved state, or ``None``.
         timeline: What workers did in the last few rounds, oldest first; of many workers, some.
