@@ -66,6 +66,7 @@ def agree_on_sizes(
     in_shards: bool = False,
     ratio: float = 1.0,
     may_compress: bool = False,
+    architecture: str = "allreduce",
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
@@ -80,6 +81,7 @@ def agree_on_sizes(
         ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
             the link as long. The same on all ranks.
         may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
+        architecture: Who averages gradients; the same on all ranks.
     """
     groups.warm_up(device)
     trainable = [p for p in parameters if p.requires_grad]
@@ -108,6 +110,7 @@ def agree_on_sizes(
             link=link,
             busy_processor=device.type == "cpu",
             in_shards=bool(in_shards),
+            architecture=architecture,
         )
         if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
             sizes = SchedulerSizes(
@@ -247,6 +250,11 @@ class SchedulerRuntime:
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
         atexit.register(self.stop, failed=True)
+
+    @property
+    def architecture(self) -> str:
+        """Who averages gradients: ``"allreduce"`` or ``"ps"``."""
+        return "allreduce" if self._servers is None else "ps"
 
     @property
     def group(self) -> dist.ProcessGroup:

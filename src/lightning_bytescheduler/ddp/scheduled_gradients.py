@@ -200,6 +200,7 @@ class ScheduledGradients:
             in_shards=in_shards,
             ratio=ratio,
             may_compress=self._rules is not None and bool(self._rules.choices),
+            architecture=self._servers.architecture,
         )
         options = self._strategy._ddp_kwargs
         if not self._own_buckets:

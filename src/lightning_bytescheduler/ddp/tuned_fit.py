@@ -324,7 +324,7 @@ class FitTuning:
         start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
         # A parameter that is larger than DDP's limit has a bucket of its own.
         largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
-        space = space_for(count, start, self._options, largest_bucket=largest_bucket)
+        space = space_for(count, start, self._options, largest_bucket=largest_bucket, architecture=runtime.architecture)
         guesses: tuple[TuningPoint, ...] = ()
         if link is not None:
             guesses = likely_points(
