@@ -161,8 +161,17 @@ class CompressionChoice:
         return 0
 
     def charge(self, size: int, form: int) -> int:
-        """What a part of so many elements takes of the credit."""
-        return math.ceil(size / self._ratios[form])
+        """What a part of so many elements takes of the credit: its share of the time that it would take as it is.
+
+        By bytes alone, so many would be under way where codecs are slower than the link that what is urgent waits.
+        """
+        share = 1.0 / self._ratios[form]
+        if self._decides:
+            with self._lock:
+                exact, smaller = (self._late.pace.seconds_per_byte(each) for each in (0, form))
+            if exact and smaller:
+                share = min(max(share, smaller / exact), 1.0)
+        return math.ceil(size * share)
 
     def ended(self, sub_task: SubCommTask) -> None:
         """A part has arrived; on the thread that waits for that."""

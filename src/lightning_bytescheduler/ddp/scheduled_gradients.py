@@ -178,8 +178,6 @@ class ScheduledGradients:
                 f"compression={self._rules.spec!r} is for gradients on a CPU so far, and these are on {device.type}. "
                 "Leave compression out: partitions, priorities and overlap are the same without."
             )
-        if self._rules is not None:
-            self._rules.check_patterns(names_that_count(module))
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -187,6 +185,8 @@ class ScheduledGradients:
                 f"No parameter of {type(module).__name__} requires gradients, so that there is nothing to train. Let "
                 "some layers learn (requires_grad_(True)) before fit, or call trainer.validate or trainer.test."
             )
+        if self._rules is not None:
+            self._rules.check_patterns(names_that_count(module))
         self._known = set(map(id, parameters))
         groups = SchedulerGroups.create(timeout=self._timeout, counts=self._counter is not None)
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
