@@ -483,8 +483,7 @@ class CoordinatedSession(CoordinatedRounds):
     def _pause(self, shows: bool) -> Outcome:
         self._flush()
         # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
-        kept = self._overlap_steps if self._trained.mixing else 0
-        if self._sent is not None or self._counter.steps > kept:
+        if self._sent is not None or self._counter.steps > (self._overlap_steps if self._trained.mixing else 0):
             self._hand_in()
         with self._transport.changed:
             self._away = True
