@@ -221,6 +221,7 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         "slices",
         "slices make",
         "slices serve",
+        "server",
     ],
 )
 def test_every_help_has_an_example_and_says_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:

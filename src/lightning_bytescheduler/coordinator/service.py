@@ -336,11 +336,7 @@ class CoordinatorService:
             await asyncio.sleep(wait)
 
     def _take_back_slices(self, slices: SliceRoutes, now: float) -> None:
-        """Let others have what a worker holds that is cut off: at an epoch's end they would wait for its lease.
-
-        Then, when they do wait, also what one holds whose connection seems to be there, as where its machine stands
-        still or a cable is out.
-        """
+        """Let others have what a worker holds that is cut off; or stands still, if they wait at an epoch's end."""
         rounds, workers = self.options.rounds, self.run.scheduler.workers
         for member in self.run.members:
             silent = not member.connected and now >= member.heard + rounds.silent_after
