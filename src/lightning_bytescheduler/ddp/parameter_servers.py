@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import require_one_of, require_whole
+from lightning_bytescheduler.checks import require_architecture, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import (
@@ -27,9 +27,8 @@ from lightning_bytescheduler.exceptions import OptionError, ServerFailedError, U
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["ARCHITECTURES", "JoinedServers", "ServerOptions"]
+__all__ = ["JoinedServers", "ServerOptions"]
 
-ARCHITECTURES = ("allreduce", "ps")
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -52,7 +51,7 @@ class ServerOptions:
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
         """
-        require_one_of("architecture", architecture, ARCHITECTURES)
+        require_architecture(architecture)
         require_whole("servers", servers, 0)
         if servers and architecture != "ps":
             raise OptionError("servers", servers, "left out unless architecture='ps'")
