@@ -119,6 +119,13 @@ def _contenders() -> list[Contender]:
             Contender(name=name, strategy=partial(ByteSchedulerStrategy, mode="overlapped", policy=policy))
             for name, policy in POLICIES.items()
         ),
+        *(
+            Contender(
+                name=f"bytescheduler, {servers} servers",
+                strategy=partial(ByteSchedulerStrategy, mode="overlapped", architecture="ps", servers=servers),
+            )
+            for servers in range(5)
+        ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
             name="bytescheduler, norm clipping",
