@@ -21,6 +21,8 @@ def _open_sockets() -> int:
 
 
 def test_a_refused_websocket_is_let_go():
+    others = _open_sockets()  # of other tests in this process, whose last frames may still be alive
+
     async def refused(url: str) -> None:
         async with aiohttp.ClientSession() as http:
             for _ in range(5):
@@ -28,13 +30,13 @@ def test_a_refused_websocket_is_let_go():
                     await socket.send_str("no frame")
                     assert (await socket.receive(timeout=5)).data == 1008
         for _ in range(200):
-            if not _open_sockets():
+            if _open_sockets() <= others:
                 return
             await asyncio.sleep(0.02)
 
     with CoordinatorServer(options_of(lease=3600.0)) as server:
         asyncio.run(refused(server.url))
-        assert _open_sockets() == 0
+        assert _open_sockets() <= others
 
 
 def test_what_is_no_http_is_counted_and_logged_once(caplog):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.order import PriorityOrder
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
@@ -53,27 +54,27 @@ def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
     """One after the other, on a group of their own: torch's store tells apart no two default groups in a row."""
     torch.set_num_threads(1)
     join_default_group(rank)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    group, control = (dist.new_group(backend="gloo", timeout=timedelta(seconds=20)) for _ in range(2))
     try:
-        return [reduce_steps(rank, group, **job) for job in jobs]
+        with patch.object(CompressedBucket, "choose", scripted):
+            return [reduce_steps(rank, group, control, **job) for job in jobs]
     finally:
         let_go()
         leave(group, idle=True)
+        leave(control, idle=True)
         dist.destroy_process_group()
 
 
-class _Scripted(PriorityOrder):
-    """Where there is a choice: all as it is in the first step, then in one form or another; the same on both ranks."""
-
-    def decided(self, batch: Sequence[SubCommTask]) -> None:
-        for sub_task in batch:
-            step = sub_task.parent.key.step
-            sub_task.take((step + sub_task.index) % 4 if step > 1 else 0)
+def scripted(bucket: CompressedBucket, sub_task: SubCommTask) -> int:
+    """Where there is a choice: all as it is in the first step, then in one form or another."""
+    step = sub_task.parent.key.step
+    return (step + sub_task.index) % 4 if bucket.has_choice and step > 1 else 0
 
 
 def reduce_steps(
     rank: int,
     group: dist.ProcessGroup,
+    control: dist.ProcessGroup,
     steps: int,
     compression: Any,
     sharded: bool = False,
@@ -90,12 +91,17 @@ def reduce_steps(
     known = GradientCompression(
         rules, parameters, residuals, statistics=statistics, loss_scale=lambda: scale if overflow else None, ranks=2
     )
-    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=_Scripted())
     device = torch.device("cpu")
 
     def failed(error: BaseException) -> BaseException:
         core.abort(error)
         return error
+
+    # Norms and gathers become ready in another order on each rank: one rank decides, as in a fit.
+    order = DecidingOrder(control, failed) if rank == 0 else FollowingOrder(control, failed)
+    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=order)
+    if isinstance(order, FollowingOrder):
+        order.start(core.update_order)
 
     transport = GradientTransport(group, failed, device)
     result = Result([], {}, [], statistics)
@@ -121,6 +127,12 @@ def reduce_steps(
             result.means.append(buffer.numpy())
     finally:
         core.shutdown(timeout=10)
+        if isinstance(order, DecidingOrder):
+            order.close()
+            order.wait_sent(10)
+        else:
+            order.wait_closed(10)
+            order.stop(5)
         transport.stop_encoding(5)
         transport.stop(5)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}

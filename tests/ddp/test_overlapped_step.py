@@ -54,7 +54,11 @@ def parameter() -> nn.Parameter:
 @pytest.fixture
 def step(parameter: nn.Parameter) -> OverlappedStep:
     transport: Any = SimpleNamespace(
-        group=SimpleNamespace(size=lambda: 2), streams=None, join=lambda task, timeout: task.wait(timeout)
+        group=SimpleNamespace(size=lambda: 2),
+        streams=None,
+        all_reduce=None,
+        wire_share=1.0,
+        join=lambda task, timeout: task.wait(timeout),
     )
     core: Any = SimpleNamespace(abort=lambda error: None)
     context = StepContext(

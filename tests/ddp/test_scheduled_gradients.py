@@ -45,7 +45,8 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
     board: Any = None
     with pytest.raises(_Asked) as raised:
         gradients.prepare(board)
-    assert raised.value.args[0] == {"in_shards": in_shards, "ratio": 1.0, "may_compress": False}
+    expected = {"in_shards": in_shards, "ratio": 1.0, "may_compress": False, "architecture": "allreduce"}
+    assert raised.value.args[0] == expected
 
 
 def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
         else:
             update.open_gate()
 
-    def rearming_begin_forward(engine: GradientEngine) -> None:
-        begin_forward(engine)
+    def rearming_begin_forward(engine: GradientEngine, *batch: Any) -> None:
+        begin_forward(engine, *batch)
         for update in engine._step.updates if isinstance(engine._step, OverlappedStep) else ():
             if update.state is UpdateState.DUE:
                 update.close_gate()

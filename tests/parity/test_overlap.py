@@ -89,9 +89,9 @@ def withheld_until_the_middle(
     module.in_the_middle = in_the_middle  # type: ignore[method-assign]
     begin_forward = GradientEngine.begin_forward
 
-    def wait_for_all(engine: GradientEngine) -> None:
+    def wait_for_all(engine: GradientEngine, *batch: Any) -> None:
         engine.flush()
-        begin_forward(engine)
+        begin_forward(engine, *batch)
 
     with (
         patch.object(SubCommTask, "notify_finish", notify_or_withhold),

@@ -60,8 +60,8 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
     seen: list[tuple[int, int]] = []
     begin_forward = GradientEngine.begin_forward
 
-    def watched(engine: GradientEngine) -> None:
-        begin_forward(engine)
+    def watched(engine: GradientEngine, *batch: Any) -> None:
+        begin_forward(engine, *batch)
         core = engine._context.core
         seen.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
 
