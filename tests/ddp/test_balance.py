@@ -157,3 +157,14 @@ def test_a_pace_forgets_what_was_before_a_change() -> None:
     pace.observe(3.0)
     assert pace.seconds == pytest.approx(3.0)
     assert pace.uncertainty == 0.0
+
+
+def test_shares_are_the_same_however_far_ahead_a_rank_has_asked() -> None:
+    """A loader with workers draws farther, and what it drew of a pass that is cut short is asked for again."""
+    ahead, near = (Balance(32, 2, ahead=4) for _ in range(2))
+    for batch in range(40):
+        for balance in (ahead, near):
+            balance.observe(batch, [1.0, 3.0])
+    assert ahead.shares(60) != (16, 16)
+    assert near.shares(5) == ahead.shares(5) == (16, 16)
+    assert ahead.present == (16, 16)

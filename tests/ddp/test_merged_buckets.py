@@ -6,7 +6,7 @@ import math
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,6 +82,24 @@ def test_neighbours_travel_together_unless_they_are_large(
     assert all(future.value() is buffer for future, buffer in zip(futures, buffers, strict=True))
     assert all((buffer == 1.0).all() for buffer in buffers)
     assert not merged.under_way
+
+
+class NeverKnown:
+    """What this rank counts, where another one fails before it has said its number."""
+
+    known = False
+
+    def wait(self, failure: Any) -> None:
+        raise failure() or AssertionError("nobody would end this wait")
+
+
+def test_numbers_that_never_come_are_not_waited_for() -> None:
+    """The other rank failed before this pass began: nothing ends this step but what ended the scheduler."""
+    group, weight = cast(Any, Group(at_once=True)), cast(Any, NeverKnown())
+    gone = RankFailedError(1, "it is gone")
+    merged = MergedBuckets(group, CPU, BucketFutures(CPU), limit=0, weight=weight, failure=lambda: gone)
+    with pytest.raises(RankFailedError):
+        merged.reduce(torch.ones(4), index=0, last=True)
 
 
 def test_on_a_gpu_ddp_waits() -> None:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.collectives import number_exchange
@@ -241,6 +242,30 @@ def test_only_a_pass_without_samples_that_nobody_waits_for_is_left_out() -> None
     weights.begin_batch("batch")
     assert not weights.leaves_out(communicates=False)
     assert step_of(weights).factor == 3 * 2 / 8
+
+
+def test_a_pass_without_a_sample_adds_nothing_even_if_its_loss_is_not_a_number() -> None:
+    """Zero times the mean over no sample is not zero."""
+    sizes, exchange = iter([4, 0]), cast(Any, Exchange([4, 4]))
+    weight = nn.Parameter(torch.ones(2))
+    weights = SampleWeights(SampleCounter(lambda batch: next(sizes), 0), exchange, parameters=[weight])
+    for loss in (weight.sum(), (weight * torch.zeros(2)).sum() / torch.zeros(())):
+        weights.begin_batch(None)
+        with weights.backward(loss):
+            loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
+    assert not weight._backward_hooks
+
+
+def test_what_an_epoch_leaves_of_a_step_is_none_of_the_next() -> None:
+    weights = weights_of([2, 6, 4], [2, 2, 12])
+    for _ in range(2):  # the epoch is skipped after them
+        weights.begin_batch(None)
+        gradient_of(weights)
+    weights.begin_epoch()
+    weights.begin_batch(None)
+    assert step_of(weights).factor == 4 / 16
 
 
 def test_a_step_without_any_sample_has_no_gradient() -> None:

@@ -324,23 +324,6 @@ def test_half_of_the_pseudo_gradients_are_enough(workers: int, merged: tuple[str
     assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=merged)]
 
 
-def test_a_round_that_changes_no_weights_is_none_of_the_outer_steps() -> None:
-    bench = Bench(outer_steps=1, closing_rounds=1)
-    bench.start("a")
-    bench.steps(5, "a")
-    assert bench.say(LeaveRounds(worker="a"))[PARAMETER_SERVER][-1] == MergePseudoGradients(round=1, workers=())
-    assert (bench.scheduler.finished, bench.scheduler.last_round) == (False, 3)
-    again = Bench(outer_steps=1, closing_rounds=1)
-    again.scheduler.load_state_dict(bench.scheduler.state_dict())
-    assert again.scheduler.last_round == 3
-    assert again.say(JoinRounds(worker="b")) == {"b": [StartRound(round=2)]}
-    again.say(RoundStarted(worker="b", round=2))
-    again.steps(100, "b")
-    told = again.say(PseudoGradientArrived(worker="b", round=2))
-    assert told["b"][-1] == StartRound(round=3, step_cap=0)
-    assert not again.scheduler.finished
-
-
 def test_it_carries_on_after_a_restart() -> None:
     bench = Bench(outer_steps=3)
     bench.start("a")

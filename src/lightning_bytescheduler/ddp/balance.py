@@ -142,6 +142,7 @@ class Balance:
         self._paces = [Pace() for _ in range(ranks)]
         equal = shares_by_pace(total, [1.0] * ranks, self._limits)
         self._from: list[tuple[int, tuple[int, ...]]] = [(0, equal)]  # (first batch, shares), oldest first
+        self._asked = 0
 
     def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
         """Take note of what one sample took each rank in batch ``batch``, where that is known.
@@ -168,15 +169,17 @@ class Balance:
                 pace.forget()
 
     def shares(self, batch: int) -> tuple[int, ...]:
-        """Of batch ``batch``; all that may be asked for again is not older than this."""
-        while len(self._from) > 1 and self._from[1][0] <= batch:
-            self._from.pop(0)
-        return self._from[0][1]
+        """Of batch ``batch``. A rank may ask for later ones before, as its loader draws farther ahead."""
+        self._asked = batch
+        return self._of(batch)
+
+    def _of(self, batch: int) -> tuple[int, ...]:
+        return next(shares for first, shares in reversed(self._from) if first <= batch)
 
     @property
     def present(self) -> tuple[int, ...]:
         """Of the batch that was asked for last."""
-        return self._from[0][1]
+        return self._of(self._asked)
 
     def saved(self) -> float | None:
         """Seconds of a step that unequal shares spare the ranks that would wait, by present paces; ``None`` unknown."""
@@ -184,7 +187,7 @@ class Balance:
             return None
         paces = [pace.seconds for pace in self._paces]
         equal = shares_by_pace(self._total, [1.0] * len(paces), self._limits)
-        return _longest(equal, paces) - _longest(self._from[0][1], paces)
+        return _longest(equal, paces) - _longest(self.present, paces)
 
 
 def _longest(shares: Sequence[int], paces: Sequence[float]) -> float:

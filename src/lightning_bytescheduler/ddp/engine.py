@@ -301,6 +301,8 @@ class GradientEngine:
             self.mode = self.mode.before_forward(number)
         finally:
             context.waiting = False
+        if context.weights is not None:
+            context.weights.begin_computing()
         context.training_thread = threading.get_ident()
         self.phase = f"in training_step, step {number}"
         context.forward = ForwardPass(context.clock())

@@ -68,6 +68,7 @@ class MergedBuckets:
         limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets as they are.
         processors: That this rank has for itself.
         weight: What this rank counts; as much as any other when left out.
+        failure: Why nothing will come any more, if another rank failed before this pass began.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class MergedBuckets:
         limit: int = _BYTES,
         processors: int = 1,
         weight: StepWeight | None = None,
+        failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._group = group
+        self._failure = failure
         self._weight = weight
         self._formed: list[_Waiting] = []  # messages that are not sent, as it is not known what this rank counts
         self._processors = processors
@@ -142,10 +145,13 @@ class MergedBuckets:
         if self._waiting:
             self._send()
         if self._formed and self._weight is not None:
-            self._weight.wait(lambda: self._error)
+            self._weight.wait(self._cause)
             self._send_formed()
         if self._waits_here:
             self._await()
+
+    def _cause(self) -> BaseException | None:
+        return self._error or self._failure()
 
     @property
     def under_way(self) -> bool:
@@ -192,7 +198,7 @@ class MergedBuckets:
     def _await(self) -> None:
         start, busy = time.perf_counter(), time.process_time()
         for work in self._works:
-            wait_unless(work, lambda: self._error, look_every=_LOOK_EVERY)
+            wait_unless(work, self._cause, look_every=_LOOK_EVERY)
         waited = time.perf_counter() - start
         # Where communication needs the processors on which the model computes, it cannot be hidden behind that.
         if torch.get_num_threads() >= self._processors:
@@ -248,6 +254,7 @@ class DdpModeStep(TrainingStep):
             limit=merged_bytes,
             processors=processors,
             weight=context.weight,
+            failure=lambda: context.core.abort_cause,
         )
 
     def count_exposed(self) -> None:

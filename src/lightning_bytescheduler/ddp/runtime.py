@@ -231,7 +231,9 @@ class SchedulerRuntime:
             self._exchange = NumberExchange(
                 groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
             )
-            weights = SampleWeights(counter, self._exchange, exposed=lambda: self.statistics.exposed_s)
+            weights = SampleWeights(
+                counter, self._exchange, parameters=parameters, exposed=lambda: self.statistics.exposed_s
+            )
         self.engine = GradientEngine(
             core=self._core,
             transport=self._transport,

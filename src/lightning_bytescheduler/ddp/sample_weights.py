@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler
@@ -128,6 +129,7 @@ class SampleWeights:
     Args:
         counter: Says how many samples a batch has.
         exchange: To all ranks.
+        parameters: That are trained.
         exposed: For how many seconds the training thread has waited for gradients so far.
         clock: Seconds.
 
@@ -140,9 +142,11 @@ class SampleWeights:
         counter: SampleCounter,
         exchange: NumberExchange,
         *,
+        parameters: Iterable[nn.Parameter] = (),
         exposed: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._parameters = list(parameters)
         self._counter = counter
         self._exchange = exchange
         self._exposed = exposed
@@ -153,6 +157,7 @@ class SampleWeights:
         self._shares: AgreedShares | None = None
         self.waits_to_share = False
         self._position: Callable[[], int] = lambda: 0
+        self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
@@ -166,16 +171,25 @@ class SampleWeights:
         size = None if self._sizes is None else self._sizes.size_of(self._position())
         number = 0 if size == 0 else self._counter.count(batch)
         posted = self._exchange.post([number, *self._took])
-        if self._shares is not None:
+        if self._shares is not None and (self._added != self._position() or self.waits_to_share):
+            self._added = self._position()  # a closure may run more than once for a batch
             self._shares.add(posted)
             self.waits_to_share = False
         self._batch = number, posted
         self._took = [size or 0, 0]
+        self.begin_computing()
+
+    def begin_computing(self) -> None:
+        """What this rank has waited for since the batch began is no pace of its own."""
         self._began = self._clock() - self._exposed()
 
     def end_backward(self) -> None:
         """A backward pass has ended, and what it waited for is accounted for."""
         self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: what the last one has left of a step, Lightning drops too."""
+        self._step.clear()
 
     def share_out(self, shares: AgreedShares, sizes: BalancedBatchSampler, position: Callable[[], int]) -> None:
         """Batches are balanced from here on.
@@ -208,13 +222,18 @@ class SampleWeights:
         self._step.append(self._batch)
         number, first = self._batch[0], _first(self._step)
         share = number / first if first else 1.0
-        hook = None if share == 1.0 or not loss.requires_grad else loss.register_hook(lambda gradient: gradient * share)
+        hooks = []
+        if share != 1.0 and loss.requires_grad:
+            hooks.append(loss.register_hook(lambda gradient: gradient * share))
+        if first and not number:  # zero times a mean over no sample is not zero
+            with torch._C.DisableTorchFunctionSubclass():  # not opening gates
+                hooks += [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         self._in_backward = True
         try:
             yield
         finally:
             self._in_backward = False
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
 
     def begin_step(self) -> StepWeight | None:

@@ -385,6 +385,14 @@ class ScheduledGradients:
         """An epoch begins: callbacks may let more layers learn, until its first step."""
         self._epoch_begins = True
         self.validate()
+        weights, module = None if self.runtime is None else self.runtime.engine.weights, self._strategy.lightning_module
+        if weights is not None and module is not None and module.automatic_optimization:
+            weights.begin_epoch()
+
+    def loaders_are_made(self) -> None:
+        """What loads training data from here on takes the place of what did."""
+        if self.runtime is not None and self.runtime.engine.weights is not None:
+            self.runtime.engine.weights.waits_to_share = False
 
     def validate(self) -> None:
         """Something else than batches of a training comes before the next one."""

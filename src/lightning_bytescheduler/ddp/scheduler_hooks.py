@@ -31,6 +31,8 @@ class _Hooked(Protocol):
     @property
     def compresses(self) -> bool: ...
 
+    def loaders_are_made(self) -> None: ...
+
     def count_epoch(self) -> None: ...
 
     def count_batch(self) -> None: ...
@@ -73,6 +75,14 @@ class SchedulerHooks(pl.Callback):
         self._strategy = strategy
         self._log_metrics = log_metrics
         self._logged = SchedulerStatistics()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training data that is loaded from here on takes the place of what was."""
+        self._strategy.loaders_are_made()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training data that is loaded from here on takes the place of what was."""
+        self._strategy.loaders_are_made()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count batches anew."""

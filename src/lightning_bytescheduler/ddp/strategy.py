@@ -43,7 +43,7 @@ from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.weighting import Weighting, batch_facts, share_out
-from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
+from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -314,13 +314,22 @@ class ByteSchedulerStrategy(RankStrategy):
         """Share training data out by pace, where that is asked for; see DDPStrategy."""
         module, runtime = self.lightning_module, self.runtime
         trains = module is not None and module.trainer.state.stage == RunningStage.TRAINING
-        if not self._weighting.balanced or module is None or not trains or runtime is None:
+        if not self._weighting.balanced or module is None or not trains or self._board is None:
             return dataloader
+        if runtime is None:
+            raise UnsupportedError(
+                "batch_size='balanced' shares training data out once the model is wrapped, and it was loaded before, "
+                "as by trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
+            )
         facts, self._loaders = batch_facts(dataloader, self.root_device), self._loaders + 1
         self._meet(f"batches {self._loaders}", Introduction(rank=self.global_rank, facts=facts))
         with self._explained():
             made, self._shares = share_out(self._weighting, dataloader, module.trainer, runtime)
         return made
+
+    def loaders_are_made(self) -> None:
+        """See ``SchedulerHooks``."""
+        self._gradients.loaders_are_made()
 
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""

@@ -151,6 +151,11 @@ def share_out(
             "batch_size='balanced' shares out the batches of one DataLoader, and there are several. Make one data set "
             "of them, or leave batch_size out."
         )
+    if checked.num_workers and trainer.ckpt_path is not None:
+        raise UnsupportedError(
+            "batch_size='balanced' cannot go on from a checkpoint with DataLoader(num_workers=...): workers draw "
+            "batches before it is known where the epoch stands. Resume with num_workers=0, or leave batch_size out."
+        )
     rank, ranks = dist.get_rank(), dist.get_world_size()
     message = torch.tensor([drawn_ahead(checked, trainer.accumulate_grad_batches)], device=device)
     dist.all_reduce(message, op=dist.ReduceOp.MAX)

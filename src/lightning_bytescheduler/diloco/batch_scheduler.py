@@ -95,8 +95,6 @@ class BatchScheduler:
         self._phase = _Phase.IDLE
         self._round = 0
         self._samples = 0
-        self._empty = 0  # rounds that changed no weights, which are none of ``outer_steps``
-        self._ends_soon = False
         self._roster = RoundRoster(target, self._options, self._step_cap)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
@@ -122,9 +120,9 @@ class BatchScheduler:
 
     @property
     def last_round(self) -> int | None:
-        """With which the training is over, as things are: rounds without an update that counted come on top."""
+        """With which the training is over: those that close it come on top of ``outer_steps``."""
         steps = self._options.outer_steps
-        return None if steps is None else steps + self._empty + self._options.closing_rounds
+        return None if steps is None else steps + self._options.closing_rounds
 
     @property
     def samples(self) -> int:
@@ -235,8 +233,7 @@ class BatchScheduler:
 
     def end_soon(self) -> None:
         """Let the round that is on be the last with steps, or the next one if none is."""
-        self._ends_soon = True  # with that round, whatever comes of it
-        self._options = replace(self._options, outer_steps=self._round + (not self.is_open) - self._empty)
+        self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
 
     def tick(self, *, now: float) -> tuple[Envelope, ...]:
         """Take note that time has passed, to ``now``, never less than before; returns what to send."""
@@ -253,7 +250,6 @@ class BatchScheduler:
             "round": self._round - self.is_open,
             "samples": self._samples,
             "step_times": self._roster.step_times(),
-            "empty": self._empty,
         }
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
@@ -266,7 +262,7 @@ class BatchScheduler:
             state = msgspec.convert(state, BatchSchedulerState)
         except msgspec.ValidationError as error:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
-        self._round, self._samples, self._empty = state["round"], state["samples"], state.get("empty", 0)
+        self._round, self._samples = state["round"], state["samples"]
         self._roster.load_step_times(state["step_times"])
         if self._round:
             self._first = self._options.restart_workers
@@ -491,7 +487,7 @@ class BatchScheduler:
 
     @property
     def _closes(self) -> bool:
-        return self._options.closes(self._round - self._empty)
+        return self._options.closes(self._round)
 
     def _least(self) -> int:
         """Pseudo-gradients that the quorum needs."""
@@ -502,8 +498,6 @@ class BatchScheduler:
         arrived = self._arrived(members)
         if len(arrived) < self._least():
             arrived = []
-        if not arrived and not self._ends_soon and not self._closes:  # which synchronise a fragment each
-            self._empty += 1
         merged = tuple(worker.name for worker in arrived)
         numbers = {worker.number for worker in arrived}
         late_samples = self._late_samples.pop(self._round, 0)
@@ -533,7 +527,7 @@ class BatchScheduler:
             self._observer(record)
 
     def _is_over(self) -> bool:
-        return self._options.ends_with(self._round - self._empty)
+        return self._options.ends_with(self._round)
 
     def _tell(self, name: str, message: SchedulerMessage) -> None:
         self._outgoing.append(Envelope(name, message))

@@ -79,16 +79,12 @@ class StepTimeState(TypedDict):
     batch_sizes: list[_Number]
 
 
-class _KeptAlways(TypedDict):
+class BatchSchedulerState(TypedDict):
+    """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
+
     round: Annotated[int, msgspec.Meta(ge=0)]
     samples: Annotated[int, msgspec.Meta(ge=0)]
     step_times: dict[str, StepTimeState]
-
-
-class BatchSchedulerState(_KeptAlways, total=False):
-    """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
-
-    empty: Annotated[int, msgspec.Meta(ge=0)]  # a state of an earlier version has none
 
 
 class StepTime:

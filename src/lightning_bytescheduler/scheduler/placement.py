@@ -187,7 +187,7 @@ def place(sizes_bytes: Mapping[str, int], workers: int, servers: int, how: str =
 
     Args:
         sizes_bytes: Bytes of each tensor by its name, in the order of first use: the same on all ranks. Part ``i`` of a
-            tensor is called ``name[i]``, see :func:`cut`.
+            tensor is called ``name[i]``, see ``placement.cut``.
         workers: How many there are.
         servers: How many spare ones there are; more than one for each worker are of no use, and left out.
         how: ``"balanced"``: by bytes, to the shares of the formula. ``"mixed"``: by BytePS's mixed mode, whose hashes
