@@ -149,7 +149,7 @@ class _Named(dict[str, Contender]):
             return replace(known, name=name, trainer={**known.trainer, "precision": "bf16-true"})
         found = re.fullmatch(
             r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?"
-            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?",
+            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?(?:, (\d+) servers)?",
             name,
         )
         if found is None:
@@ -162,6 +162,8 @@ class _Named(dict[str, Contender]):
                 partition_size=int(found[1]),
                 credit=int(found[2]),
                 compression=found[4],
+                architecture="allreduce" if found[5] is None else "ps",
+                servers=int(found[5] or 0),
             ),
             trainer=_CLIP if found[3] else {},
         )

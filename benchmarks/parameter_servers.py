@@ -28,7 +28,7 @@ from benchmarks.shaped_link import ShapedLink, stop_sessions
 
 _REPOSITORY = Path(__file__).parents[1]
 _FIRST_PORT = 29_600
-_SERVERS = re.compile(r"bytescheduler, (\d+) servers")
+_SERVERS = re.compile(r"bytescheduler.*, (\d+) servers")
 
 
 def measured_steps(
@@ -81,9 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", default="uniform")
     parser.add_argument("--steps", type=int, default=8, help="measured, of each contender (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
+    parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
     asked = parser.parse_args(arguments)
     console = Console()
-    contenders = [ALONE, "bytescheduler, overlapped", *(f"bytescheduler, {k} servers" for k in asked.servers)]
+    sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
+    contenders = [ALONE, "bytescheduler, overlapped", *(f"bytescheduler{sizes}, {k} servers" for k in asked.servers)]
     base = Configuration(
         network=asked.network, ratio=1.0, workers=asked.workers, mbit=asked.mbit, megabytes=asked.megabytes
     )

@@ -135,13 +135,13 @@ def test_model_sizes_are_whole(option: str, value: Any) -> None:
 
 
 @given(parameters=st.integers(0, 10**11), width=st.sampled_from([1, 2, 4, 8]))
-def test_servers_get_the_published_sizes(parameters: int, width: int) -> None:
+def test_servers_get_the_published_partitions_and_credit_for_both_ways(parameters: int, width: int) -> None:
     link = LinkEstimate(alpha=1e-3, beta=1e-9)
     sizes = default_sizes(parameters=parameters, bytes_per_parameter=width, link=link, architecture="ps")
-    assert sizes.credit == 4 * sizes.partition_size <= 4_000_000
-    if parameters >= 16_000_000:
-        assert (sizes.partition_size, sizes.credit) == (1_000_000, 4_000_000)
-    assert sizes.partition_size <= max(parameters // 16, 128 * KIB // width)
+    assert sizes.credit == 16 * sizes.partition_size <= 16_000_000
+    if parameters >= 64_000_000:
+        assert (sizes.partition_size, sizes.credit) == (1_000_000, 16_000_000)
+    assert sizes.partition_size <= max(parameters // 64, 128 * KIB // width)
     assert sizes.bucket_bytes >= sizes.partition_size * width
 
 

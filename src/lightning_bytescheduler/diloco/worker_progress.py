@@ -313,9 +313,9 @@ class WorkerProgress:
         return min(self.heard + allowed, self.told + max(allowed, options.first_step_limit))
 
     def is_silent(self, options: RoundOptions, now: float) -> bool:
-        """Whether it has steps to report, and has said nothing for so long that rounds go on without it."""
-        speaks = self.is_training or self.state is WorkerState.LOST
-        return speaks and not self.paused and now >= self.silent_at(options)
+        """Whether it has something to do, and has said nothing for so long that rounds go on without it."""
+        idle = self.paused or self.state in (WorkerState.WAITING, WorkerState.ARRIVED)
+        return not idle and now >= self.silent_at(options)
 
     def pace(self, step_cap: int | None) -> Pace | None:
         """How it gets on, or ``None`` before its first step is known."""
