@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.state_folder import StateFolder
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
@@ -157,6 +162,30 @@ def test_the_last_round_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
         in_a_run(server, 1, work)
         assert server.status().phase == "finished"
     assert "The run is over after round 1, with 1 samples." in caplog.text
+
+
+def test_a_round_that_workers_know_to_be_over_is_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = GlobalWeights.step, []
+
+    async def slow_step(self: GlobalWeights, *arguments: Any) -> None:
+        steps.append(arguments)
+        await asyncio.sleep(0.5)
+        await step(self, *arguments)
+
+    monkeypatch.setattr(GlobalWeights, "step", slow_step)
+
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        await one.take_part(updates_of(1)[0], samples=1)
+        weights.update(one.outer.weights)
+
+    weights: dict[str, Tensor] = {}
+    with CoordinatorServer(options_of(), keeper=StateKeeper(str(tmp_path), lease=1.0)) as server:
+        in_a_run(server, 1, work)
+    saved = StateStore(StateFolder(str(tmp_path))).load()
+    assert saved is not None
+    assert (saved.version, len(steps)) == (1, 1)
+    assert all(torch.equal(saved.state["weights"][name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(("late", "verdict", "weight"), [("drop", "dropped", 0), ("discount", "late", 2)])

@@ -68,6 +68,7 @@ _HELLO_BYTES = 1 << 24  # the names of all parameters
 _SLICE_BYTES = 1 << 22  # keys of all slices in a cache
 _SLICE_HELD_BACK_S = 1.0
 _STOP_SECONDS = 5.0
+_MERGE_SECONDS = 30.0  # a step of a large model
 _STALLED_SECONDS = 60.0
 _ROUNDS_SHOWN = 200
 _ROUNDS_DRAWN = 4
@@ -104,10 +105,11 @@ class CoordinatorService:
         self._saved = -1  # the version that was last handed over
         self._clock = clock
         self._started = clock()
+        self._merges: asyncio.Queue[Merge | None] = asyncio.Queue()  # ends with None
         self.run = Run(
             options,
             post=self._post,
-            merge=self._merge,
+            merge=self._merges.put_nowait,
             on_round=self._note,
             on_leave=self._forget,
             on_no_provider=self._ask_another,
@@ -124,7 +126,6 @@ class CoordinatorService:
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
         self._slice_limits: dict[str, RateLimit] = {}  # by member's name
-        self._merges: asyncio.Queue[Merge] = asyncio.Queue()
         self._still = asyncio.Lock()  # held while weights change, or are read
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -221,13 +222,16 @@ class CoordinatorService:
     async def stop(self) -> None:
         """End everything; workers hear that they may come back, and the state is saved."""
         self._stopping = True
-        closing = [one.close("The coordinator stops. Nothing is lost.", code=1012) for one in self._all_connections()]
-        if closing:
-            await asyncio.wait([asyncio.ensure_future(one) for one in closing], timeout=_STOP_SECONDS)
-        for task in self._tasks:
-            task.cancel()
+        reason = "The coordinator stops. Nothing is lost."
+        if closing := [asyncio.ensure_future(one.close(reason, code=1012)) for one in self._connections.values()]:
+            await asyncio.wait(closing, timeout=_STOP_SECONDS)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_STOP_SECONDS)
+            tick, merge = self._tasks
+            self._merges.put_nowait(None)  # a round that workers know to have ended is in the state that is saved
+            await asyncio.wait([merge], timeout=_MERGE_SECONDS)
+            for task in (tick, merge):
+                task.cancel()
+            await asyncio.wait([tick, merge], timeout=_STOP_SECONDS)
         await self._save()
         self.states.forget()
         self._rounds_file.close()
@@ -247,9 +251,6 @@ class CoordinatorService:
         """Give up the run, as when another coordinator has taken over."""
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(error)
-
-    def _all_connections(self) -> list[Connection]:
-        return list(self._connections.values())
 
     def status(self) -> RunStatus:
         """How the run stands."""
@@ -297,9 +298,6 @@ class CoordinatorService:
             loss,
         )
 
-    def _merge(self, merge: Merge) -> None:
-        self._merges.put_nowait(merge)
-
     def _forget(self, member: Member) -> None:
         self.updates.cut(member)
         self._slice_limits.pop(member.name, None)
@@ -310,7 +308,7 @@ class CoordinatorService:
             connection.end("It was not heard of for too long, or has left.")
 
     def _ask_another(self) -> None:
-        for connection in self._all_connections():
+        for connection in list(self._connections.values()):
             connection.cut("Come back: somebody else has to send the first weights.")
 
     async def _tick(self) -> None:
@@ -347,9 +345,10 @@ class CoordinatorService:
 
     async def _merge_all(self) -> None:
         while True:
-            # No timeout: rounds may take any time, the next one comes from the same loop, and stop() cancels this task.
-            merge = await self._merges.get()
-            weights = self.weights
+            # No timeout: rounds may take any time, the next one comes from the same loop, and stop() ends this task.
+            merge, weights = await self._merges.get(), self.weights
+            if merge is None:
+                return
             if weights is None:
                 raise RuntimeError(f"Round {merge.round} ended before there were weights.")
             sums = await self.updates.settled(merge)
@@ -359,9 +358,10 @@ class CoordinatorService:
                 self.run.merged(
                     merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
-                self._note_boundary()
+                boundary, self._boundary = self._at_boundary(), None  # half a step is not saved
                 await self.updates.give_way(mean)
                 await weights.step(mean, sums)
+                self._boundary = boundary
             self._garbage.collect()
             is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
@@ -373,9 +373,9 @@ class CoordinatorService:
                     self.run.samples,
                 )
 
-    def _note_boundary(self) -> None:
-        """Take down what belongs to the version of the weights that a merge has just led to."""
-        self._boundary = (self.run.state_dict(), None if self.slices is None else self.slices.state_dict())
+    def _at_boundary(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What belongs to the version of the weights that a merge has just led to."""
+        return self.run.state_dict(), None if self.slices is None else self.slices.state_dict()
 
     async def _save(self) -> None:
         """Hand the state at the last boundary to whoever saves it."""
@@ -508,7 +508,7 @@ class CoordinatorService:
         """
         self._make_weights(weights).load_momentum(momentum)
         self.run.provided(self._clock())
-        self._note_boundary()
+        self._boundary = self._at_boundary()
         await self._save()
 
     def _make_weights(self, weights: Mapping[str, Tensor]) -> GlobalWeights:
