@@ -156,8 +156,9 @@ def in_a_fork(work: Callable[[], bytes], patience: float) -> bytes:
     hurry.start()
     with os.fdopen(reading, "rb") as pipe:
         found = pipe.read()
+    hurry.cancel()  # before its number may be another process's
+    hurry.join()
     os.waitpid(child, 0)
-    hurry.cancel()
     return found
 
 
@@ -229,8 +230,10 @@ class ReadsAWeight(Dataset[Any]):
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.module.last.weight.detach().sum()
+    def __getitem__(self, index: int) -> float:
+        return (
+            self.module.last.weight.detach().sum().item()
+        )  # no tensor: those need a thread and a socket of the worker
 
 
 class Workers(Callback):
@@ -242,9 +245,9 @@ class Workers(Callback):
             # These ranks are processes of a kind that may have no children otherwise.
             with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
                 loader = DataLoader(
-                    ReadsAWeight(module), num_workers=1, multiprocessing_context=self.context, timeout=20
+                    ReadsAWeight(module), None, num_workers=1, multiprocessing_context=self.context, timeout=20
                 )
-                module.notes.append([batch.item() for batch in loader])
+                module.notes.append(list(loader))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
