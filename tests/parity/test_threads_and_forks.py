@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
-from tests.support.fit import Recipe, Run
+from tests.support.fit import Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -254,6 +255,25 @@ class Workers(Callback):
 def test_forked_loader_workers_read_a_weight(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, callbacks=(partial(Workers, "fork"),))
     assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+
+
+def collects_in_a_fork(rank: int, recipe: Recipe, run: Run, freezes: bool) -> bytes:
+    """What a child finds that is forked after a training and collects garbage, if it comes to an end."""
+    gc.collect()
+    gc.disable()
+    try:
+        train(rank, recipe, run)
+        with nullcontext() if freezes else patch.object(gc, "freeze"):
+            return in_a_fork(lambda: b"collected" if gc.collect() >= 0 else b"", patience=10.0 if freezes else 2.0)
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@pytest.mark.parametrize(("freezes", "found"), [(True, b"collected"), (False, b"")])
+def test_a_child_leaves_the_groups_of_a_former_training_alone(two_ranks: RankPool, freezes: bool, found: bytes) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=2)
+    assert two_ranks.run(collects_in_a_fork, recipe=recipe, run=Run(), freezes=freezes) == [found, found]
 
 
 class Product(torch.autograd.Function):

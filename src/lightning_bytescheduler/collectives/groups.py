@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import logging
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["SchedulerGroups", "leave"]
+__all__ = ["SchedulerGroups", "keep", "leave"]
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         idle: Whether nothing is under way on it.
     """
     if not idle:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        keep(group)
     try:
         if not idle and dist.get_backend(group) == "gloo":
             if not _under_way:
@@ -111,6 +113,24 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         dist.destroy_process_group(group)
     except Exception:  # the default group was destroyed first, and took this one along
         log.debug("could not leave a process group", exc_info=True)
+
+
+def keep(group: dist.ProcessGroup) -> None:
+    """Keep a group for as long as the process lives."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _leave_inherited_garbage() -> None:
+    """Have this process, a forked child, collect no garbage but its own.
+
+    A group that was left, or whose training has failed, may be part of a cycle of objects that is garbage. Its
+    destructor joins threads that a child does not have: workers of the next training's loaders stood still, or died.
+    """
+    gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_inherited_garbage)
 
 
 def _call_off_all() -> None:

@@ -19,7 +19,6 @@ Waits end with the group's timeout, the strategy's, or when a rank that has died
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import io
 import math
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_bytescheduler.collectives.groups import keep
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
@@ -177,7 +177,7 @@ class WorkerWorld:
                 groups.append(dist.group.WORLD)
             for group in groups:
                 if group is not None:
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    keep(group)
         if dist.is_initialized():
             dist.destroy_process_group()
 
