@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_bytescheduler.coordinator import rate_limit
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
+from lightning_bytescheduler.diloco.messages import TrainingOver
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.slices.messages import (
     AskLater,
@@ -25,7 +28,7 @@ from lightning_bytescheduler.slices.messages import (
     encode,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
-from tests.coordinator.runs import in_a_run, options_of
+from tests.coordinator.runs import ELEMENTS, in_a_run, options_of
 from tests.coordinator.small_worker import SmallWorker
 from tests.coordinator.test_rounds import weights_of
 from tests.slices.fits import make_rows
@@ -88,6 +91,38 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_when_others_wait_fo
             await asyncio.sleep(0.05)
         assert server.status().workers[0].connected
         assert isinstance(await ask(one, RequestSlice(session=sessions[0], epoch=0)), JoinAgain)
+
+    with CoordinatorServer(options, slices=slices) as server:
+        in_a_run(server, 2, work)
+
+
+def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> None:
+    """It says nothing while it gets weights, but is there; if its link is cut, nobody is."""
+    rows = make_rows(tmp_path / "rows", [10, 10])
+    options = CoordinatorOptions(
+        run=run_options(inner_steps=1), rounds=RoundOptions(quorum=0.0, silent_after=1.0, start_workers=2), lease=60.0
+    )
+    slices = SliceRoutes([rows], TrackerOptions(lease=60.0, prefetch=1))
+
+    async def work(one: SmallWorker, two: SmallWorker) -> None:
+        await one.join()
+        await two.join()
+        await asyncio.gather(*(worker.take_part(torch.zeros(ELEMENTS), samples=1) for worker in (one, two)))
+        sessions = []
+        for number, worker in enumerate((one, two)):
+            joined = await ask(worker, JoinTracker(worker=worker.name, incarnation=str(number)))
+            sessions.append(joined.session)
+            assert isinstance(await ask(worker, RequestSlice(session=joined.session, epoch=0)), Assignment)
+        await ask(two, FinishSlice(session=sessions[1], grant=2))
+        reading = asyncio.create_task(one.wait_for(TrainingOver))
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater), "it answers pings"
+            await asyncio.sleep(0.05)
+        reading.cancel()
+        while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
+            await asyncio.sleep(0.05)
+        assert all(worker.connected for worker in server.status().workers)
 
     with CoordinatorServer(options, slices=slices) as server:
         in_a_run(server, 2, work)

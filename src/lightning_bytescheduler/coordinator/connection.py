@@ -42,7 +42,7 @@ class Connection:
     """A worker's WebSocket, after its ``Hello``.
 
     Args:
-        socket: Its WebSocket.
+        socket: Its WebSocket; pings and answers to them are left to this class.
         transport: What that is on.
         member: The worker.
         stalls: Cuts it off if it does not read.
@@ -75,6 +75,9 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._limit = RateLimit(clock)
         self._cut = ""
+        self._clock = clock
+        self._heard_at = clock()
+        self._ping: asyncio.Task[None] | None = None
 
     def post(self, message: FromCoordinator) -> None:
         """Send a message as soon as it can be, in order."""
@@ -91,6 +94,25 @@ class Connection:
     def is_open(self) -> bool:
         """Whether it is, as far as is known: pings that nobody answers close it."""
         return not self._cut and not self._socket.closed
+
+    def last_heard(self, now: float, every: float) -> float:
+        """When anything came from the worker's side, if only the answer to a ping.
+
+        Args:
+            now: In seconds.
+            every: Seconds without anything after which it is pinged.
+        """
+        stuck = self._transport is not None and self._transport.get_write_buffer_size()
+        if now - self._heard_at >= every and self._ping is None and not stuck:
+            self._ping = asyncio.get_running_loop().create_task(self._ask_whether_alive(), name="bytescheduler-ping")
+        return self._heard_at
+
+    async def _ask_whether_alive(self) -> None:
+        try:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # whoever reads from it hears of an error, too
+                await self._socket.ping()
+        finally:
+            self._ping = None
 
     def cut(self, reason: str) -> None:
         """End the connection, without waiting."""
@@ -133,6 +155,12 @@ class Connection:
         async for received in self._socket:
             if self._cut:
                 return
+            self._heard_at = self._clock()
+            if received.type is WSMsgType.PONG:
+                continue
+            if received.type is WSMsgType.PING:
+                await self._socket.pong(received.data)
+                continue
             if received.type is not WSMsgType.TEXT:
                 raise OptionError("frame", received.type.name, "a text")
             text: str = received.data

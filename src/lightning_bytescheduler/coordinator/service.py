@@ -316,10 +316,11 @@ class CoordinatorService:
         while True:
             now = self._clock()
             if now >= alive_at:
-                alive_at = now + min(self.options.lease / 8, _LONGEST_TICK_S)
+                quiet = min(self.options.lease / 8, self.options.rounds.silent_after / 4)
+                alive_at = now + min(quiet, _LONGEST_TICK_S)
                 for connection in self._connections.values():
-                    if connection.is_open:  # aiohttp's pings have closed those that do not answer
-                        self.run.alive(connection.member, now)
+                    if connection.is_open:
+                        self.run.alive(connection.member, connection.last_heard(now, quiet))
             self.run.tick(now)
             self.stalls.look()
             if self.shards is not None:
@@ -419,9 +420,12 @@ class CoordinatorService:
         return member
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
-        lease = self.options.lease
         socket = web.WebSocketResponse(
-            heartbeat=lease / 3, max_msg_size=_HELLO_BYTES, timeout=_STOP_SECONDS, compress=False
+            heartbeat=self.options.lease / 3,
+            autoping=False,
+            max_msg_size=_HELLO_BYTES,
+            timeout=_STOP_SECONDS,
+            compress=False,
         )
         await socket.prepare(request)
         connection = None
