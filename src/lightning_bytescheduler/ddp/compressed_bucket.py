@@ -143,7 +143,7 @@ class CompressedBucket:
             for first in range(piece.first, piece.end, apart):
                 chunk = piece.within(first, first + _CHUNK)
                 if chunk is not None:
-                    gradients.append(self._buffer[chunk.first : chunk.end].float())
+                    gradients.append(self._buffer[chunk.first : chunk.end].to(torch.float32, copy=True))
                     scale(gradients[-1], self._factor(self._observer.ranks))
                     left = None if chunk.idle else chunk.residual
                     sent.append(gradients[-1] if left is None else gradients[-1] + left)
