@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -65,6 +66,17 @@ def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
         dist.destroy_process_group()
 
 
+class Counts:
+    """What a rank counts in a step, known from the start; nothing in some of them."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        first = (0.25, 1.0, 0.6, 0.0)[step % 4]
+        self.factor = 1.0 - first if rank else first
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        then()
+
+
 def scripted(bucket: CompressedBucket, sub_task: SubCommTask) -> int:
     """Where there is a choice: all as it is in the first step, then in one form or another."""
     step = sub_task.parent.key.step
@@ -81,6 +93,7 @@ def reduce_steps(
     spoil: dict[int, float] | None = None,
     min_size: int = _MIN_SIZE,
     overflow: int = 0,
+    weighted: bool = False,
 ) -> Result:
     """Average some buckets, of gradients that only step and rank tell, and return all of it."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
@@ -117,7 +130,11 @@ def reduce_steps(
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
             plain = AllReduction if compression == "auto" else CompressedReduction
-            reduction = (ShardedReduction if sharded else plain)(core, transport, step, device, known)
+            weight = Counts(step, rank) if weighted else None
+            if weight is not None and not weight.factor:
+                buffer.fill_(torch.nan)  # the mean over no sample
+            kind: Any = ShardedReduction if sharded else plain
+            reduction = kind(core, transport, step, device, known, weight)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(20)
@@ -207,6 +224,9 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
         "left out": {"steps": 4, "compression": "int4", "overflow": 3},
         "three": {"steps": 2, "compression": "int4"},
+        "weighted": {"steps": _STEPS, "compression": "int4", "weighted": True},
+        "weighted, in shards": {"steps": _STEPS, "compression": "topk:0.05", "weighted": True, "sharded": True},
+        "weighted, auto": {"steps": _STEPS, "compression": "auto", "weighted": True},
     }
     by_rank = two_plain_ranks.run(reduce_all, jobs=list(jobs.values()))
     return {name: [ofs[index] for ofs in by_rank] for index, name in enumerate(jobs)}
@@ -236,6 +256,21 @@ def test_what_was_applied_and_what_is_left_add_up_to_the_gradients(
         assert np.abs(left).max() > 0
     exact = gradient(_STEPS, 0) / 2 + gradient(_STEPS, 1) / 2
     assert np.array_equal(ours[0].means[-1][700:730], exact[700:730])
+
+
+@pytest.mark.parametrize("job", ["weighted", "weighted, in shards", "weighted, auto"])
+def test_what_ranks_count_is_counted_once(results: dict[str, list[Result]], job: str) -> None:
+    """What is left of a step counts as in that step, not as in the one that it travels with."""
+    ours = results[job]
+    applied = np.sum([mean.astype(np.float64) for mean in ours[0].means], axis=0)
+    gradients = np.sum(
+        [Counts(step, rank).factor * gradient(step, rank) for step in range(1, _STEPS + 1) for rank in range(2)], axis=0
+    )
+    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
+        left = ours[0].residuals[name].astype(np.float64) + ours[1].residuals[name]
+        assert np.allclose(applied[here] + left, gradients[here], rtol=1e-5, atol=1e-5)
+        assert np.abs(left).max() > 0
+    assert all(np.array_equal(first, second) for first, second in zip(ours[0].means, ours[1].means, strict=True))
 
 
 def test_lossless_is_the_sum_to_the_last_bit(results: dict[str, list[Result]]) -> None:

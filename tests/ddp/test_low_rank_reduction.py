@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,20 @@ class Result:
     residuals: dict[str, Any] = field(default_factory=dict)
 
 
-def reduce_steps(rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int = _STEPS) -> Result:
+class Counts:
+    """What a rank counts in a step, known from the start; nothing in some of them."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        first = (0.25, 1.0, 0.6, 0.0)[step % 4]
+        self.factor = 1.0 - first if rank else first
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        then()
+
+
+def reduce_steps(
+    rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int = _STEPS, weighted: bool = False
+) -> Result:
     torch.set_num_threads(1)
     join_default_group(rank)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
@@ -70,7 +84,10 @@ def reduce_steps(rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int
                 parts[1][3, 3] = torch.inf
             buffer = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            task = CompressedReduction(core, transport, step, torch.device("cpu"), known).reduce(bucket)
+            weight: Any = Counts(step, rank) if weighted else None
+            if weight is not None and not weight.factor:
+                buffer.fill_(torch.nan)  # the mean over no sample
+            task = CompressedReduction(core, transport, step, torch.device("cpu"), known, weight).reduce(bucket)
             task.wait(20)
             assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
             whole = buffer.float().split([part.numel() for part in parts])
@@ -97,6 +114,7 @@ def reduce_steps(rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int
 def reduce_all(rank: int) -> dict[str, Result]:
     return {
         "plain": reduce_steps(rank, None, torch.float32),
+        "weighted": reduce_steps(rank, None, torch.float32, weighted=True),
         "half": reduce_steps(rank, None, torch.bfloat16),
         "spoiled": reduce_steps(rank, 3, torch.float32, steps=3),
         "before": reduce_steps(rank, None, torch.float32, steps=2),
@@ -132,14 +150,17 @@ def test_it_is_the_published_algorithm(results: list[dict[str, Result]], name: s
         assert np.linalg.matrix_rank(first, tol=1e-3) <= _RANK
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("plain", 1e-4), ("half", 0.2)])
+@pytest.mark.parametrize(("kind", "bound"), [("plain", 1e-4), ("weighted", 1e-4), ("half", 0.2)])
 def test_what_was_applied_and_what_is_left_add_up_to_the_gradients(
     results: list[dict[str, Result]], kind: str, bound: float
 ) -> None:
     for name in ("weight", "other", "last"):
         applied = sum(mean[name] for mean in results[0][kind].means).ravel()
         left = sum(ofs[kind].residuals[name] for ofs in results)
-        gradients = sum(gradient(s, r, name) / 2 for s in range(1, _STEPS + 1) for r in range(2)).numpy().ravel()
+        counts = {
+            (s, r): Counts(s, r).factor if kind == "weighted" else 0.5 for s in range(1, _STEPS + 1) for r in (0, 1)
+        }
+        gradients = sum(count * gradient(*at, name) for at, count in counts.items()).numpy().ravel()  # type: ignore[union-attr]
         assert np.allclose(applied + left, gradients, atol=bound)
         assert np.abs(left).max() > 0.01
 

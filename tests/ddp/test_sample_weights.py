@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler import ByteSchedulerStrategy, OptionError
 from lightning_bytescheduler.collectives import number_exchange
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights, StepWeight
@@ -43,11 +43,6 @@ def test_a_wrong_weighting_is_named() -> None:
 def test_samples_is_a_function_and_needs_the_weighting(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         ByteSchedulerStrategy(**options)
-
-
-def test_compression_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedError, match=r"weighting='samples' and compression='int8'.*Leave one of them out"):
-        ByteSchedulerStrategy(weighting="samples", compression="int8")
 
 
 def differ(rank: int) -> str:

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
+from lightning_bytescheduler.collectives.operations import StartedOperation, scale, shard_of
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
 from lightning_bytescheduler.ddp.reduction import Phase
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompressedBucket", "Piece"]
@@ -90,6 +91,7 @@ class CompressedBucket:
         pieces: All of it, in order.
         observer: Told of work and of residuals.
         choice: Says in what each part travels, where that is not settled.
+        weight: What this rank counts; as much as any other when left out. Known before anything is sent.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class CompressedBucket:
         pieces: list[Piece],
         observer: _Compression,
         choice: CompressionChoice | None = None,
+        weight: StepWeight | None = None,
     ) -> None:
         self._buffer = buffer
         self._pieces = pieces
         self._observer = observer
         self._choice = choice
+        self._weight = weight
         self._forms: dict[int, int] = {}  # by index of the part: what its first half was chosen to travel in
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
 
@@ -139,20 +143,31 @@ class CompressedBucket:
             for first in range(piece.first, piece.end, apart):
                 chunk = piece.within(first, first + _CHUNK)
                 if chunk is not None:
-                    gradients.append(self._buffer[chunk.first : chunk.end].float() / self._observer.ranks)
+                    gradients.append(self._buffer[chunk.first : chunk.end].to(torch.float32, copy=True))
+                    scale(gradients[-1], self._factor(self._observer.ranks))
                     left = None if chunk.idle else chunk.residual
                     sent.append(gradients[-1] if left is None else gradients[-1] + left)
         return torch.cat(gradients), torch.cat(sent)
 
+    def _factor(self, ranks: int) -> float:
+        """What this rank's gradient is multiplied with: residuals are of what comes of that."""
+        return 1.0 / ranks if self._weight is None else self._weight.factor
+
     def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
-        """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits."""
+        """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits.
+
+        A rank that counts nothing in this step sends it in a later one.
+        """
+        factor = self._factor(world_size)
+        if not factor:
+            return
         for piece in self._as_known(sub_task):
             gradient = self._buffer[piece.first : piece.end]
             if piece.residual is not None and not piece.idle:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
                 if _is_finite(gradient):
-                    gradient.add_(piece.residual, alpha=world_size)  # which is divided by that like the gradient
+                    gradient.add_(piece.residual, alpha=1.0 / factor)  # is multiplied like the gradient then
                     piece.residual.zero_()
 
     def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
@@ -183,7 +198,7 @@ class CompressedBucket:
         self._keep_before(sub_task)
         shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares:
-            self._buffer[sub_task.offset : sub_task.offset + sub_task.size].mul_(1.0 / group.size())
+            scale(self._buffer[sub_task.offset : sub_task.offset + sub_task.size], self._factor(group.size()))
             sent = {
                 other: self._packed(shard, self._values(shard), seed, rank, squares)
                 for other, shard in shards.items()

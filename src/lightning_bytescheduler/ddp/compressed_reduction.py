@@ -7,8 +7,8 @@ Of each part of a bucket, every rank owns a shard, as in the sharded reduction (
     gather    the owner encodes the sum, once, and sends it to all. Everybody takes the decoded bytes that travelled,
               the owner too: the same bits on all ranks, and any norm is that of what the optimizer gets
 
-*Error feedback*: what encoding leaves out is added to the same elements in the next step. With g the gradient divided
-by the number of ranks, C a codec and r the residual of this rank::
+*Error feedback*: what encoding leaves out is added to the same elements in the next step. With g the gradient times
+what this rank counts (one over the number of ranks, if all count alike), C a codec and r the residual of this rank::
 
     x = g + r,  C(x) travels,  r = x - C(x)         of others' shards
     s = g + r + sum of all C(x),  C(s) travels,  r = s - C(s)    of the own shard
@@ -45,6 +45,7 @@ from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
 from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -136,7 +137,7 @@ class GradientCompression:
             self.choice.begin_step(kind, halves=halves)
         self._residuals.begin_step(self._loss_scale())
 
-    def encoded(self, bucket: GradientBucket) -> CompressedBucket | None:
+    def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
         codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
         if self.choice is None and all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
@@ -144,7 +145,8 @@ class GradientCompression:
         buffer = bucket.buffer
         if buffer.is_complex():
             return None
-        return CompressedBucket(buffer, list(self._pieces(bucket.parameters)), self, self.choice)
+        pieces = list(self._pieces(bucket.parameters))
+        return CompressedBucket(buffer, pieces, self, self.choice, weight)
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """The piece of a whole parameter, with what was left to be sent of it; on the thread that sends it.
@@ -159,7 +161,9 @@ class GradientCompression:
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
-    def in_factors(self, bucket: GradientBucket, ranks: int) -> tuple[LowRankBucket, Rest] | None:
+    def in_factors(
+        self, bucket: GradientBucket, ranks: int, weight: StepWeight | None = None
+    ) -> tuple[LowRankBucket, Rest] | None:
         """The matrices of a bucket that travel as factors, for one step, and all else of it; ``None`` without any."""
         matrices, others = [], []
         at = 0
@@ -182,7 +186,7 @@ class GradientCompression:
             at += size
         if not matrices:
             return None
-        return LowRankBucket(bucket.buffer, matrices, ranks, self), Rest(bucket.buffer, others)
+        return LowRankBucket(bucket.buffer, matrices, ranks, self, weight), Rest(bucket.buffer, others)
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -221,6 +225,7 @@ class CompressedReduction:
         step: Of the backward pass, the same on all ranks.
         device: Where gradients live.
         compression: Says what travels encoded.
+        weight: What this rank counts; as much as any other when left out.
     """
 
     def __init__(
@@ -230,18 +235,19 @@ class CompressedReduction:
         step: int,
         device: torch.device,
         compression: GradientCompression,
+        weight: StepWeight | None = None,
     ) -> None:
-        self._tasks = StepTasks(core, transport, step, device)
-        self._plain = AllReduction(core, transport, step, device)
+        self._tasks = StepTasks(core, transport, step, device, weight)
+        self._plain = AllReduction(core, transport, step, device, weight=weight)
         self._compression = compression
         self._factors = LowRankReduction(self._tasks, self.reduce)
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See ``Reduction``."""
-        in_factors = self._compression.in_factors(bucket, self._tasks.world_size)
+        in_factors = self._compression.in_factors(bucket, self._tasks.world_size, self._tasks.weight)
         if in_factors is not None:
             return self._factors.reduce(bucket, *in_factors, on_end)
-        encoded = self._compression.encoded(bucket)
+        encoded = self._compression.encoded(bucket, self._tasks.weight)
         if encoded is None:
             return self._plain.reduce(bucket, on_end)
         return self._tasks.enqueue_halves(

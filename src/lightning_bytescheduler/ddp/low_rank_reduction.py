@@ -1,7 +1,7 @@
 """Gradients that travel as products of two thin matrices: PowerSGD, by priority and under the credit window.
 
-With x_i what rank i has of a matrix (its gradient divided by the number of ranks, and its residual r_i), Q of the last
-step made orthonormal::
+With x_i what rank i has of a matrix (its gradient times what the rank counts, and its residual r_i), Q of the last step
+made orthonormal::
 
     left     P = sum of x_i Q, over all ranks; then each makes it orthonormal
     right    Q = sum of x_i^T P, over all ranks: P Q^T is the mean gradient, and Q is what the next step begins with
@@ -39,7 +39,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_gather, reduce_scatter, shard_of
+from lightning_bytescheduler.collectives.transport import ReadyMark
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Phase, StepTasks
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["LowRankBucket", "LowRankReduction", "Matrix", "WorkObserver", "first_right", "matrix_shape"]
@@ -93,19 +95,19 @@ class Matrix:
     residual: Tensor
     right: Tensor
     later: Tensor | None = None
-    _added: bool = False
+    _added: float = 0.0
 
     @property
     def end(self) -> int:
         """Position after the last."""
         return self.first + self.shape[0] * self.shape[1]
 
-    def begin(self, buffer: Tensor, ranks: int, left: Tensor) -> None:
+    def begin(self, buffer: Tensor, factor: float, left: Tensor) -> None:
         """Fill ``left`` with this rank's part of P, column by column; what is kept becomes x."""
         gradient = self._gradient(buffer)
-        self._added = _is_finite(gradient)
-        if self._added:
-            whole = self._kept.add_(gradient, alpha=1.0 / ranks)
+        if not factor or _is_finite(gradient):  # what counts nothing may be anything
+            self._added = factor
+            whole = self._kept.add_(gradient, alpha=factor) if factor else self._kept
             torch.mm(_orthonormal(self.right).t(), whole.t(), out=self._factor(left))
         else:
             left.fill_(torch.nan)
@@ -124,7 +126,7 @@ class Matrix:
         gradient = self._gradient(buffer)
         if not _is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
             if self._added:
-                self._kept.sub_(gradient, alpha=1.0 / ranks)
+                self._kept.sub_(gradient, alpha=self._added)
             gradient.fill_(torch.nan)
             return 0.0
         rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
@@ -158,14 +160,23 @@ class LowRankBucket:
         matrices: In order; one at least.
         ranks: That are averaged over.
         observer: Told of work and of residuals.
+        weight: What this rank counts; as much as any other when left out. Known before anything is sent.
 
     Attributes:
         lefts: All P, flat, column by column.
         rights: All Q, flat, column by column.
     """
 
-    def __init__(self, buffer: Tensor, matrices: Sequence[Matrix], ranks: int, observer: WorkObserver) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        matrices: Sequence[Matrix],
+        ranks: int,
+        observer: WorkObserver,
+        weight: StepWeight | None = None,
+    ) -> None:
         self._buffer = buffer
+        self._weight = weight
         self._matrices = matrices
         self._ranks = ranks
         self._observer = observer
@@ -193,9 +204,10 @@ class LowRankBucket:
         """Add up a part of all P; an ``EncodedStart``."""
         if not self._have_left:
             self._have_left = True
+            factor = 1.0 / self._ranks if self._weight is None else self._weight.factor
             with self._observer.working("encode", sub_task):
                 for matrix, left, _ in self._factors:
-                    matrix.begin(self._buffer, self._ranks, left)
+                    matrix.begin(self._buffer, factor, left)
         return _mean(group, self.lefts, sub_task, number)
 
     def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
@@ -241,6 +253,7 @@ class LowRankReduction:
             rest: All else of it.
             on_end: See ``Reduction.reduce``.
         """
+        ready = ReadyMark(self._tasks.device)
         awaited = _Countdown(2 if rest.parameters else 1, lambda: right.notify_ready())
 
         def ended(task: CommTask) -> None:
@@ -258,7 +271,7 @@ class LowRankReduction:
         right = self._enqueue("right", bucket, matrices.rights, matrices.right, Phase.RIGHT, matrices.elements, place)
         if rest.parameters:
             self._reduce_rest(GradientBucket(bucket.index, rest.parameters, rest.buffer, bucket.priority), ended)
-        left.notify_ready()
+        self._tasks.notify_ready(left, ready)
         return right
 
     def _enqueue(

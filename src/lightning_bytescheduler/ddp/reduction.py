@@ -136,8 +136,8 @@ class EncodedBucket(PartForms, Protocol):
 class Encoder(Protocol):
     """Says what of the gradients travels encoded."""
 
-    def encoded(self, bucket: GradientBucket) -> EncodedBucket | None:
-        """For one step; ``None`` if nothing of ``bucket`` is."""
+    def encoded(self, bucket: GradientBucket, weight: StepWeight | None) -> EncodedBucket | None:
+        """For one step, in which this rank counts ``weight``; ``None`` if nothing of ``bucket`` is."""
 
 
 class Reduction(Protocol):
@@ -186,7 +186,7 @@ class AllReduction:
         """See :class:`Reduction`."""
         tasks = self._tasks
         ready = ReadyMark(tasks.device)
-        encoded = None if self._encoder is None else self._encoder.encoded(bucket)
+        encoded = None if self._encoder is None else self._encoder.encoded(bucket, tasks.weight)
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
@@ -258,7 +258,7 @@ class ShardedReduction:
             sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
         if buffer.is_complex():  # whose norm is that of all its real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
-        encoded = None if self._encoder is None else self._encoder.encoded(bucket)
+        encoded = None if self._encoder is None else self._encoder.encoded(bucket, tasks.weight)
         with self._lock:
             self._under_way += 1
         return tasks.enqueue_halves(
@@ -370,12 +370,12 @@ class StepTasks:
         self.world_size = transport.group.size()
         self.all_reduce = transport.all_reduce
         self.wire_share = transport.wire_share
+        self.weight = weight
         self._transport = transport
-        self._weight = weight
 
     def averaging(self, operation: Averaging) -> Operation:
         """``operation``, with what this rank counts in the step: known when it is started, see :meth:`notify_ready`."""
-        weight = self._weight
+        weight = self.weight
 
         def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
             return operation(group, part, number, None if weight is None else weight.factor)
@@ -500,8 +500,8 @@ class StepTasks:
 
     def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
         """Say that a gradient's data exists, as soon as it does and it is known what it counts."""
-        if self._weight is not None:
-            self._weight.when_known(partial(self._notify_weighted, task, ready))
+        if self.weight is not None:
+            self.weight.when_known(partial(self._notify_weighted, task, ready))
         else:
             self._notify_weighted(task, ready)
 

@@ -227,7 +227,7 @@ class StepContext:
         if sharded:
             return ShardedReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
         if self.compression is not None and self.choice is None:
-            return CompressedReduction(self.core, self.transport, number, self.device, self.compression)
+            return CompressedReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
         return AllReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
 
     @property

@@ -214,7 +214,7 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny("partition_size", self._options.partition_size)
         _say_if_tiny("credit", self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
-        self._weighting = Weighting(weighting, samples, compression, batch_size, max_batch_size)
+        self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
         self._shares: AgreedShares | None = None
         self._loaders = 0  # of training data, that were shared out
         self._servers = ServerOptions.resolve(architecture, servers, compression=compression)

@@ -33,20 +33,17 @@ class Weighting:
     Args:
         weighting: ``"ranks"`` or ``"samples"``.
         samples: Says how many samples a batch has; Lightning's ``extract_batch_size`` when left out.
-        compression: What was said of compression, if anything.
         batch_size: ``"balanced"`` for batches that follow each rank's pace.
         max_batch_size: The most samples that a rank may have in a batch then: one number, or one for each rank.
 
     Raises:
         OptionError: If an option is not allowed.
-        UnsupportedError: If gradients are to be compressed, too.
     """
 
     def __init__(
         self,
         weighting: str,
         samples: Callable[[Any], Any] | None,
-        compression: object = None,
         batch_size: object = None,
         max_batch_size: int | Sequence[int] | None = None,
     ) -> None:
@@ -58,11 +55,6 @@ class Weighting:
             raise OptionError("samples", samples, "a function of the batch, or left out")
         if samples is not None and not self.by_samples:
             raise OptionError("samples", name_of(samples), "left out, unless weighting='samples'")
-        if self.by_samples and compression is not None:
-            raise UnsupportedError(
-                f"weighting='samples' and compression={compression!r} do not go together so far: what compression left "
-                "out of a step would count by the samples of the next. Leave one of them out."
-            )
         if batch_size not in (None, "balanced"):
             hint = "A number is an option of the other strategy, DiLoCoStrategy(batch_size=...), or the DataLoader's."
             raise OptionError("batch_size", batch_size, "'balanced', or left out", hint)
