@@ -329,20 +329,10 @@ class CoordinatorService:
                 if now - loop_seconds > self.options.lease / 4:
                     loop_seconds = now
                     self.slices.renew(tuple(self.run.members))
-                self._take_back_slices(self.slices, now)
+                self.slices.take_back(tuple(self.run.members), self.run.scheduler.workers, self.options.rounds, now)
             following = self.run.scheduler.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
-
-    def _take_back_slices(self, slices: SliceRoutes, now: float) -> None:
-        """Let others have what a worker holds that is cut off; or stands still, if they wait at an epoch's end."""
-        rounds, workers = self.options.rounds, self.run.scheduler.workers
-        for member in self.run.members:
-            silent = not member.connected and now >= member.heard + rounds.silent_after
-            if not silent and slices.wanted and member.name in workers:
-                silent = workers[member.name].is_silent(rounds, now)
-            if silent and slices.held(member.name):
-                slices.release(member)
 
     async def _merge_all(self) -> None:
         while True:

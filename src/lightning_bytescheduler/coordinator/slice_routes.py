@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run_status import SliceStatus
+from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.worker_progress import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
@@ -96,6 +98,24 @@ class SliceRoutes:
         for name in self._names.pop(member.name, ()):
             self.tracker.release(name)
         self._sessions = {session: owner for session, owner in self._sessions.items() if owner[0] != member.digest}
+
+    def take_back(
+        self, members: Sequence[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
+    ) -> None:
+        """Let others have what a member holds that is cut off; or stands still, if they wait at an epoch's end.
+
+        Args:
+            members: All there are.
+            workers: Those of them that take part in rounds, by name.
+            rounds: Say how long one may be silent.
+            now: In seconds.
+        """
+        for member in members:
+            silent = not member.connected and now >= member.heard + rounds.silent_after
+            if not silent and self.wanted and member.name in workers:
+                silent = workers[member.name].is_silent(rounds, now)
+            if silent and self.held(member.name):
+                self.release(member)
 
     @property
     def wanted(self) -> bool:

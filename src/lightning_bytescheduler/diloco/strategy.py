@@ -414,16 +414,15 @@ class DiLoCoStrategy(WorkerStrategy):
         board, self._board = self._board, None
         if board is not None:
             board.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         for callback in self._added:
             if trainer is not None and callback in callbacks_of(trainer):
                 callbacks_of(trainer).remove(callback)
-        self._added = []
         world, self._world = self._world, None
-        self._kept_state = self._joint = None
+        self._added, self._kept_state, self._joint = [], None, None
         if world is not None:
             world.leave(idle=idle)
 
