@@ -63,11 +63,14 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
         asyncio.run(asyncio.wait_for(work(server.url), 20))
 
 
-def test_slices_of_a_worker_that_stands_still_are_handed_out_when_others_wait_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wait_for_them(
+    tmp_path: Path, others_wait: bool
+) -> None:
     """Its connection stays open for long, as that of a machine whose cable is out."""
     rows = make_rows(tmp_path / "rows", [10, 10])
     options = CoordinatorOptions(
-        run=run_options(inner_steps=50), rounds=RoundOptions(quorum=0.0, silent_after=0.2, start_workers=2), lease=60.0
+        run=run_options(inner_steps=50), rounds=RoundOptions(quorum=0.0, silent_after=0.4, start_workers=2), lease=60.0
     )
     slices = SliceRoutes([rows], TrackerOptions(lease=60.0, prefetch=1))
 
@@ -84,6 +87,9 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_when_others_wait_fo
         await asyncio.sleep(0.5)
         steps = 1
         assert slices.held(one.name) == 1, "nobody waits for it yet"
+        if not others_wait:
+            while slices.held(one.name):
+                await asyncio.sleep(0.05)
         await ask(two, FinishSlice(session=sessions[1], grant=2))
         while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
             steps += 1

@@ -102,7 +102,10 @@ class SliceRoutes:
     def take_back(
         self, members: Sequence[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
     ) -> None:
-        """Let others have what a member holds that is cut off; or stands still, if they wait at an epoch's end.
+        """Let others have what a member holds that is cut off or stands still.
+
+        One that is connected may be back at once, so it is given as long again, unless others wait at an epoch's end.
+        What is handed out again only there is trained on by few, while all others wait for these.
 
         Args:
             members: All there are.
@@ -112,8 +115,9 @@ class SliceRoutes:
         """
         for member in members:
             silent = not member.connected and now >= member.heard + rounds.silent_after
-            if not silent and self.wanted and member.name in workers:
-                silent = workers[member.name].is_silent(rounds, now)
+            if not silent and member.name in workers:
+                since = now if self.wanted else now - rounds.silent_after
+                silent = workers[member.name].is_silent(rounds, since)
             if silent and self.held(member.name):
                 self.release(member)
 
