@@ -10,7 +10,8 @@ import aiohttp
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.diloco.coordinator_protocol import WORKER_PATH
-from tests.coordinator.runs import options_of
+from tests.coordinator.runs import in_a_run, options_of
+from tests.coordinator.small_worker import SmallWorker
 
 _NO_HTTP = b"PUT /v1/state HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
 
@@ -37,6 +38,17 @@ def test_a_refused_websocket_is_let_go():
     with CoordinatorServer(options_of(lease=3600.0)) as server:
         asyncio.run(refused(server.url))
         assert _open_sockets() <= others
+
+
+def test_a_connection_that_answers_no_ping_has_not_said_anything_wrong():
+    async def work(one: SmallWorker) -> None:
+        await one.hello()
+        while server.status().workers[0].connected:  # nobody reads, so nobody answers
+            await asyncio.sleep(0.05)
+
+    with CoordinatorServer(options_of(lease=1.2)) as server:
+        in_a_run(server, 1, work)
+        assert server.status().counters.get("wrong_frames", 0) == 0
 
 
 def test_what_is_no_http_is_counted_and_logged_once(caplog):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.rate_limit import RateLimit
@@ -161,6 +161,8 @@ class Connection:
             if received.type is WSMsgType.PING:
                 await self._socket.pong(received.data)
                 continue
+            if received.type is WSMsgType.ERROR and not isinstance(received.data, WebSocketError):
+                return  # the connection has broken, or answers no ping
             if received.type is not WSMsgType.TEXT:
                 raise OptionError("frame", received.type.name, "a text")
             text: str = received.data
