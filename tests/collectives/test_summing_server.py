@@ -23,6 +23,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
     fit_after,
     join_group,
     last_begun,
+    leave_word,
     next_fit,
     sign_on,
 )
@@ -99,10 +100,11 @@ def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
 def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     groups = world(2)
     server = SummingServer(groups[2], workers=2)
+    under_way = []  # what nobody holds may never be sent
     for rank, part in enumerate((torch.zeros(4), wrong)):
         side = PushPull(groups[rank], workers=2, servers=1)
         side.shares = ByteShares((1.0,))
-        side.reduce(groups[rank], part, 1)
+        under_way.append(side.reduce(groups[rank], part, 1))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes"):
         server.wait(lambda: False)
     for group in groups[:2]:
@@ -194,6 +196,8 @@ def test_a_server_that_dies_while_others_are_waited_for_is_followed_by_another()
     gone = found.find_gone()
     assert isinstance(gone, ServerFailedError)
     assert "parameter server 0 (process 11" in str(gone)
+    leave_word(store, found.fit, 0, RankFailedError(1, "its connection has ended"))
+    assert "has ended: Rank 1 failed: its connection has ended" in str(found.find_gone())
     found.close()
     doors[2].close()
 

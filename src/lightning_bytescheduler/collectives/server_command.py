@@ -25,6 +25,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
     fit_after,
     join_group,
     last_begun,
+    leave_word,
     meeting_store,
     sign_on,
 )
@@ -122,7 +123,9 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
             say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
             try:
                 SummingServer(group, workers=announced.workers).wait(presence.gone)
-            except Exception:
+            except Exception as error:
+                if not presence.gone():
+                    leave_word(store, fit, number, error)
                 time.sleep(_LINGER_S)
                 raise
     finally:

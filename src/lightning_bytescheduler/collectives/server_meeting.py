@@ -36,6 +36,7 @@ __all__ = [
     "fit_after",
     "join_group",
     "last_begun",
+    "leave_word",
     "meeting_store",
     "next_fit",
     "sign_on",
@@ -144,12 +145,14 @@ class ServersFound:
     """What a worker knows of the servers of a fit.
 
     Args:
+        store: From :func:`meeting_store`.
         fit: Its number.
         servers: By number, with a connection to each.
     """
 
-    def __init__(self, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
+    def __init__(self, store: dist.Store, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
         self.fit = fit
+        self._store = store
         self._servers = servers
 
     def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
@@ -158,10 +161,18 @@ class ServersFound:
         while True:
             for number, (server, presence) in self._servers.items():
                 if presence.gone():
-                    return ServerFailedError(f"{server.named(number)} has ended")
+                    return ServerFailedError(f"{server.named(number)} has ended{self._why(number)}")
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_LOOK_EVERY_S)
+
+    def _why(self, number: int) -> str:
+        """What it has left behind: a rank may have died while this one had nothing to send for a while."""
+        key = f"fit/{self.fit}/over/{number}"
+        with suppress(RuntimeError):  # the store is gone as well
+            if self._store.check([key]):
+                return f": {self._store.get(key).decode()}"
+        return ""
 
     def close(self) -> None:
         """Close the connections."""
@@ -216,9 +227,9 @@ def find_servers(
                     f"{__version__}. Install the same version on all machines."
                 )
     except BaseException:
-        ServersFound(fit, found).close()
+        ServersFound(store, fit, found).close()
         raise
-    return ServersFound(fit, found)
+    return ServersFound(store, fit, found)
 
 
 def _await_servers(
@@ -292,6 +303,12 @@ def sign_on(store: dist.Store, own: SignedOn) -> int:
         else:
             continue  # another one was faster
         number += 1
+
+
+def leave_word(store: dist.Store, fit: int, number: int, error: BaseException) -> None:
+    """Have workers that notice later than others that server ``number`` has ended know why."""
+    with suppress(RuntimeError):  # the training is over
+        store.set(f"fit/{fit}/over/{number}", str(error))
 
 
 def last_begun(store: dist.Store) -> int:
