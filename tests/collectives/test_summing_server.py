@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +12,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
-from lightning_bytescheduler.collectives.server_meeting import ServerPort, SignedOn, join_group, last_begun, sign_on
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, abandon
+from lightning_bytescheduler.collectives.server_meeting import (
+    Announcement,
+    ServerPort,
+    SignedOn,
+    await_all,
+    find_servers,
+    fit_after,
+    join_group,
+    last_begun,
+    leave_word,
+    next_fit,
+    sign_on,
+)
 from lightning_bytescheduler.collectives.summing_server import SummingServer
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
-from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import (
+    ByteSchedulerError,
+    OptionError,
+    RankFailedError,
+    RanksDifferError,
+    SchedulerTimeoutError,
+    ServerFailedError,
+    UnsupportedError,
+)
 from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.scheduler.placement import server_weights
 
@@ -78,10 +100,11 @@ def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
 def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     groups = world(2)
     server = SummingServer(groups[2], workers=2)
+    under_way = []  # what nobody holds may never be sent
     for rank, part in enumerate((torch.zeros(4), wrong)):
         side = PushPull(groups[rank], workers=2, servers=1)
         side.shares = ByteShares((1.0,))
-        side.reduce(groups[rank], part, 1)
+        under_way.append(side.reduce(groups[rank], part, 1))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes"):
         server.wait(lambda: False)
     for group in groups[:2]:
@@ -139,3 +162,103 @@ def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as error:
         ServerOptions.resolve(**given)
     assert isinstance(error.value, ByteSchedulerError)
+
+
+def signed(door: ServerPort, *, pid: int = 1, version: str = __version__) -> SignedOn:
+    return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version=version)
+
+
+def find(store: dist.Store, *, servers: int, say: Any = None, timeout: float = 20.0) -> Any:
+    return find_servers(
+        store,
+        fit=next_fit(store),
+        rank=0,
+        workers=1,
+        servers=servers,
+        timeout=timeout,
+        failure=lambda: None,
+        say=say or (lambda _: None),
+    )
+
+
+def test_a_server_that_dies_while_others_are_waited_for_is_followed_by_another() -> None:
+    store, doors = dist.HashStore(), [ServerPort("127.0.0.1") for _ in range(3)]
+    sign_on(store, signed(doors[0], pid=10))
+
+    def missing(_: str) -> None:
+        doors[0].close()
+        sign_on(store, signed(doors[1], pid=11))
+        sign_on(store, signed(doors[2], pid=12))
+
+    found = find(store, servers=2, say=missing)
+    assert found.find_gone(within=0.0) is None
+    doors[1].close()
+    gone = found.find_gone()
+    assert isinstance(gone, ServerFailedError)
+    assert "parameter server 0 (process 11" in str(gone)
+    leave_word(store, found.fit, 0, RankFailedError(1, "its connection has ended"))
+    assert "has ended: Rank 1 failed: its connection has ended" in str(found.find_gone())
+    found.close()
+    doors[2].close()
+
+
+def test_connections_are_closed_where_servers_are_not_to_be_had() -> None:
+    store, door = dist.HashStore(), ServerPort("127.0.0.1")
+    sign_on(store, signed(door, version="0"))
+    with pytest.raises(RanksDifferError, match="parameter server 0"):
+        find(store, servers=1)
+    with pytest.raises(SchedulerTimeoutError, match="1 of 2 parameter servers"):
+        find(store, servers=2, timeout=0.0)
+    deadline = time.monotonic() + 20.0
+    while door._open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not door._open
+    door.close()
+
+
+def test_a_server_takes_up_a_fit_that_has_all_its_servers() -> None:
+    store = dist.HashStore()
+    store.set("current", "2")  # and the first one failed before it had
+    for fit in (1, 2):
+        store.set(f"fit/{fit}", Announcement(workers=fit, servers=1, version="1").encode())
+    assert fit_after(store, 0) is None
+    store.set("begun/2", "")
+    begun = fit_after(store, 0)
+    assert begun is not None
+    assert (begun[0], begun[1].workers) == (2, 2)
+    assert fit_after(store, 2) is None
+
+
+def test_who_does_not_come_to_connect_is_named() -> None:
+    store = dist.HashStore()
+    with pytest.raises(SchedulerTimeoutError, match="1, 2 did not come"):
+        await_all(store, 1, rank=0, size=3, timeout=0.0, failure=lambda: None)
+    with pytest.raises(RankFailedError, match="it is gone"):
+        await_all(store, 1, rank=1, size=3, timeout=9.0, failure=lambda: RankFailedError(2, "it is gone"))
+    await_all(store, 1, rank=2, size=3, timeout=0.0, failure=lambda: None)
+
+
+def test_a_goodbye_to_a_server_that_has_gone_does_not_fail() -> None:
+    groups = world(1)
+    abandon(groups[1])
+    side = PushPull(groups[0], workers=1, servers=1)
+    for _ in range(2):  # the second time the connection is known to be broken
+        side.close(idle=True)
+
+
+def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
+    groups = world(2)
+    server = SummingServer(groups[2], workers=2)
+    asked = threading.Event()
+
+    def gone() -> bool:
+        asked.set()
+        return True
+
+    waits = threading.Thread(target=server.wait, args=(gone,))
+    waits.start()
+    assert asked.wait(20.0)
+    for group in groups[:2]:
+        PushPull(group, workers=2, servers=1).close(idle=True)
+    waits.join(20.0)
+    assert server._failure is None

@@ -56,6 +56,16 @@ class Buffered(Trained):
         return outputs
 
 
+class ReplacedByOne(Buffered):
+    """One rank alone puts another tensor in a buffer's place, within a late forward pass."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        outputs = super().predict(inputs)
+        if self.training and self.trainer.global_rank == 0 and self.trainer.global_step >= 12:
+            self.queue = self.queue + 1.0
+        return outputs
+
+
 class Changes(Callback):
     """Changes a buffer between two batches, as a rank of its own would.
 
@@ -84,6 +94,7 @@ class Changes(Callback):
         Recipe(model=Buffered, trainer={"accumulate_grad_batches": 2}),
         Recipe(model=partial(Buffered, recomputed=True)),
         Recipe(model=partial(Buffered, replaced=True)),
+        Recipe(model=ReplacedByOne),
         Recipe(model=Buffered, trainer={"val_check_interval": 3}),
         Recipe(model=Buffered, ddp={"broadcast_buffers": False}),
         Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),

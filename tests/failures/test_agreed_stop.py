@@ -87,3 +87,47 @@ def test_a_wait_ends_when_nobody_answers(
     one.look()
     with pytest.raises(error):
         one.begin_batch(failure, 0.0)
+
+
+def test_ranks_with_unequal_validations_train_on_as_many_batches() -> None:
+    short, long = alike(2)
+    for rank, validated in ((short, 2), (long, 4)):
+        assert not rank.begin_batch(nothing, 0.0)
+        for _ in range(validated):
+            assert not rank.begin_batch(nothing, 0.0, trains=False)
+    short.ask()
+    for rank in (short, long, short):
+        rank.look()
+    assert not short.begin_batch(nothing, 0.0, trains=False)  # it may still go as far as the other one
+    for rank in (short, long):
+        assert rank.begin_batch(nothing, 0.0)
+
+
+def test_who_has_stopped_waits_for_the_others() -> None:
+    first, second = alike(2)
+    first.ask()
+    for rank in (first, second, first):
+        rank.look()
+    assert first.begin_batch(nothing, 0.0)
+    assert not first.await_stopped(nothing, 0.0)
+    assert first.urgent
+    first.look()
+    assert not first.await_stopped(lambda: RankFailedError(1, "it is gone"), 30.0)
+    assert not second.await_stopped(nothing, 0.0)
+    for rank in (second, first):
+        rank.look()
+        assert rank.await_stopped(nothing, 0.0)
+        assert not rank.urgent
+
+
+def test_an_agreement_is_not_lost_to_a_failure_that_follows_it() -> None:
+    first, second = alike(2)
+    first.ask()
+    first.look()
+    second.look()
+
+    def failure() -> BaseException:
+        first.look()  # as the watcher learns of both at once
+        return RankFailedError(1, "it has ended")
+
+    assert first.begin_batch(failure, 30.0)

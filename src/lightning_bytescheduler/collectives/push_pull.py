@@ -126,8 +126,8 @@ class PushPull:
         """
         if idle:
             header = torch.tensor([CLOSING, 0, 0])
-            works = [self.group.send([header], self._workers + k, HEADER_TAG) for k in range(self._servers)]
-            try:
+            try:  # with a server that has gone, beginning to send fails as well
+                works = [self.group.send([header], self._workers + k, HEADER_TAG) for k in range(self._servers)]
                 for work in works:
                     work.wait(_CLOSE)
             except RuntimeError:  # a server is gone; nothing of this fit depends on it any more

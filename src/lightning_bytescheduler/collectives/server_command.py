@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     ServerPort,
     SignedOn,
+    await_all,
+    fit_after,
     join_group,
     last_begun,
+    leave_word,
     meeting_store,
     sign_on,
 )
@@ -31,9 +35,11 @@ from lightning_bytescheduler.failures.store import StorePresence
 
 __all__ = ["add_arguments", "run", "serve"]
 
+_CONNECTING_S = 120.0  # all have found each other before
 _FOREVER = timedelta(days=30)  # a validation may take long; whether workers live is seen by their connections
 _LINGER_S = 6.0  # longer than workers need to find the one that has died
 _LOOK_EVERY_S = 0.1
+_INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +65,9 @@ def run(options: argparse.Namespace) -> int:
     except RankFailedError as error:
         _say(f"The training has ended: {error}")
         code = 1
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        code = _INTERRUPTED
     sys.stdout.flush()
     if code:  # gloo would wait for what it can never receive
         sys.stderr.flush()
@@ -104,12 +113,19 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
                 return
             fit, announced = begun
             _check(number, announced)
-            size = announced.workers + announced.servers
-            group = join_group(store, fit, rank=announced.workers + number, size=size, timeout=_FOREVER)
+            rank, size = announced.workers + number, announced.workers + announced.servers
+            try:
+                await_all(store, fit, rank=rank, size=size, timeout=_CONNECTING_S, failure=partial(_gone, presence))
+            except SchedulerTimeoutError as error:
+                say(f"{error} The next fit is waited for.")
+                continue
+            group = join_group(store, fit, rank=rank, size=size, timeout=_FOREVER)
             say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
             try:
                 SummingServer(group, workers=announced.workers).wait(presence.gone)
-            except BaseException:
+            except Exception as error:
+                if not presence.gone():
+                    leave_word(store, fit, number, error)
                 time.sleep(_LINGER_S)
                 raise
     finally:
@@ -121,13 +137,17 @@ def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> tuple[in
     """Wait for the next fit; ``None`` if there will be none."""
     while not presence.gone():
         try:
-            current = int(store.get("current")) if store.check(["current"]) else 0
-            if current > last:
-                return current, Announcement.decode(store.get(f"fit/{current}"))
+            begun = fit_after(store, last)
+            if begun is not None:
+                return begun
         except RuntimeError:  # the store has gone in this moment
             continue
         time.sleep(_LOOK_EVERY_S)
     return None
+
+
+def _gone(presence: StorePresence) -> RankFailedError | None:
+    return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
 
 
 def _check(number: int, announced: Announcement) -> None:

@@ -31,10 +31,14 @@ __all__ = [
     "ServerPort",
     "ServersFound",
     "SignedOn",
+    "await_all",
     "find_servers",
+    "fit_after",
     "join_group",
     "last_begun",
+    "leave_word",
     "meeting_store",
+    "next_fit",
     "sign_on",
 ]
 
@@ -85,6 +89,44 @@ def meeting_store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(PREFIX, store)
 
 
+def await_all(
+    store: dist.Store,
+    fit: int,
+    *,
+    rank: int,
+    size: int,
+    timeout: float,
+    failure: Callable[[], BaseException | None],
+) -> None:
+    """Wait until all workers and servers of a fit are about to connect, which nothing could be learnt in.
+
+    Args:
+        store: From :func:`meeting_store`.
+        fit: Number of the fit.
+        rank: Servers follow the workers.
+        size: Workers and servers.
+        timeout: Longest wait, in seconds.
+        failure: Asked while waiting: why they will not come, if they will not.
+
+    Raises:
+        SchedulerTimeoutError: If some have not come in time.
+        BaseException: What ``failure`` says.
+    """
+    store.set(f"fit/{fit}/here/{rank}", "")
+    keys, deadline = [f"fit/{fit}/here/{one}" for one in range(size)], time.monotonic() + timeout
+    while not store.check(keys):
+        cause = failure()
+        if cause is not None:
+            raise cause
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(one) for one, key in enumerate(keys) if not store.check([key]))
+            raise SchedulerTimeoutError(
+                f"Of {size} workers and parameter servers of fit {fit}, numbered from 0 with the workers first, "
+                f"{missing} did not come to connect within {timeout:g} s."
+            )
+        time.sleep(_LOOK_EVERY_S)
+
+
 def join_group(store: dist.Store, fit: int, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Connect workers and servers; all of them call this.
 
@@ -103,24 +145,34 @@ class ServersFound:
     """What a worker knows of the servers of a fit.
 
     Args:
+        store: From :func:`meeting_store`.
         fit: Its number.
         servers: By number, with a connection to each.
     """
 
-    def __init__(self, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
+    def __init__(self, store: dist.Store, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
         self.fit = fit
+        self._store = store
         self._servers = servers
 
-    def find_gone(self) -> ServerFailedError | None:
-        """The server that has died, if one has; waits a moment for that to show."""
-        deadline = time.monotonic() + _SOON_GONE_S
+    def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
+        """The server that has died, if one has; waits ``within`` seconds for that to show."""
+        deadline = time.monotonic() + within
         while True:
             for number, (server, presence) in self._servers.items():
                 if presence.gone():
-                    return ServerFailedError(f"{server.named(number)} has ended")
+                    return ServerFailedError(f"{server.named(number)} has ended{self._why(number)}")
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_LOOK_EVERY_S)
+
+    def _why(self, number: int) -> str:
+        """What it has left behind: a rank may have died while this one had nothing to send for a while."""
+        key = f"fit/{self.fit}/over/{number}"
+        with suppress(RuntimeError):  # the store is gone as well
+            if self._store.check([key]):
+                return f": {self._store.get(key).decode()}"
+        return ""
 
     def close(self) -> None:
         """Close the connections."""
@@ -128,9 +180,15 @@ class ServersFound:
             presence.close()
 
 
+def next_fit(store: dist.Store) -> int:
+    """The number of the next fit; for rank 0, whose word counts, as others may have missed one that failed."""
+    return int(store.add("fits", 1))
+
+
 def find_servers(
     store: dist.Store,
     *,
+    fit: int,
     rank: int,
     workers: int,
     servers: int,
@@ -142,6 +200,7 @@ def find_servers(
 
     Args:
         store: From :func:`meeting_store`.
+        fit: From :func:`next_fit` on rank 0.
         rank: This worker's.
         workers: Number of them.
         servers: Number of spare servers.
@@ -153,15 +212,42 @@ def find_servers(
         SchedulerTimeoutError: If too few have signed on in time.
         RanksDifferError: If a server has another version of this package.
     """
-    fit = store.add(f"fits/{rank}", 1)
     if rank == 0:
         store.set(f"fit/{fit}", Announcement(workers=workers, servers=servers, version=__version__).encode())
         store.set("current", str(fit))
-    begin, said = time.monotonic(), False
     found: dict[int, tuple[SignedOn, StorePresence]] = {}
+    try:
+        _await_servers(store, found, rank=rank, servers=servers, timeout=timeout, failure=failure, say=say)
+        if rank == 0:
+            store.set(f"begun/{fit}", "")
+        for number, (server, _) in sorted(found.items()):
+            if server.version != __version__:
+                raise RanksDifferError(
+                    f"{server.named(number)} has lightning-bytescheduler {server.version}, and rank {rank} has "
+                    f"{__version__}. Install the same version on all machines."
+                )
+    except BaseException:
+        ServersFound(store, fit, found).close()
+        raise
+    return ServersFound(store, fit, found)
+
+
+def _await_servers(
+    store: dist.Store,
+    found: dict[int, tuple[SignedOn, StorePresence]],
+    *,
+    rank: int,
+    servers: int,
+    timeout: float,
+    failure: Callable[[], BaseException | None],
+    say: Callable[[str], object],
+) -> None:
+    begin, said = time.monotonic(), False
     while True:
         missing = []
         for number in range(servers):
+            if number in found and found[number][1].gone():  # while others were waited for
+                found.pop(number)[1].close()
             if number not in found and (one := _living(store, number)) is not None:
                 found[number] = one
             if number not in found:
@@ -186,15 +272,6 @@ def find_servers(
                 f"MASTER_PORT={os.environ.get('MASTER_PORT', '...')} lightning-bytescheduler server"
             )
         time.sleep(_LOOK_EVERY_S)
-    if rank == 0:
-        store.set(f"begun/{fit}", "")
-    for number, (server, _) in sorted(found.items()):
-        if server.version != __version__:
-            raise RanksDifferError(
-                f"{server.named(number)} has lightning-bytescheduler {server.version}, and rank {rank} has "
-                f"{__version__}. Install the same version on all machines."
-            )
-    return ServersFound(fit, found)
 
 
 def _living(store: dist.Store, number: int) -> tuple[SignedOn, StorePresence] | None:
@@ -228,10 +305,24 @@ def sign_on(store: dist.Store, own: SignedOn) -> int:
         number += 1
 
 
+def leave_word(store: dist.Store, fit: int, number: int, error: BaseException) -> None:
+    """Have workers that notice later than others that server ``number`` has ended know why."""
+    with suppress(RuntimeError):  # the training is over
+        store.set(f"fit/{fit}/over/{number}", str(error))
+
+
 def last_begun(store: dist.Store) -> int:
     """The last fit that has found its servers, from 1; 0 if none has. Asked before signing on."""
     current = int(store.get("current")) if store.check(["current"]) else 0
     return current if not current or store.check([f"begun/{current}"]) else current - 1
+
+
+def fit_after(store: dist.Store, last: int) -> tuple[int, Announcement] | None:
+    """A fit later than ``last`` that has found its servers, so that its workers come at once; ``None`` if none has."""
+    current = int(store.get("current")) if store.check(["current"]) else 0
+    if current <= last or not store.check([f"begun/{current}"]):
+        return None
+    return current, Announcement.decode(store.get(f"fit/{current}"))
 
 
 class ServerPort:

@@ -29,6 +29,7 @@ from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 __all__ = ["SummingServer"]
 
 _LARGEST = 2**34  # elements; no gradient is larger
+_GOODBYES_S = 5.0
 
 
 class _Sum:
@@ -95,7 +96,8 @@ class SummingServer:
             UnsupportedError: If a worker has pushed what does not fit what another one has.
         """
         while not self._over.wait(0.2):
-            if gone():
+            # Rank 0 may have ended in order while others still say goodbye; if it has died, its connection has, too.
+            if gone() and not self._over.wait(_GOODBYES_S):
                 self._fail(RankFailedError(0, "the rendezvous store of the training is gone"))
         if self._failure is not None:
             abandon(self._group)

@@ -22,6 +22,7 @@ for others further behind than its gradients keep them.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -80,6 +81,10 @@ class _Copies:
         torch._foreach_copy_(list(buffers), self._views)
 
 
+def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def _kinds(buffers: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
     return [(b.dtype, b.shape) for b in buffers]
 
@@ -113,7 +118,7 @@ class BufferBroadcast:
         self._closely = _WATCHED_CLOSELY
         self._always_closely = False
         self._buffers: list[torch.Tensor] = []  # those that were sent
-        self._reassigned = False  # in a forward pass: then they have to be looked for after it
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []  # where modules keep them
         model._register_buffer_comm_hook(None, self._before_forward, _BufferCommHookLocation.PRE_FORWARD)
 
     @classmethod
@@ -151,9 +156,7 @@ class BufferBroadcast:
             return
         self._take_word()
         self._end_all()
-        if self._reassigned:
-            self._model._assign_modules_buffers()
-        self._buffers = buffers = list(self._model.named_module_buffers.values())
+        buffers = self._find()
         with torch.no_grad():
             if self._sent is None or not self._sent.fit(buffers):
                 if not _can_travel(buffers):
@@ -166,6 +169,21 @@ class BufferBroadcast:
         arriving = self._sent if self._first or self._received is None else self._received
         self._arriving = self._begin(arriving.memory)
 
+    def _find(self) -> list[torch.Tensor]:
+        """Those that a forward pass has left; it may have put others in their places, on this rank alone."""
+        if not self._places or any(kept.get(name) is not buffer for kept, name, buffer in self._places):
+            self._model._assign_modules_buffers()
+        buffers = list(self._model.named_module_buffers.values())
+        if not _same(buffers, self._buffers) or not self._places:
+            self._buffers, travelling = buffers, set(map(id, buffers))
+            self._places = [
+                (module._buffers, name, buffer)
+                for module in self._model.module.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and id(buffer) in travelling
+            ]
+        return buffers
+
     def _before_forward(self, _state: object, named: Mapping[str, torch.Tensor]) -> None:
         """DDP's hook: have the first rank's values in all buffers from here on."""
         buffers = list(named.values())
@@ -174,7 +192,6 @@ class BufferBroadcast:
         if arriving is None or sent is None or now is None or received is None or not sent.fit(buffers):
             self._model._default_broadcast_coalesced()
             return
-        self._reassigned |= any(a is not b for a, b in zip(buffers, self._buffers, strict=True))
         now.take(buffers)
         changed = not torch.equal(now.memory, sent.memory)
         word = torch.tensor([changed], dtype=torch.uint8)

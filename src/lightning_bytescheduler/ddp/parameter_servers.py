@@ -19,9 +19,11 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import (
     ServersFound,
+    await_all,
     find_servers,
     join_group,
     meeting_store,
+    next_fit,
 )
 from lightning_bytescheduler.exceptions import OptionError, ServerFailedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -103,8 +105,12 @@ class ServerOptions:
         def failure() -> BaseException | None:
             return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
 
+        # Rank 0's number: a rank that failed before it came here has counted fewer fits.
+        number = torch.tensor([next_fit(store) if groups.rank == 0 else 0])
+        dist.broadcast(number, src=0, group=groups.control)
         found = find_servers(
             store,
+            fit=int(number),
             rank=groups.rank,
             workers=groups.world_size,
             servers=servers,
@@ -112,9 +118,21 @@ class ServerOptions:
             failure=failure,
             say=say,
         )
-        with short_turns():  # for gloo's own threads
-            size = groups.world_size + servers
-            group = join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
+        size = groups.world_size + servers
+        try:
+            await_all(
+                store,
+                found.fit,
+                rank=groups.rank,
+                size=size,
+                timeout=timeout.total_seconds(),
+                failure=lambda: found.find_gone(within=0.0) or failure(),
+            )
+            with short_turns():  # for gloo's own threads
+                group = join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
+        except BaseException:
+            found.close()
+            raise
         return JoinedServers(PushPull(group, workers=groups.world_size, servers=servers), found)
 
 
@@ -136,5 +154,7 @@ class JoinedServers:
 
     def leave(self, *, idle: bool) -> None:
         """Say goodbye; see :meth:`PushPull.close`."""
-        self.push_pull.close(idle=idle)
-        self._found.close()
+        try:
+            self.push_pull.close(idle=idle)
+        finally:
+            self._found.close()

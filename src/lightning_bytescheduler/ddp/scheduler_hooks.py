@@ -37,7 +37,9 @@ class _Hooked(Protocol):
 
     def count_batch(self) -> None: ...
 
-    def begin_validation_batch(self) -> None: ...
+    def begin_evaluation_batch(self) -> None: ...
+
+    def end_training(self) -> None: ...
 
     def share_metrics(self) -> Mapping[str, float]: ...
 
@@ -98,7 +100,19 @@ class SchedulerHooks(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """End here if a SIGTERM ends all."""
-        self._strategy.begin_validation_batch()
+        self._strategy.begin_evaluation_batch()
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """End here if a SIGTERM ends all."""
+        self._strategy.begin_evaluation_batch()
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """End here if a SIGTERM ends all."""
+        self._strategy.begin_evaluation_batch()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -140,6 +154,7 @@ class SchedulerHooks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
+        self._strategy.end_training()
         self._strategy.say_end()
 
     def on_save_checkpoint(

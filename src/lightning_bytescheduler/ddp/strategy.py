@@ -300,10 +300,12 @@ class ByteSchedulerStrategy(RankStrategy):
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
-            if trainer.state.fn == TrainerFn.FITTING:
-                stop, longest = self._board.agree_on_stop(), self._longest_wait_s
-                self._sigterm = SigtermForAll(trainer, stop, failure=self._no_hope, timeout=longest)
-                self._fit.enter_context(self._sigterm.handled())
+            stop, longest = self._board.agree_on_stop(), self._longest_wait_s
+            agree = partial(self.reduce_boolean_decision, all=False)
+            self._sigterm = SigtermForAll(
+                trainer, stop, land=self.flush, agree=agree, failure=self._no_hope, timeout=longest
+            )
+            self._fit.enter_context(self._sigterm.handled())
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
@@ -376,10 +378,15 @@ class ByteSchedulerStrategy(RankStrategy):
             self._sigterm.begin_training_batch()
         super().count_batch()
 
-    def begin_validation_batch(self) -> None:
+    def begin_evaluation_batch(self) -> None:
         """End here if a SIGTERM ends all ranks."""
         if self._sigterm is not None:
-            self._sigterm.begin_batch()
+            self._sigterm.begin_batch(trains=False)
+
+    def end_training(self) -> None:
+        """End here if a SIGTERM ends all ranks: it has come in the last batch, or after it."""
+        if self._sigterm is not None:
+            self._sigterm.end_training()
 
     def _require_same_model(self, module: pl.LightningModule) -> None:
         try:

@@ -1,0 +1,46 @@
+"""The command ends as it is told to."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from lightning_bytescheduler.collectives import server_command
+from lightning_bytescheduler.exceptions import RankFailedError
+
+
+class Left(BaseException):
+    """In place of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (RankFailedError(1, "it is gone"), 1, "The training has ended: Rank 1 failed: it is gone"),
+    ],
+)
+def test_nothing_is_waited_for_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    said: str,
+) -> None:
+    codes: list[int] = []
+
+    def serve(*_: object, **__: object) -> None:
+        raise raised
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Left
+
+    monkeypatch.setattr(server_command, "serve", serve)
+    monkeypatch.setattr(server_command.os, "_exit", leave)
+    monkeypatch.setattr(server_command.torch, "set_num_threads", lambda _: None)
+    with pytest.raises(Left):
+        server_command.run(argparse.Namespace(master_addr="127.0.0.1", master_port=1, timeout=1.0))
+    assert codes == [code]
+    assert capsys.readouterr().out.strip() == said

@@ -1,0 +1,109 @@
+"""A SIGTERM for one rank ends all with the same weights, whenever it comes and however unequal the ranks are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.fit import Outcome, Recipe, Run, train
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+
+class Signals(Callback):
+    """Has one rank signal itself after a batch, while another one takes its time in the next ones.
+
+    Args:
+        rank: That gets the signal.
+        batch: After which.
+        slow: The other one, if any.
+    """
+
+    def __init__(self, *, rank: int, batch: int, slow: int = -1) -> None:
+        self.rank = rank
+        self.batch = batch
+        self.slow = slow
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if trainer.global_rank == self.slow and trainer.global_step > self.batch:
+            time.sleep(2.0)  # longer than a rank that ends waits for what is under way
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Terminated(Tower):
+    """Says what it ended with."""
+
+    expected_error = True
+
+
+def end(two_ranks: RankPool, **arguments: Any) -> list[Outcome]:
+    recipe = Recipe(model=Terminated, steps=6, callbacks=(partial(Signals, **arguments),))
+    outcomes: list[Outcome] = two_ranks.run(train, recipe=recipe, run=Run(network="plain"))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"rank": 0, "batch": 2, "slow": 1}, id="the other rank is slower"),
+        pytest.param({"rank": 1, "batch": 6}, id="after the last batch"),
+    ],
+)
+def test_all_end_with_the_same_weights(two_ranks: RankPool, arguments: dict[str, Any]) -> None:
+    first, second = end(two_ranks, **arguments)
+    assert [one.error for one in (first, second)] == ["SIGTERMException: "] * 2
+    for name, weight in first.weights.items():
+        assert torch.equal(weight, second.weights[name]), name
+
+
+def evaluate(rank: int) -> tuple[str, int]:
+    """Test with a SIGTERM for the second rank in its fifth batch; what it ended with, and batches."""
+    seen: list[int] = []
+
+    class Ends(Callback):
+        def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            seen.append(len(seen))
+            if rank == 1 and len(seen) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02)
+
+    class Tested(Tower):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.predict(batch[0])
+
+        def test_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.zeros(800, 12), torch.zeros(800, 3)), batch_size=2)
+
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        strategy="bytescheduler",
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Ends()],
+    )
+    try:
+        trainer.test(Tested(), verbose=False)
+    except SystemExit as error:
+        return type(error).__name__, len(seen)
+    return "nothing", len(seen)
+
+
+def test_a_sigterm_in_a_test_ends_all_before_the_same_batch(two_ranks: RankPool) -> None:
+    (first, batches), (second, others) = two_ranks.run(evaluate)
+    assert first == second == "SIGTERMException"
+    assert 5 <= batches == others < 200
