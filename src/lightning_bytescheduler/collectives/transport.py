@@ -65,6 +65,8 @@ class GradientTransport:
             ready: When the part's contents exist; left out if they exist, or came from this transport.
         """
         self._started += 1
+        if self.push_pull is not None:
+            self.push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
             self._completion.watch(operation(self.group, part, self._started), sub_task)
         elif self._streams is not None:

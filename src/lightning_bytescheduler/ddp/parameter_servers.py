@@ -7,6 +7,7 @@ servers are known to this group alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_architecture, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import (
     ServersFound,
@@ -25,6 +27,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
 )
 from lightning_bytescheduler.exceptions import OptionError, ServerFailedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = ["JoinedServers", "ServerOptions"]
@@ -39,14 +42,18 @@ class ServerOptions:
     Attributes:
         architecture: ``"allreduce"``: the workers among themselves. ``"ps"``: parameter servers.
         servers: How many of them run on machines of their own.
+        placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
     """
 
     architecture: str = "allreduce"
     servers: int = 0
+    placement: str = PLACEMENTS[0]
 
     @classmethod
-    def resolve(cls, architecture: str, servers: int, *, compression: object = None) -> ServerOptions:
-        """Check what was given.
+    def resolve(
+        cls, architecture: str, servers: int, placement: str | None = None, *, compression: object = None
+    ) -> ServerOptions:
+        """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
 
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
@@ -59,7 +66,11 @@ class ServerOptions:
             raise OptionError(
                 "compression", compression, "left out with architecture='ps', whose servers add up plain gradients"
             )
-        return cls(architecture=architecture, servers=servers)
+        if architecture != "ps":
+            if placement is not None:
+                raise OptionError("placement", placement, "left out unless architecture='ps'")
+            return cls()
+        return cls(architecture=architecture, servers=servers, placement=chosen_placement(placement, os.environ))
 
     @property
     def used(self) -> bool:
@@ -115,7 +126,9 @@ class ServerOptions:
         with short_turns():  # for gloo's own threads
             size = groups.world_size + servers
             group = join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
-        return JoinedServers(PushPull(group, workers=groups.world_size, servers=servers), found)
+        placed = PlacedParts(self.placement, workers=groups.world_size, servers=servers)
+        push_pull = PushPull(group, workers=groups.world_size, servers=servers, shares=placed.shares)
+        return JoinedServers(push_pull, found, placed)
 
 
 class JoinedServers:
@@ -124,10 +137,12 @@ class JoinedServers:
     Args:
         push_pull: What a part's start does.
         found: Who the servers are.
+        placed: What says which server has which part.
     """
 
-    def __init__(self, push_pull: PushPull, found: ServersFound) -> None:
+    def __init__(self, push_pull: PushPull, found: ServersFound, placed: PlacedParts) -> None:
         self.push_pull = push_pull
+        self.placed = placed
         self._found = found
 
     def find_gone(self) -> ServerFailedError | None:

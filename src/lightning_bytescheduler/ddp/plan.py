@@ -27,6 +27,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     steps_as_its_class,
 )
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
+from lightning_bytescheduler.scheduler.placement import Placement
 
 __all__ = [
     "ONE_RANK",
@@ -92,6 +93,8 @@ class OverlapPlan:
         weighting: ``"samples"`` where each rank's gradient counts by its samples, ``"ranks"`` where all count alike.
         compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
         compression_ratio: How many times fewer bytes that makes, of all gradients.
+        placement: Where there are parameter servers: bytes that this rank has pushed to each so far, and what share of
+            all each should have.
         deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
             before the first.
     """
@@ -113,6 +116,7 @@ class OverlapPlan:
     weighting: str = "ranks"
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
+    placement: Placement | None = None
     deferred_share: float | None = None
 
     @property
@@ -176,6 +180,8 @@ class OverlapPlan:
             lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}{saved}")
         if self.compressed:
             lines.append(self._compressed())
+        if self.placement is not None and any(self.placement.bytes_per_server):
+            lines += str(self.placement).splitlines()
         if self.gated_at_start:
             lines.append(f"updated early: {_some_of(self.gated_at_start)}")
         if self.held_elsewhere:
