@@ -67,8 +67,9 @@ class OverlapPlan:
         steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
             gradients.
         reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
-        gradients: ``"all-reduce"``, or ``"reduce-scatter"`` when every update needs to know all gradients' norm: each
-            rank reduces a shard, norms are exchanged, and gradients are gathered under the next forward pass.
+        gradients: ``"all-reduce"`` (push and pull, where there are parameter servers), or ``"reduce-scatter"`` when
+            every update needs to know all gradients' norm: each rank reduces a shard, norms are exchanged, and
+            gradients are gathered under the next forward pass.
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
@@ -169,7 +170,7 @@ class OverlapPlan:
             lines.append(f"because {self.pace}")
         if self.overlapped and not self.as_ddp:
             lines.append(
-                "gradients: all-reduce"
+                f"gradients: {'all-reduce' if self.placement is None else 'push and pull'}"
                 if self.gradients == "all-reduce"
                 else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
             )
