@@ -53,6 +53,8 @@ class _Key:
     value: torch.Tensor  # what a pull without a push brings
     pushed: tuple[torch.Tensor, int] | None = None  # and its priority
     round: int = 0  # how often it was pushed and pulled
+    kept: int = 0  # the round that ``value`` is of: rounds that are under way together may end in any order
+    last: CommTask | None = None
 
 
 class PulledTensor:
@@ -221,10 +223,12 @@ class PushPullStore:
     def pull(self, key: str, out: torch.Tensor | None = None, priority: int | None = None) -> PulledTensor:
         """Begin to take the sum of all ranks' pushes; without a push here, the key's last value.
 
+        Without a push it waits for what was pulled of the key before; else it returns at once.
+
         Args:
             key: Initialised.
             out: Where it goes: contiguous, of the key's shape and dtype. A new tensor when left out. It must not be
-                used before :meth:`PulledTensor.wait` has returned.
+                used before ``wait`` of what is returned has ended.
             priority: In place of the push's.
 
         Raises:
@@ -237,6 +241,8 @@ class PushPullStore:
         if not out.is_contiguous():
             raise OptionError(f"out of {key!r}", tuple(out.stride()), "a contiguous tensor")
         if known.pushed is None:
+            if known.last is not None:
+                known.last.wait(self._timeout)
             with torch.no_grad():
                 out.copy_(known.value)
             return PulledTensor(out, None, self._timeout)
@@ -291,7 +297,8 @@ class PushPullStore:
             self._transport.send(buffer[sub_task.offset : sub_task.offset + sub_task.size], sub_task, operation)
 
         def keep(task: CommTask) -> None:
-            if task.error is None:
+            if task.error is None and task.key.step > known.kept:
+                known.kept = task.key.step
                 known.value.view(-1).copy_(buffer)
 
         task = CommTask(
@@ -306,6 +313,7 @@ class PushPullStore:
         self._core.enqueue(task)
         known.round += 1
         known.pushed = None
+        known.last = task
         task.notify_ready()
         return task
 
