@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def test_examples_are_copied_and_run_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    for name in ("advised", "coordinator", "diloco", "slices", "tuning", "unequal"):
+    for name in ("advised", "coordinator", "diloco", "parameter_servers", "slices", "tuning", "unequal"):
         assert f"python -m examples.{name}" in said
         assert (tmp_path / "examples" / f"{name}.py").is_file()
     done = subprocess.run(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.advice.advice import Advice, advise
     from lightning_bytescheduler.checking.notebook import check
     from lightning_bytescheduler.checking.report import CheckReport
+    from lightning_bytescheduler.collectives.push_pull_store import PushPullStore
     from lightning_bytescheduler.ddp.plan import OverlapPlan
     from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
@@ -58,6 +59,7 @@ __all__ = [
     "OptionError",
     "OverlapPlan",
     "PerformanceMonitor",
+    "PushPullStore",
     "RankFailedError",
     "RanksDifferError",
     "RanksDivergedError",
@@ -89,6 +91,7 @@ _IMPORTED_AT_FIRST_USE = {
     "LinkModel": "simulation.link",
     "OverlapPlan": "ddp.plan",
     "PerformanceMonitor": "diloco.performance_monitor",
+    "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.statistics",
     "SliceCoordinator": "slices.slice_coordinator",
     "SliceDataModule": "slices.data_module",

@@ -156,6 +156,8 @@ def test_a_fit_that_has_its_servers_is_not_joined() -> None:
         {"architecture": "allreduce", "servers": 2},
         {"architecture": "ps", "servers": -1},
         {"architecture": "ps", "servers": 1, "compression": "int8"},
+        {"architecture": "ps", "servers": 1, "placement": "murmur"},
+        {"architecture": "allreduce", "servers": 0, "placement": "balanced"},
     ],
 )
 def test_options_that_do_not_fit(given: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ def test_the_defaults_of_bytescheduler() -> None:
         "max_batch_size": None,
         "architecture": "allreduce",
         "servers": 0,
+        "placement": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

@@ -23,6 +23,7 @@ _HEADINGS: Mapping[str, str] = {
     "model": "model",
     "ddp": "DDP options",
     "weighting": "a rank counts",
+    "architecture": "who averages",
     "loop": "training loop",
 }
 _STEPS: Mapping[Mode, str] = {

@@ -86,6 +86,10 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "ranks": "as much as the others",
         "samples": '`weighting="samples"`',
     },
+    "architecture": {
+        "allreduce": "the ranks, by all-reduce",
+        "ps": '`architecture="ps"` (synchronised with norm clipping and loss scaling)',
+    },
     "loop": {
         "straight": "plain `fit`",
         "uneven": "an uneven last batch",
@@ -142,6 +146,7 @@ class Combination:
     model: str
     ddp: str
     weighting: str
+    architecture: str
     loop: str
 
     def items(self) -> Iterator[tuple[str, str]]:

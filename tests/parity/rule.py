@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.parity.factors import Combination
 
-__all__ = ["EFFECTS", "OTHER_ORDER", "Comparison", "Effect", "Mode", "comparison", "mode", "reasons"]
+__all__ = ["EFFECTS", "NEEDS_NORMS", "OTHER_ORDER", "Comparison", "Effect", "Mode", "comparison", "mode", "reasons"]
 
 
 class Mode(enum.IntEnum):
@@ -74,6 +74,13 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("loop", "two-optimizers"): _MANUAL,
 }
 
+NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset(
+    {("clipping", "norm"), ("clipping", "norm-unreached"), ("precision", "fp16-scaler")}
+)
+"""Values with which no update may be taken before all gradients are known: parameter servers tell that at the end."""
+
+_NO_NORMS = "architecture='ps'"
+
 OTHER_ORDER: frozenset[tuple[str, str]] = frozenset({("clipping", "norm")})
 """Values with which an overlapped step adds up some number in another order than DDP does."""
 
@@ -87,7 +94,16 @@ class Comparison(enum.Enum):
 
 def mode(combination: Combination) -> Mode:
     """What is expected of the steps of ``combination``."""
+    if _waits_for_norms(combination):
+        return Mode.SYNCHRONISED
     return max((EFFECTS[item].mode for item in combination.items() if item in EFFECTS), default=Mode.OVERLAPPED)
+
+
+def _waits_for_norms(combination: Combination) -> bool:
+    asked = {item for item in combination.items() if item in NEEDS_NORMS}
+    if EFFECTS.get(("loop", combination.loop)) is _MANUAL:  # where the Trainer clips nothing
+        asked = {item for item in asked if item[0] != "clipping"}
+    return combination.architecture == "ps" and bool(asked)
 
 
 def reasons(combination: Combination) -> list[str]:
@@ -95,7 +111,8 @@ def reasons(combination: Combination) -> list[str]:
     found = {item: EFFECTS[item] for item in combination.items() if item in EFFECTS}
     if _MANUAL in found.values():
         found = {item: effect for item, effect in found.items() if item[0] != "optimizer"}
-    return [effect.word for effect in found.values() if effect.mode is Mode.SYNCHRONISED]
+    words = [effect.word for effect in found.values() if effect.mode is Mode.SYNCHRONISED]
+    return [*words, _NO_NORMS] if _waits_for_norms(combination) else words
 
 
 def comparison(combination: Combination) -> Comparison:

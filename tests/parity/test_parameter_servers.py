@@ -30,10 +30,19 @@ def test_one_server_gives_ddps_bits(two_ranks: RankPool) -> None:
 def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=8)
     (colocated,) = train_on(three_ranks, recipe, Run(options=PS))
-    for servers in (1, 3):
-        run = Run(options={**PS, "servers": servers})
+    for servers, placement in ((1, "djb2"), (3, "balanced")):
+        run = Run(options={**PS, "servers": servers, "placement": placement})
         served = three_ranks.run(train_with_servers, recipe=recipe, run=run, servers=servers)
-        assert_same(colocated, [one.outcome for one in served if one.outcome is not None])
+        outcomes = [one.outcome for one in served if one.outcome is not None]
+        assert_same(colocated, outcomes)
+        tables = [outcome.plan.placement for outcome in outcomes if outcome.plan is not None]
+        assert len(tables) == 3
+        assert len({table.bytes_per_server for table in tables if table is not None}) == 1, "ranks placed differently"
+        assert tables[0] is not None
+        assert tables[0].how == placement
+        assert tables[0].spare_servers == servers
+        assert all(tables[0].bytes_per_server[:servers])
+        assert f"spare server {servers - 1}" in repr(outcomes[0].plan)
 
 
 def test_a_dead_server_is_named_on_all_ranks(two_ranks: RankPool) -> None:

@@ -56,6 +56,9 @@ class ByteShares:
         self._weights = weights
         self._usable = [server for server, weight in enumerate(weights) if weight]
 
+    def expect(self, tensor: int, part: int) -> None:
+        """Say which part is placed next, by numbers that are the same on all ranks; for those who go by them."""
+
     def next(self, nbytes: int) -> int:
         """The server of the next part; the same on all ranks that ask for the same parts in the same order."""
         held, weights = self.bytes_per_server, self._weights
@@ -71,15 +74,18 @@ class PushPull:
         group: Workers 0 to n-1, then the spare servers; gloo, and used by the transport alone.
         workers: n.
         servers: k, no more than n.
+        shares: Says which server has a part next; by bytes when left out.
 
     Attributes:
         group: As given.
         shares: What went where.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, workers: int, servers: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, workers: int, servers: int, shares: ByteShares | None = None
+    ) -> None:
         self.group = group
-        self.shares = ByteShares(server_weights(workers, servers))
+        self.shares = ByteShares(server_weights(workers, servers)) if shares is None else shares
         self._workers = workers
         self._servers = servers
         self._rank = group.rank()

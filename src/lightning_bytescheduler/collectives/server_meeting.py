@@ -19,12 +19,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError, ServerFailedError
 from lightning_bytescheduler.failures.messages import StoreMessage
 from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = [
     "Announcement",
@@ -37,6 +40,7 @@ __all__ = [
     "join_group",
     "last_begun",
     "leave_word",
+    "meet_servers",
     "meeting_store",
     "next_fit",
     "sign_on",
@@ -315,6 +319,62 @@ def last_begun(store: dist.Store) -> int:
     """The last fit that has found its servers, from 1; 0 if none has. Asked before signing on."""
     current = int(store.get("current")) if store.check(["current"]) else 0
     return current if not current or store.check([f"begun/{current}"]) else current - 1
+
+
+def meet_servers(
+    groups: SchedulerGroups,
+    servers: int,
+    *,
+    timeout: timedelta,
+    failure: Callable[[], BaseException | None],
+    say: Callable[[str], object],
+) -> tuple[ServersFound, dist.ProcessGroup]:
+    """Connect workers with servers; every worker calls this at the same point, once in a fit.
+
+    Args:
+        groups: Among workers, whose default group has the store.
+        servers: Number of spare servers.
+        timeout: Of the wait for servers, and of each message.
+        failure: Asked while waiting: why others will not come, if they will not.
+        say: Told once that servers are missing, on rank 0.
+
+    Returns:
+        The servers, and the group of workers and servers.
+
+    Raises:
+        SchedulerTimeoutError: If too few servers have come in time.
+        RanksDifferError: If a server has another version of this package.
+        ServerFailedError: If one has died.
+    """
+    store = meeting_store(dist.distributed_c10d._get_default_store())
+    # Rank 0's number: a rank that failed before it came here has counted fewer fits.
+    number = torch.tensor([next_fit(store) if groups.rank == 0 else 0])
+    dist.broadcast(number, src=0, group=groups.control)
+    found = find_servers(
+        store,
+        fit=int(number),
+        rank=groups.rank,
+        workers=groups.world_size,
+        servers=servers,
+        timeout=timeout.total_seconds(),
+        failure=failure,
+        say=say,
+    )
+    size = groups.world_size + servers
+    try:
+        await_all(
+            store,
+            found.fit,
+            rank=groups.rank,
+            size=size,
+            timeout=timeout.total_seconds(),
+            failure=lambda: found.find_gone(within=0.0) or failure(),
+        )
+        with short_turns():  # for gloo's own threads
+            return found, join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
+    except BaseException:
+        found.close()
+        raise
 
 
 def fit_after(store: dist.Store, last: int) -> tuple[int, Announcement] | None:

@@ -14,6 +14,7 @@ from lightning_bytescheduler.collectives.completion import CompletionThread, Pla
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import Averaging, Operation, StartedOperation, all_reduce
 from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
@@ -44,6 +45,7 @@ class GradientTransport:
     ) -> None:
         self.group = group
         self.push_pull = push_pull
+        self._on_error = on_error
         self._started = 0
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
@@ -65,10 +67,20 @@ class GradientTransport:
             ready: When the part's contents exist; left out if they exist, or came from this transport.
         """
         self._started += 1
+        if self.push_pull is not None:
+            self.push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
-            self._completion.watch(operation(self.group, part, self._started), sub_task)
+            self._completion.watch(self._begin(operation, part), sub_task)
         elif self._streams is not None:
             self._streams.send(part, sub_task, operation, self._started, ready)
+
+    def _begin(self, operation: Operation, part: torch.Tensor) -> StartedOperation:
+        try:
+            return operation(self.group, part, self._started)
+        except RuntimeError as error:
+            if self.push_pull is None or not is_communication_error(error):
+                raise
+            raise self._on_error(error) from error  # a server's connection has ended before: it is the one to name
 
     def send_encoded(self, sub_task: SubCommTask, start: EncodedStart) -> None:
         """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.

@@ -7,27 +7,21 @@ servers are known to this group alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_architecture, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
-from lightning_bytescheduler.collectives.server_meeting import (
-    ServersFound,
-    await_all,
-    find_servers,
-    join_group,
-    meeting_store,
-    next_fit,
-)
+from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
 from lightning_bytescheduler.exceptions import OptionError, ServerFailedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 
 __all__ = ["JoinedServers", "ServerOptions"]
 
@@ -41,14 +35,18 @@ class ServerOptions:
     Attributes:
         architecture: ``"allreduce"``: the workers among themselves. ``"ps"``: parameter servers.
         servers: How many of them run on machines of their own.
+        placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
     """
 
     architecture: str = "allreduce"
     servers: int = 0
+    placement: str = PLACEMENTS[0]
 
     @classmethod
-    def resolve(cls, architecture: str, servers: int, *, compression: object = None) -> ServerOptions:
-        """Check what was given.
+    def resolve(
+        cls, architecture: str, servers: int, placement: str | None = None, *, compression: object = None
+    ) -> ServerOptions:
+        """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
 
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
@@ -61,7 +59,11 @@ class ServerOptions:
             raise OptionError(
                 "compression", compression, "left out with architecture='ps', whose servers add up plain gradients"
             )
-        return cls(architecture=architecture, servers=servers)
+        if architecture != "ps":
+            if placement is not None:
+                raise OptionError("placement", placement, "left out unless architecture='ps'")
+            return cls()
+        return cls(architecture=architecture, servers=servers, placement=chosen_placement(placement, os.environ))
 
     @property
     def used(self) -> bool:
@@ -100,40 +102,14 @@ class ServerOptions:
         servers, timeout = min(self.servers, groups.world_size), timeout or _TIMEOUT
         if servers < self.servers and groups.rank == 0:
             say(f"bytescheduler: servers={self.servers} counts as {servers}, as no more than one a worker is of use.")
-        store = meeting_store(dist.distributed_c10d._get_default_store())
 
         def failure() -> BaseException | None:
             return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
 
-        # Rank 0's number: a rank that failed before it came here has counted fewer fits.
-        number = torch.tensor([next_fit(store) if groups.rank == 0 else 0])
-        dist.broadcast(number, src=0, group=groups.control)
-        found = find_servers(
-            store,
-            fit=int(number),
-            rank=groups.rank,
-            workers=groups.world_size,
-            servers=servers,
-            timeout=timeout.total_seconds(),
-            failure=failure,
-            say=say,
-        )
-        size = groups.world_size + servers
-        try:
-            await_all(
-                store,
-                found.fit,
-                rank=groups.rank,
-                size=size,
-                timeout=timeout.total_seconds(),
-                failure=lambda: found.find_gone(within=0.0) or failure(),
-            )
-            with short_turns():  # for gloo's own threads
-                group = join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
-        except BaseException:
-            found.close()
-            raise
-        return JoinedServers(PushPull(group, workers=groups.world_size, servers=servers), found)
+        found, group = meet_servers(groups, servers, timeout=timeout, failure=failure, say=say)
+        placed = PlacedParts(self.placement, workers=groups.world_size, servers=servers)
+        push_pull = PushPull(group, workers=groups.world_size, servers=servers, shares=placed.shares)
+        return JoinedServers(push_pull, found, placed)
 
 
 class JoinedServers:
@@ -142,10 +118,12 @@ class JoinedServers:
     Args:
         push_pull: What a part's start does.
         found: Who the servers are.
+        placed: What says which server has which part.
     """
 
-    def __init__(self, push_pull: PushPull, found: ServersFound) -> None:
+    def __init__(self, push_pull: PushPull, found: ServersFound, placed: PlacedParts) -> None:
         self.push_pull = push_pull
+        self.placed = placed
         self._found = found
 
     def find_gone(self) -> ServerFailedError | None:

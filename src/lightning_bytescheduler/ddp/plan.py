@@ -27,6 +27,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     steps_as_its_class,
 )
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
+from lightning_bytescheduler.scheduler.placement import Placement
 
 __all__ = [
     "ONE_RANK",
@@ -66,8 +67,9 @@ class OverlapPlan:
         steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
             gradients.
         reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
-        gradients: ``"all-reduce"``, or ``"reduce-scatter"`` when every update needs to know all gradients' norm: each
-            rank reduces a shard, norms are exchanged, and gradients are gathered under the next forward pass.
+        gradients: ``"all-reduce"`` (push and pull, where there are parameter servers), or ``"reduce-scatter"`` when
+            every update needs to know all gradients' norm: each rank reduces a shard, norms are exchanged, and
+            gradients are gathered under the next forward pass.
         norm_needed_by: What needs it, in words.
         gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
             itself, as it cannot be seen when they are read.
@@ -92,6 +94,8 @@ class OverlapPlan:
         weighting: ``"samples"`` where each rank's gradient counts by its samples, ``"ranks"`` where all count alike.
         compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
         compression_ratio: How many times fewer bytes that makes, of all gradients.
+        placement: Where there are parameter servers: bytes that this rank has pushed to each so far, and what share of
+            all each should have.
         deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
             before the first.
     """
@@ -113,6 +117,7 @@ class OverlapPlan:
     weighting: str = "ranks"
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
+    placement: Placement | None = None
     deferred_share: float | None = None
 
     @property
@@ -165,7 +170,7 @@ class OverlapPlan:
             lines.append(f"because {self.pace}")
         if self.overlapped and not self.as_ddp:
             lines.append(
-                "gradients: all-reduce"
+                f"gradients: {'all-reduce' if self.placement is None else 'push and pull'}"
                 if self.gradients == "all-reduce"
                 else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
             )
@@ -176,6 +181,8 @@ class OverlapPlan:
             lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}{saved}")
         if self.compressed:
             lines.append(self._compressed())
+        if self.placement is not None and any(self.placement.bytes_per_server):
+            lines += str(self.placement).splitlines()
         if self.gated_at_start:
             lines.append(f"updated early: {_some_of(self.gated_at_start)}")
         if self.held_elsewhere:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
@@ -121,6 +122,7 @@ class ScheduledGradients:
         self._rules = rules
         self._counter = counter
         self._servers = ServerOptions() if servers is None else servers
+        self._placed: PlacedParts | None = None
         self._compression: GradientCompression | None = None
         self._strategy = strategy
         self._options = options
@@ -139,8 +141,11 @@ class ScheduledGradients:
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
         module, runtime, reads, share = self._strategy.lightning_module, self.runtime, self._early_reads, None
-        if self._plan is None or reads is None:
-            return self._plan
+        if self._plan is None:
+            return None
+        placement = None if self._placed is None else self._placed.so_far
+        if reads is None:
+            return self._plan if placement is None else replace(self._plan, placement=placement)
         if self.statistics is not None and self.statistics.updates:
             share = self.statistics.deferred_share
         if runtime is not None and module is not None:
@@ -159,11 +164,12 @@ class ScheduledGradients:
             deferred_share=share,
             read_unseen=reads.unseen,
             opened_for=dict(self._opened_for),
+            placement=placement,
         )
 
     def remember(self, plan: OverlapPlan | None, statistics: SchedulerStatistics | None) -> None:
         """Have what another process found as the outcome of the last fit."""
-        self._plan, self.statistics, self._early_reads = plan, statistics, None
+        self._plan, self.statistics, self._early_reads, self._placed = plan, statistics, None, None
 
     # ------------------------------------------------------------------ life cycle
 
@@ -208,6 +214,10 @@ class ScheduledGradients:
         elif options.get("bucket_cap_mb") is not None:
             chosen = max(int(options["bucket_cap_mb"] * 2**20), 1)
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
+        joined = None
+        if self._servers.used:
+            joined = self._servers.join(groups, board, device, timeout=self._timeout, say=rank_zero_info)
+        self._placed = None if joined is None else joined.placed
         self.runtime = SchedulerRuntime(
             groups=groups,
             board=board,
@@ -218,9 +228,7 @@ class ScheduledGradients:
             timeout=self._timeout,
             compression=None if self._rules is None else partial(self._compress, self._rules, module),
             counter=None if self._counter is None else self._counter(groups.rank),
-            servers=self._servers.join(groups, board, device, timeout=self._timeout, say=rank_zero_info)
-            if self._servers.used
-            else None,
+            servers=joined,
         )
         self.statistics = self.runtime.statistics
         announce(self._options, agreed)

@@ -132,6 +132,10 @@ class ByteSchedulerStrategy(RankStrategy):
             documentation's page on them; the weights are as with all-reduce.
         servers: For ``architecture="ps"``: how many servers run on machines of their own, each started by
             ``lightning-bytescheduler server``. With 0, each rank is a server besides; with fewer than ranks, both.
+        placement: For ``architecture="ps"``: which server has which part of a gradient. ``"balanced"``: by bytes, to
+            the shares that keep all links equally busy. ``"mixed"``, ``"naive"``, ``"djb2"``, ``"sdbm"``,
+            ``"built_in"``, ``"random"``: as in BytePS. Balanced when left out, mixed if ``BYTEPS_ENABLE_MIXED_MODE``
+            is 1.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -182,6 +186,7 @@ class ByteSchedulerStrategy(RankStrategy):
         max_batch_size: int | Sequence[int] | None = None,
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
+        placement: Literal["balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -217,7 +222,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
         self._shares: AgreedShares | None = None
         self._loaders = 0  # of training data, that were shared out
-        self._servers = ServerOptions.resolve(architecture, servers, compression=compression)
+        self._servers = ServerOptions.resolve(architecture, servers, placement, compression=compression)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
@@ -350,6 +355,7 @@ class ByteSchedulerStrategy(RankStrategy):
             **self._weighting.facts,
             "architecture": self._servers.architecture,
             "servers": self._servers.servers,
+            "placement": self._servers.placement,
             **self._ddp_kwargs,
         }
 

@@ -25,12 +25,24 @@ from lightning_bytescheduler.checks import closest, require_one_of, require_size
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.task import part_size
 
-__all__ = ["PLACEMENTS", "Placement", "chosen_placement", "cut", "place", "server_weights", "spare_share"]
+__all__ = [
+    "PLACEMENTS",
+    "Placement",
+    "chosen_placement",
+    "cut",
+    "place",
+    "server_of_part",
+    "server_weights",
+    "spare_share",
+    "weights_of",
+]
 
 PLACEMENTS = ("balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random")
 """How tensors can be placed; the first is the default."""
 
 MIXED_MODE_VARIABLE = "BYTEPS_ENABLE_MIXED_MODE"
+
+_BY_SHARES = ("balanced", "mixed")
 
 _PART = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 _WORD = (1 << 64) - 1
@@ -48,7 +60,7 @@ class Placement:
         how: One of ``PLACEMENTS``.
         workers: n.
         spare_servers: k, no more than n.
-        owners: The server of each key.
+        owners: The server of each key; empty where parts are placed as they are sent.
         bytes_per_server: By number of the server.
     """
 
@@ -109,13 +121,9 @@ class Placement:
         rows = [
             f"{name:<20} {has:>14,} bytes  {share:6.1%} of {ideal:6.1%}" for name, has, share, ideal in self.table()
         ]
-        return "\n".join(
-            [
-                f"placement {self.how!r}: {len(self.owners)} tensors on {len(rows)} servers, the fullest "
-                f"{self.fullest:.3f} times its ideal",
-                *rows,
-            ]
-        )
+        what = f"{len(self.owners)} tensors on " if self.owners else ""
+        fullest = f"the fullest {self.fullest:.3f} times its ideal"
+        return "\n".join([f"placement {self.how!r}: {what}{len(rows)} servers, {fullest}", *rows])
 
 
 def spare_share(workers: int, servers: int) -> float:
@@ -137,6 +145,36 @@ def server_weights(workers: int, servers: int) -> tuple[float, ...]:
     """Each server's share of all bytes, the spare ones first; they sum to 1. See :func:`spare_share`."""
     share, spare = spare_share(workers, servers), min(servers, workers)
     return (*(share / spare for _ in range(spare)), *((1 - share) / workers for _ in range(workers)))
+
+
+def weights_of(how: str, workers: int, servers: int) -> tuple[float, ...]:
+    """The share of all bytes that each server gets by a placement, on average; see :func:`server_weights`.
+
+    Args:
+        how: One of ``PLACEMENTS``.
+        workers: n.
+        servers: k.
+    """
+    if how in _BY_SHARES:
+        return server_weights(workers, servers)
+    count = workers + min(servers, workers)
+    return (1 / count,) * count
+
+
+def server_of_part(how: str, tensor: int, part: int, workers: int, servers: int) -> int:
+    """The server of a part, by all placements but ``"balanced"``, which goes by what was placed before.
+
+    Args:
+        how: One of ``PLACEMENTS``.
+        tensor: Its number.
+        part: Its number among those of the tensor.
+        workers: n.
+        servers: k.
+    """
+    spare = min(servers, workers)
+    if how == "random":
+        return random.Random(f"{tensor}[{part}]").randrange(spare + workers)
+    return _hashed(how, _key(tensor, part), workers, spare)
 
 
 def cut(sizes: Mapping[str, int], largest: int) -> dict[str, int]:
@@ -237,7 +275,11 @@ def _numbered(names: Iterable[str]) -> Iterable[tuple[str, int]]:
     for name in names:
         found = _PART.fullmatch(name)
         tensor, part = (name, 0) if found is None else (found[1], int(found[2]))
-        yield name, (tensors.setdefault(tensor, len(tensors)) << 16) + part
+        yield name, _key(tensors.setdefault(tensor, len(tensors)), part)
+
+
+def _key(tensor: int, part: int) -> int:
+    return (tensor << 16) + part
 
 
 def _hashed(how: str, key: int, workers: int, spare: int) -> int:

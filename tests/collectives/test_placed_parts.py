@@ -1,0 +1,44 @@
+"""Parts of gradients go where the placement says, and the table shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, place, weights_of
+
+PARTS = [(tensor, part) for tensor in range(40) for part in range(3)]
+
+
+@pytest.mark.parametrize("how", PLACEMENTS[1:])
+def test_parts_are_where_hashes_of_their_numbers_place_them(how: str) -> None:
+    placed = PlacedParts(how, workers=4, servers=2)
+    expected = place({f"{tensor}[{part}]": 8 for tensor, part in PARTS}, 4, 2, how)
+    for _ in range(2):  # a part stays where it is
+        for tensor, part in reversed(PARTS):
+            placed.shares.expect(tensor, part)
+            assert placed.shares.next(8) == expected.owner(f"{tensor}[{part}]")
+    assert placed.so_far.bytes_per_server == tuple(2 * has for has in expected.bytes_per_server)
+
+
+def test_by_default_bytes_come_to_the_shares_of_the_formula() -> None:
+    placed = PlacedParts("balanced", workers=4, servers=2)
+    for tensor, part in PARTS:
+        placed.shares.expect(tensor, part)
+        placed.shares.next(1000 + 37 * (tensor % 11))
+    table = placed.so_far
+    assert table.how == "balanced"
+    assert table.spare_share == pytest.approx(0.6, rel=0.02)
+    assert table.fullest <= 1.05
+    assert str(table).startswith("placement 'balanced': 6 servers, the fullest 1.0")
+
+
+@pytest.mark.parametrize("how", PLACEMENTS)
+@pytest.mark.parametrize("servers", [0, 2, 4])
+def test_expected_shares_are_those_that_come_out(how: str, servers: int) -> None:
+    placed = PlacedParts(how, workers=4, servers=servers)
+    for tensor in range(3000):
+        placed.shares.expect(tensor, 0)
+        placed.shares.next(1)
+    shares = [has / 3000 for has in placed.so_far.bytes_per_server]
+    assert shares == pytest.approx(weights_of(how, 4, servers), abs=0.08)
