@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -87,10 +88,14 @@ class CompletionThread:
         on_error: Called once with the first error of a collective, on the completion thread, before the sub-task
             fails; returns the error to fail with (for example one that names the rank at fault).
         group: The data group, broken when the thread is stopped while it waits for a message.
+        name: Of the thread, after ``bytescheduler-``.
     """
 
     def __init__(
-        self, on_error: Callable[[BaseException], BaseException], group: dist.ProcessGroup | None = None
+        self,
+        on_error: Callable[[BaseException], BaseException],
+        group: dist.ProcessGroup | None = None,
+        name: str = "completion",
     ) -> None:
         self._on_error = on_error
         self._group = group
@@ -99,7 +104,7 @@ class CompletionThread:
         self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
         self._thread.start()
 
     def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
@@ -181,7 +186,7 @@ class CompletionThread:
             following = None if following.finish is None else following.finish()
         return True
 
-    def _await_messages(self, works: Sequence[dist.Work]) -> bool:
+    def _await_messages(self, works: Sequence[Any]) -> bool:
         """Wait for messages, for as long as the group allows; ``False`` if stopped meanwhile."""
         self._awaits_message = True
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,6 +16,7 @@ from lightning_bytescheduler.collectives.completion import CompletionThread, Pla
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import Averaging, Operation, StartedOperation, all_reduce
 from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
@@ -45,6 +48,9 @@ class GradientTransport:
         self.group = group
         self.push_pull = push_pull
         self._started = 0
+        self._on_error = on_error
+        self._failing = threading.Lock()  # held while it is found out why something failed; taken first
+        self._lanes: dict[int, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
         self._codec = CodecThread(on_error)
@@ -66,9 +72,30 @@ class GradientTransport:
         """
         self._started += 1
         if self._completion is not None:
-            self._completion.watch(operation(self.group, part, self._started), sub_task)
+            try:
+                started = operation(self.group, part, self._started)
+            except RuntimeError as error:
+                if self.push_pull is None or not is_communication_error(error):
+                    raise
+                raise self._failed(error) from error  # a connection has ended before anybody waited for it
+            self._lane(started.lane, self._completion).watch(started, sub_task)
         elif self._streams is not None:
             self._streams.send(part, sub_task, operation, self._started, ready)
+
+    def _lane(self, lane: int | None, otherwise: CompletionThread) -> CompletionThread:
+        """Who waits for operations of ``lane``; called under the launching lock."""
+        if lane is None:
+            return otherwise
+        found = self._lanes.get(lane)
+        if found is None:
+            group = self.group if self.push_pull is None else self.push_pull.group
+            found = self._lanes[lane] = CompletionThread(self._failed, group, f"pulls-{lane}")
+        return found
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """One lane after the other: the second finds out why the first has failed."""
+        with self._failing:
+            return self._on_error(error)
 
     def send_encoded(self, sub_task: SubCommTask, start: EncodedStart) -> None:
         """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.
@@ -135,5 +162,7 @@ class GradientTransport:
 
     def stop(self, timeout: float) -> bool:
         """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""
+        deadline = time.monotonic() + timeout
+        lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
         stopped = self._completion if self._streams is None else self._streams
-        return stopped is None or stopped.stop(timeout)
+        return (stopped is None or stopped.stop(max(0.1, deadline - time.monotonic()))) and all(lanes)
