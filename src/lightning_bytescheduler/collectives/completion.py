@@ -89,6 +89,7 @@ class CompletionThread:
             fails; returns the error to fail with (for example one that names the rank at fault).
         group: The data group, broken when the thread is stopped while it waits for a message.
         name: Of the thread, after ``bytescheduler-``.
+        telling: Held while a sub-task is told, where several of these threads share one: callbacks run one by one.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class CompletionThread:
         on_error: Callable[[BaseException], BaseException],
         group: dist.ProcessGroup | None = None,
         name: str = "completion",
+        telling: threading.Lock | None = None,
     ) -> None:
+        self._telling = threading.Lock() if telling is None else telling
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
@@ -150,10 +153,11 @@ class CompletionThread:
                         return
                 except BaseException as error:
                     failed = self._on_error(naming(sub_task, error))
-            if failed is None:
-                sub_task.notify_finish()
-            else:
-                sub_task.fail(failed)
+            with self._telling:
+                if failed is None:
+                    sub_task.notify_finish()
+                else:
+                    sub_task.fail(failed)
 
     def _next(self) -> Pending | None:
         """What is to be waited for next: second halves, but one encoded part's first half goes before the last of them.

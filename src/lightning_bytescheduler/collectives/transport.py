@@ -50,6 +50,7 @@ class GradientTransport:
         self._started = 0
         self._on_error = on_error
         self._failing = threading.Lock()  # held while it is found out why something failed; taken first
+        self._telling = threading.Lock()  # held while a sub-task's end is told; the launching lock is only tried then
         self._lanes: dict[int, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
@@ -89,7 +90,7 @@ class GradientTransport:
         found = self._lanes.get(lane)
         if found is None:
             group = self.group if self.push_pull is None else self.push_pull.group
-            found = self._lanes[lane] = CompletionThread(self._failed, group, f"pulls-{lane}")
+            found = self._lanes[lane] = CompletionThread(self._failed, group, f"pulls-{lane}", self._telling)
         return found
 
     def _failed(self, error: BaseException) -> BaseException:
