@@ -114,6 +114,8 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
         server.wait(lambda: False)
     for side in sides:
         side.close(idle=False)
+        assert side._colocated is not None
+        assert not any(thread.is_alive() for thread in side._colocated._threads)
 
 
 def test_the_port_hangs_up_on_who_talks() -> None:

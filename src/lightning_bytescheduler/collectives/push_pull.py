@@ -9,12 +9,15 @@ nothing has to be agreed on or named, whatever sizes a tuner tries. Spare server
 The mean is formed as in ``operations.py``: scaled by 1/n by each worker before the sum, and added in the order of
 ranks. So two workers get DDP's bits, and more get the same bits in each run, wherever a part was summed.
 
-A worker announces a part to a spare server with a *header* ahead of it. The receive of the sum is posted with the push:
-into the same memory, as a server answers when it has all of the push. A colocated server knows what comes, as it sends
-the same itself.
+A worker announces a part to its server with a *header* as it is launched; the part follows in its turn, see
+``sending_turns.py``. The receive of the sum is posted before the push: into the same memory, as a server answers when
+it has all of the push. A worker's own part of what it adds up itself never travels.
 
-Why nobody waits forever is said in ``completion.py``: a colocated sum is an operation with a second half. A spare
-server waits for nothing but pushes, and takes them as they come.
+Why nobody waits forever: a server, colocated or not, posts a receive for whatever is announced to it, whatever its own
+worker has launched. So each push arrives. Take the oldest part that has not ended everywhere: each worker has credit to
+launch it, as all older ones have ended, and sends it before anything younger to that server. So it is summed. Its sum
+is received where it was launched, so servers never wait for a worker, either. Sums of one server end in the order of
+launches; those of two need not, so each has a thread that waits for them.
 """
 
 from __future__ import annotations

@@ -196,6 +196,12 @@ class SummingServer:
             self._fail(error)
 
     def _take_headers(self, rank: int) -> None:
+        try:
+            self._take_announced(rank)
+        finally:
+            self._pushed[rank].put(None)  # who adds up waits for nothing else
+
+    def _take_announced(self, rank: int) -> None:
         coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
         while True:
             # Gloo sends a message only when it has heard of the receive, so some are posted ahead of their headers.
@@ -206,7 +212,6 @@ class SummingServer:
             announced.wait()
             number, elements, kind = header.tolist()
             if number == CLOSING:
-                self._pushed[rank].put(None)
                 return
             summed = self._sum_of(rank, number, elements, kind)
             part = torch.empty(elements, dtype=DTYPES[kind])
