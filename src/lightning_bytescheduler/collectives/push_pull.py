@@ -34,7 +34,7 @@ from lightning_bytescheduler.collectives.summing_server import CLOSING, DTYPES, 
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.scheduler.placement import server_weights
 
-__all__ = ["ByteShares", "PushPull"]
+__all__ = ["ByteShares", "PushPull", "abandon"]
 
 _CLOSE = timedelta(seconds=5)
 _THREADS_S = 2.0  # a group without connections ends its threads' waits at once
