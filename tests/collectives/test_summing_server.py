@@ -77,6 +77,15 @@ def world(workers: int) -> list[Any]:
     return made
 
 
+def leave(sides: list[PushPull]) -> None:
+    """All at once, as workers that are servers besides wait for each other."""
+    threads = [threading.Thread(target=side.close, kwargs={"idle": True}) for side in sides]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
     groups = world(3)
     server = SummingServer(groups[3], workers=3)
@@ -91,24 +100,45 @@ def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
             work.wait()
     assert all(torch.equal(part, expected) for part in parts)
     assert server.under_way == 0
-    for side in sides:
-        side.close(idle=True)
+    leave(sides)
     server.wait(lambda: False)
+
+
+def test_a_colocated_server_adds_up_what_its_own_worker_has_not_launched_before() -> None:
+    """A worker that waits for the sum of an older part must not keep others from pushing younger ones to it."""
+    groups = world(3)[:3]  # the fourth is no server here
+    sides = [PushPull(group, workers=3, servers=0) for group in groups]
+    parts = {(rank, number): torch.randn(100) for rank in range(3) for number in range(1, 7)}
+    expected = {
+        number: sum((parts[rank, number] * (1 / 3) for rank in range(1, 3)), parts[0, number] * (1 / 3))
+        for number in range(1, 7)
+    }
+    ends = []
+    for rank in (2, 1, 0):  # rank 0 comes last: what the others push to it is taken, and theirs goes on meanwhile
+        ends += [sides[rank].reduce(groups[rank], parts[rank, number], number) for number in range(1, 7)]
+    for end in ends:
+        for work in end.works:
+            work.wait()
+    assert all(torch.equal(part, expected[number]) for (_, number), part in parts.items())
+    leave(sides)
+    assert not [thread for thread in threading.enumerate() if thread.name == "bytescheduler-pushes"]
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)])
 def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     groups = world(2)
     server = SummingServer(groups[2], workers=2)
+    sides = [PushPull(group, workers=2, servers=1) for group in groups[:2]]
     under_way = []  # what nobody holds may never be sent
-    for rank, part in enumerate((torch.zeros(4), wrong)):
-        side = PushPull(groups[rank], workers=2, servers=1)
+    for rank, (side, part) in enumerate(zip(sides, (torch.zeros(4), wrong), strict=True)):
         side.shares = ByteShares((1.0,))
         under_way.append(side.reduce(groups[rank], part, 1))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes"):
         server.wait(lambda: False)
-    for group in groups[:2]:
-        PushPull(group, workers=2, servers=1).close(idle=False)
+    for side in sides:
+        side.close(idle=False)
+        assert side._colocated is not None
+        assert not any(thread.is_alive() for thread in side._colocated._threads)
 
 
 def test_the_port_hangs_up_on_who_talks() -> None:
@@ -260,7 +290,6 @@ def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
     waits = threading.Thread(target=server.wait, args=(gone,))
     waits.start()
     assert asked.wait(20.0)
-    for group in groups[:2]:
-        PushPull(group, workers=2, servers=1).close(idle=True)
+    leave([PushPull(group, workers=2, servers=1) for group in groups[:2]])
     waits.join(20.0)
     assert server._failure is None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -87,11 +88,18 @@ class CompletionThread:
         on_error: Called once with the first error of a collective, on the completion thread, before the sub-task
             fails; returns the error to fail with (for example one that names the rank at fault).
         group: The data group, broken when the thread is stopped while it waits for a message.
+        name: Of the thread, after ``bytescheduler-``.
+        telling: Held while a sub-task is told, where several of these threads share one: callbacks run one by one.
     """
 
     def __init__(
-        self, on_error: Callable[[BaseException], BaseException], group: dist.ProcessGroup | None = None
+        self,
+        on_error: Callable[[BaseException], BaseException],
+        group: dist.ProcessGroup | None = None,
+        name: str = "completion",
+        telling: threading.Lock | None = None,
     ) -> None:
+        self._telling = threading.Lock() if telling is None else telling
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
@@ -99,7 +107,7 @@ class CompletionThread:
         self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-completion", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
         self._thread.start()
 
     def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
@@ -145,10 +153,11 @@ class CompletionThread:
                         return
                 except BaseException as error:
                     failed = self._on_error(naming(sub_task, error))
-            if failed is None:
-                sub_task.notify_finish()
-            else:
-                sub_task.fail(failed)
+            with self._telling:
+                if failed is None:
+                    sub_task.notify_finish()
+                else:
+                    sub_task.fail(failed)
 
     def _next(self) -> Pending | None:
         """What is to be waited for next: second halves, but one encoded part's first half goes before the last of them.
@@ -181,7 +190,7 @@ class CompletionThread:
             following = None if following.finish is None else following.finish()
         return True
 
-    def _await_messages(self, works: Sequence[dist.Work]) -> bool:
+    def _await_messages(self, works: Sequence[Any]) -> bool:
         """Wait for messages, for as long as the group allows; ``False`` if stopped meanwhile."""
         self._awaits_message = True
         try:

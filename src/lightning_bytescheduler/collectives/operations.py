@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,18 +82,20 @@ class StartedOperation:
     """Something under way on the data group.
 
     Attributes:
-        works: What has to end, in this order.
+        works: What has to end, in this order; of each only ``wait`` is called where these are messages.
         finish: Run once all of them have ended; may start what has to end after them.
         messages: Whether ``works`` are point-to-point messages. Gloo cannot wait for one in slices: it breaks all
             connections of a group on which a message did not come in time.
         closing: What is started by a ``finish`` and begins nothing itself. All that others wait for has been sent with
             it, so whoever waits may see first to what was launched meanwhile.
+        lane: What is started on one lane ends in that order, but may end before what was started earlier on another.
     """
 
-    works: Sequence[dist.Work]
+    works: Sequence[Any]
     finish: Callable[[], StartedOperation | None] | None = None
     messages: bool = False
     closing: bool = False
+    lane: int | None = None
 
 
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]

@@ -9,36 +9,35 @@ nothing has to be agreed on or named, whatever sizes a tuner tries. Spare server
 The mean is formed as in ``operations.py``: scaled by 1/n by each worker before the sum, and added in the order of
 ranks. So two workers get DDP's bits, and more get the same bits in each run, wherever a part was summed.
 
-A worker announces a part to a spare server with a *header* ahead of it. The receive of the sum is posted with the push:
-into the same memory, as a server answers when it has all of the push. A colocated server knows what comes, as it sends
-the same itself.
+A worker announces a part to its server with a *header* as it is launched; the part follows in its turn, see
+``sending_turns.py``. The receive of the sum is posted before the push: into the same memory, as a server answers when
+it has all of the push. A worker's own part of what it adds up itself never travels.
 
-Why nobody waits forever is said in ``completion.py``: a colocated sum is an operation with a second half. A spare
-server waits for nothing but pushes, and takes them as they come.
+Why nobody waits forever: a server, colocated or not, posts a receive for whatever is announced to it, whatever its own
+worker has launched. So each push arrives. Take the oldest part that has not ended everywhere: each worker has credit to
+launch it, as all older ones have ended, and sends it before anything younger to that server. So it is summed. Its sum
+is received where it was launched, so servers never wait for a worker, either. Sums of one server end in the order of
+launches; those of two need not, so each has a thread that waits for them.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation, scale
+from lightning_bytescheduler.collectives.sending_turns import SendingTurns
+from lightning_bytescheduler.collectives.summing_server import CLOSING, DTYPES, HEADER_TAG, SummingServer, abandon
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.placement import server_weights
 
-__all__ = ["CLOSING", "DTYPES", "HEADER_TAG", "HEADER_WORDS", "ByteShares", "PushPull", "abandon"]
+__all__ = ["ByteShares", "PushPull", "abandon"]
 
-HEADER_TAG = 0  # operations are numbered from 1
-HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
-CLOSING = -1  # in place of a number: nothing more comes from this worker
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _CLOSE = timedelta(seconds=5)
+_THREADS_S = 2.0  # a group without connections ends its threads' waits at once
 
 
 class ByteShares:
@@ -48,12 +47,13 @@ class ByteShares:
         weights: From ``scheduler.placement.server_weights``.
 
     Attributes:
+        weights: As given.
         bytes_per_server: What went to each so far.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.bytes_per_server = [0] * len(weights)
-        self._weights = weights
+        self.weights = weights
         self._usable = [server for server, weight in enumerate(weights) if weight]
 
     def expect(self, tensor: int, part: int) -> None:
@@ -61,7 +61,7 @@ class ByteShares:
 
     def next(self, nbytes: int) -> int:
         """The server of the next part; the same on all ranks that ask for the same parts in the same order."""
-        held, weights = self.bytes_per_server, self._weights
+        held, weights = self.bytes_per_server, self.weights
         server = min(self._usable, key=lambda server: ((held[server] + nbytes) / weights[server], server))
         held[server] += nbytes
         return server
@@ -89,11 +89,23 @@ class PushPull:
         self._workers = workers
         self._servers = servers
         self._rank = group.rank()
+        self._colocated = (
+            SummingServer(group, workers=workers, own=self._rank) if any(self.shares.weights[servers:]) else None
+        )
+        spare = [workers + server for server in range(servers)]
+        colocated = [rank for rank in range(workers) if rank != self._rank] if self._colocated is not None else []
+        self._receivers = spare + colocated
+        self._pushes: SendingTurns | None = None
+        if self._receivers:
+            # Each worker begins with another server, and goes round in the same direction.
+            first = self._rank % len(self._receivers)
+            turns = self._receivers[first:] + self._receivers[:first]
+            self._pushes = SendingTurns(group, turns, name="pushes", on_error=lambda _: abandon(group))
 
     @property
     def wire_share(self) -> float:
         """What a worker sends per byte of a gradient, on average."""
-        n, weights = self._workers, self.shares._weights
+        n, weights = self._workers, self.shares.weights
         spare = sum(weights[: self._servers])
         return spare + (1 - spare) * 2 * (n - 1) / n
 
@@ -120,9 +132,16 @@ class PushPull:
         else:
             scale(part, factor)
         owner = self.shares.next(part.numel() * part.element_size())
-        if owner < self._servers:
-            return self._at_server(part, number, self._workers + owner)
-        return self._at_worker(part, number, owner - self._servers)
+        rank = self._workers + owner if owner < self._servers else owner - self._servers
+        if rank == self._rank and self._colocated is not None:
+            return StartedOperation([self._colocated.push_own(number, part)], messages=True, lane=rank)
+        pushes = self._pushes
+        if pushes is None:
+            raise RuntimeError("A part was given to a server that is not there.")
+        header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
+        pull = self.group.recv([part], rank, number)
+        pushes.put(part, rank, number, self.group.send([header], rank, HEADER_TAG))
+        return StartedOperation([pull], messages=True, lane=rank)
 
     def close(self, *, idle: bool) -> None:
         """Tell the servers that no more comes from here, and leave the group; bounded.
@@ -132,49 +151,17 @@ class PushPull:
         """
         if idle:
             header = torch.tensor([CLOSING, 0, 0])
-            try:  # with a server that has gone, beginning to send fails as well
-                works = [self.group.send([header], self._workers + k, HEADER_TAG) for k in range(self._servers)]
+            try:
+                works = [self.group.send([header], rank, HEADER_TAG) for rank in self._receivers]
                 for work in works:
                     work.wait(_CLOSE)
             except RuntimeError:  # a server is gone; nothing of this fit depends on it any more
                 idle = False
+            # Others may still wait for sums from here.
+            idle = idle and (self._colocated is None or self._colocated.finish(_CLOSE.total_seconds()))
         if not idle:
             abandon(self.group)
-
-    def _at_server(self, part: torch.Tensor, number: int, server: int) -> StartedOperation:
-        group = self.group
-        header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
-        pull = group.recv([part], server, number)
-        return StartedOperation(
-            [group.send([header], server, HEADER_TAG), group.send([part], server, number), pull], messages=True
-        )
-
-    def _at_worker(self, part: torch.Tensor, number: int, owner: int) -> StartedOperation:
-        group = self.group
-        if self._rank != owner:
-            pull = group.recv([part], owner, number)
-            return StartedOperation([group.send([part], owner, number), pull], messages=True)
-        others = [rank for rank in range(self._workers) if rank != owner]
-        received = {rank: torch.empty_like(part) for rank in others}
-        works = [group.recv([received[rank]], rank, number) for rank in others]
-
-        def add_up() -> StartedOperation:
-            # In the order of ranks, as a spare server does: the bits do not depend on where a part is summed.
-            if owner:
-                total = received[0]
-                for rank in range(1, self._workers):
-                    total.add_(part if rank == owner else received[rank])
-                part.copy_(total)
-            else:
-                for rank in others:
-                    part.add_(received[rank])
-            return StartedOperation([group.send([part], rank, number) for rank in others], messages=True, closing=True)
-
-        return StartedOperation(works, add_up, messages=True)
-
-
-def abandon(group: dist.ProcessGroup) -> None:
-    """Break a group's connections, and keep it: gloo would wait for what is under way when the group ends."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    with suppress(RuntimeError):
-        break_connections(group)
+        if self._pushes is not None:
+            self._pushes.stop(_THREADS_S)
+        if self._colocated is not None:
+            self._colocated.stop(_THREADS_S)

@@ -24,8 +24,9 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups, leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.operations import StartedOperation, broadcast_from_first, reduce_with
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
-from lightning_bytescheduler.collectives.push_pull import DTYPES, PushPull
+from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import meet_servers
+from lightning_bytescheduler.collectives.summing_server import DTYPES
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import (
     OptionError,

@@ -1,10 +1,12 @@
 """A parameter server: adds up what workers push, and sends each of them the sum.
 
 For each worker two threads: one takes headers and posts receives for what they announce, at once, so that a link is
-never idle for want of a receive; the other waits for what was posted, and adds it up. One more lets go of what was
-sent. Adding releases the interpreter's lock. Parts are added in the order of ranks, whoever comes first, so a sum has
-the same bits in each run; what comes early waits. What is held at once is what workers have under way: their credit,
-times their number at most.
+never idle for want of a receive; the other waits for what was posted, and adds it up. One more sends sums, to one
+worker after the other (``sending_turns.py``). Adding releases the interpreter's lock. Parts are added in the order of
+ranks, whoever comes first, so a sum has the same bits in each run; what comes early waits. What is held at once is what
+workers have under way: their credit, times their number at most.
+
+A worker that is a server besides has one of these in its process. Its own parts never travel: see :meth:`push_own`.
 
 A part that does not match what another worker has announced under the same number is refused: the server ends, and says
 which worker it was. So does it when a worker dies. It then breaks all connections, but lives on for a few seconds:
@@ -13,21 +15,31 @@ workers find that they cannot go on, that no server has died, and look for the w
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.push_pull import CLOSING, DTYPES, HEADER_TAG, HEADER_WORDS, abandon
+from lightning_bytescheduler.collectives.sending_turns import SendingTurns
 from lightning_bytescheduler.exceptions import RankFailedError, UnsupportedError
 from lightning_bytescheduler.failures.messages import brief
+from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = ["SummingServer"]
+__all__ = ["CLOSING", "DTYPES", "HEADER_TAG", "HEADER_WORDS", "OwnSum", "SummingServer", "abandon"]
 
+HEADER_TAG = 0  # operations are numbered from 1
+HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
+CLOSING = -1  # in place of a number: nothing more comes from this worker
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_HEADERS_AHEAD = 16
 _LARGEST = 2**34  # elements; no gradient is larger
 _GOODBYES_S = 5.0
 
@@ -47,36 +59,59 @@ class _Sum:
         self.lock = threading.Lock()
 
 
+class OwnSum:
+    """The sum of what this process has pushed itself, as something to wait for."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """The sum is there, or will never be."""
+        self._failure = failure
+        self._ended.set()
+
+    def wait(self) -> bool:
+        """As of ``torch.distributed.Work``; ends when the server does, at the latest."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure.__cause__ or self._failure  # what gloo said tells more, and is looked into
+        return True
+
+
 class SummingServer:
     """Serves one fit.
 
     Args:
         group: Workers 0 to n-1, then the servers; gloo, and used by nothing else.
         workers: n.
+        own: The worker that this process is, if it is one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, workers: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, workers: int, own: int | None = None) -> None:
         self._group = group
         self._workers = workers
+        self._own = own
+        self._own_sums: dict[int, tuple[torch.Tensor, OwnSum]] = {}
+        others = [rank for rank in range(workers) if rank != own]
+        # Servers begin with another worker each: a server's position says which.
+        turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
         self._lock = threading.Lock()  # of the sums under way; nothing is called with it held
         self._sums: dict[int, _Sum] = {}
         self._pushed: list[queue.SimpleQueue[tuple[int, _Sum, torch.Tensor, dist.Work] | None]] = [
             queue.SimpleQueue() for _ in range(workers)
         ]
-        self._sent: queue.SimpleQueue[dist.Work | None] = queue.SimpleQueue()
+        self._replies = SendingTurns(group, turns, name="sums-sent", on_error=self._sending_failed)
         self._failure: BaseException | None = None
         self._over = threading.Event()
-        self._adding = workers
+        self._adding = len(others)
         self._threads = [
             threading.Thread(
                 target=partial(self._guarded, work, rank), name=f"bytescheduler-{name}-{rank}", daemon=True
             )
-            for rank in range(workers)
+            for rank in others
             for name, work in (("headers", self._take_headers), ("sums", self._add_pushes))
         ]
-        self._threads.append(
-            threading.Thread(target=partial(self._guarded, self._let_go, None), name="bytescheduler-sent", daemon=True)
-        )
         for thread in self._threads:
             thread.start()
 
@@ -105,29 +140,80 @@ class SummingServer:
         for thread in self._threads:
             thread.join(5.0)
 
+    def push_own(self, number: int, part: torch.Tensor) -> OwnSum:
+        """Add ``part`` of the worker that this process is; its sum is put in its place.
+
+        Raises:
+            UnsupportedError: If another worker's push of that number is of another kind.
+        """
+        own = OwnSum()
+        with self._lock:
+            if self._failure is None:
+                self._own_sums[number] = part, own
+        if self._failure is not None:
+            own.end(self._failure)
+            return own
+        rank = -1 if self._own is None else self._own
+        summed = self._sum_of(rank, number, part.numel(), DTYPES.index(part.dtype))
+        self._add(rank, number, summed, part.clone())
+        return own
+
+    def finish(self, timeout: float) -> bool:
+        """Of a worker: wait until all others have said that nothing more comes; returns whether they all have."""
+        return self._over.wait(timeout) and self._failure is None
+
+    def stop(self, timeout: float) -> None:
+        """Of a worker: send nothing more, and end all threads, once the group is idle or its connections are broken."""
+        self._fail(RuntimeError("the fit has ended"))
+        deadline = time.monotonic() + timeout
+        self._replies.stop(timeout)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _sending_failed(self, error: BaseException) -> None:
+        failed = RankFailedError(None, f"a sum could not be sent to it; {brief(error)}")
+        failed.__cause__ = error
+        self._fail(failed)
+
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._over.is_set():
                 return
             self._failure = error
+            own, self._own_sums = self._own_sums, {}
             self._over.set()
+        self._replies.stop()
+        for _, waiting in own.values():
+            waiting.end(error)
 
     def _guarded(self, work: Callable[[int], None], rank: int | None) -> None:
         prefer_short_turns()
         try:
             work(-1 if rank is None else rank)
         except RuntimeError as error:
-            self._fail(RankFailedError(rank, f"its connection to this parameter server has ended; {brief(error)}"))
+            failed = RankFailedError(rank, f"its connection to this parameter server has ended; {brief(error)}")
+            failed.__cause__ = error
+            self._fail(failed)
         except BaseException as error:
             self._fail(error)
 
     def _take_headers(self, rank: int) -> None:
+        try:
+            self._take_announced(rank)
+        finally:
+            self._pushed[rank].put(None)  # who adds up waits for nothing else
+
+    def _take_announced(self, rank: int) -> None:
+        coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
         while True:
-            header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
-            self._group.recv([header], rank, HEADER_TAG).wait()
+            # Gloo sends a message only when it has heard of the receive, so some are posted ahead of their headers.
+            while len(coming) < _HEADERS_AHEAD:
+                header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
+                coming.append((header, self._group.recv([header], rank, HEADER_TAG)))
+            header, announced = coming.popleft()
+            announced.wait()
             number, elements, kind = header.tolist()
             if number == CLOSING:
-                self._pushed[rank].put(None)
                 return
             summed = self._sum_of(rank, number, elements, kind)
             part = torch.empty(elements, dtype=DTYPES[kind])
@@ -151,25 +237,37 @@ class SummingServer:
         while (pushed := self._pushed[rank].get()) is not None:
             number, summed, part, work = pushed
             work.wait()
-            with summed.lock:
-                summed.early[rank] = part
-                while summed.added in summed.early:
-                    part = summed.early.pop(summed.added)
-                    summed.total = part if summed.total is None else summed.total.add_(part)
-                    summed.added += 1
-                complete = summed.added == self._workers
-            if complete and summed.total is not None:
-                with self._lock:
-                    del self._sums[number]
-                for worker in range(self._workers):
-                    self._sent.put(self._group.send([summed.total], worker, number))
+            self._add(rank, number, summed, part)
         with self._lock:
             self._adding -= 1
             last = not self._adding
         if last:
-            self._sent.put(None)
+            self._replies.close()
+            self._over.set()
 
-    def _let_go(self, _: int) -> None:
-        while (work := self._sent.get()) is not None:
-            work.wait()
-        self._over.set()
+    def _add(self, rank: int, number: int, summed: _Sum, part: torch.Tensor) -> None:
+        with summed.lock:
+            summed.early[rank] = part
+            while summed.added in summed.early:
+                part = summed.early.pop(summed.added)
+                summed.total = part if summed.total is None else summed.total.add_(part)
+                summed.added += 1
+            complete = summed.added == self._workers
+        if not complete or summed.total is None:
+            return
+        with self._lock:
+            del self._sums[number]
+            here = self._own_sums.pop(number, None)
+        for worker in range(self._workers):
+            if worker != self._own:
+                self._replies.put(summed.total, worker, number)
+        if here is not None:
+            here[0].copy_(summed.total)
+            here[1].end()
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Break a group's connections, and keep it: gloo would wait for what is under way when the group ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    with suppress(RuntimeError):
+        break_connections(group)

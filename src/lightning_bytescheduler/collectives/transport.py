@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -45,8 +47,11 @@ class GradientTransport:
     ) -> None:
         self.group = group
         self.push_pull = push_pull
-        self._on_error = on_error
         self._started = 0
+        self._on_error = on_error
+        self._failing = threading.Lock()  # held while it is found out why something failed; taken first
+        self._telling = threading.Lock()  # held while a sub-task's end is told; the launching lock is only tried then
+        self._lanes: dict[int, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
         self._codec = CodecThread(on_error)
@@ -70,17 +75,30 @@ class GradientTransport:
         if self.push_pull is not None:
             self.push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
-            self._completion.watch(self._begin(operation, part), sub_task)
+            try:
+                started = operation(self.group, part, self._started)
+            except RuntimeError as error:
+                if self.push_pull is None or not is_communication_error(error):
+                    raise
+                raise self._failed(error) from error  # a connection has ended before anybody waited for it
+            self._lane(started.lane, self._completion).watch(started, sub_task)
         elif self._streams is not None:
             self._streams.send(part, sub_task, operation, self._started, ready)
 
-    def _begin(self, operation: Operation, part: torch.Tensor) -> StartedOperation:
-        try:
-            return operation(self.group, part, self._started)
-        except RuntimeError as error:
-            if self.push_pull is None or not is_communication_error(error):
-                raise
-            raise self._on_error(error) from error  # a server's connection has ended before: it is the one to name
+    def _lane(self, lane: int | None, otherwise: CompletionThread) -> CompletionThread:
+        """Who waits for operations of ``lane``; called under the launching lock."""
+        if lane is None:
+            return otherwise
+        found = self._lanes.get(lane)
+        if found is None:
+            group = self.group if self.push_pull is None else self.push_pull.group
+            found = self._lanes[lane] = CompletionThread(self._failed, group, f"pulls-{lane}", self._telling)
+        return found
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """One lane after the other: the second finds out why the first has failed."""
+        with self._failing:
+            return self._on_error(error)
 
     def send_encoded(self, sub_task: SubCommTask, start: EncodedStart) -> None:
         """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.
@@ -147,5 +165,7 @@ class GradientTransport:
 
     def stop(self, timeout: float) -> bool:
         """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""
+        deadline = time.monotonic() + timeout
+        lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
         stopped = self._completion if self._streams is None else self._streams
-        return stopped is None or stopped.stop(timeout)
+        return (stopped is None or stopped.stop(max(0.1, deadline - time.monotonic()))) and all(lanes)

@@ -1,0 +1,120 @@
+"""Messages to several ranks, sent one after the other: to each in turn, so that no two senders meet at one receiver.
+
+A worker that sends to all servers at once gives each a part of its link, and so does everybody else: all parts arrive
+late together. Sent in turns that begin at another receiver on each rank, as in a Latin square, each message has its
+sender's and its receiver's link to itself, and the first parts can be added up, and travel back, while others follow.
+
+Messages are matched by number, so ranks need not agree on this order. Nobody waits forever, as receivers wait for
+nothing to post a receive: a server does so for what was announced to it, a worker before it pushes its own part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+
+__all__ = ["SendingTurns"]
+
+_AHEAD = 2  # messages handed to gloo at once: the next begins when one has left, without waking anybody
+
+
+class SendingTurns:
+    """Sends messages on a thread of its own, ``bytescheduler-<name>``, until :meth:`close` or :meth:`stop`.
+
+    Args:
+        group: What they are sent on.
+        receivers: Ranks, in the order of turns; the first is whose turn it is first.
+        name: Of the thread.
+        on_error: Called on it, once, with what a message has failed with; nothing is sent after that.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        receivers: Sequence[int],
+        *,
+        name: str,
+        on_error: Callable[[BaseException], object],
+    ) -> None:
+        self._group = group
+        self._waiting: dict[int, deque[tuple[torch.Tensor, int, dist.Work | None]]] = {
+            rank: deque() for rank in receivers
+        }
+        self._turns = list(receivers)
+        self._next = 0
+        self._on_error = on_error
+        self._work = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: torch.Tensor, receiver: int, number: int, header: dist.Work | None = None) -> None:
+        """Send ``message`` as ``number`` when it is the receiver's turn; its header has been sent.
+
+        Messages to one receiver leave in the order in which they came here.
+        """
+        with self._work:
+            self._waiting[receiver].append((message, number, header))
+            self._work.notify()
+
+    def close(self) -> None:
+        """Send what waits, and end the thread: messages end with their group's timeout, at the latest."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+
+    def stop(self, timeout: float = 0.0) -> bool:
+        """Forget what waits, and end the thread with what is under way; returns whether it ended within ``timeout``.
+
+        Args:
+            timeout: In seconds; to be called off sooner, messages need their group's connections broken.
+        """
+        with self._work:
+            self._closed = True
+            for waiting in self._waiting.values():
+                waiting.clear()
+            self._work.notify()
+        if timeout:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        prefer_short_turns()
+        under_way: deque[tuple[dist.Work, dist.Work | None]] = deque()
+        try:
+            while True:
+                taken = self._take(wait=not under_way)
+                if taken is None and not under_way:
+                    return
+                if taken is not None:
+                    receiver, message, number, header = taken
+                    under_way.append((self._group.send([message], receiver, number), header))
+                if taken is None or len(under_way) >= _AHEAD:
+                    sent, header = under_way.popleft()
+                    sent.wait()
+                    if header is not None:
+                        header.wait()
+        except BaseException as error:
+            self.stop()
+            self._on_error(error)
+
+    def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None] | None:
+        """The next message of who is next in turn and has one; ``None`` if there is none, or there will be none."""
+        with self._work:
+            while True:
+                for distance in range(len(self._turns)):
+                    position = (self._next + distance) % len(self._turns)
+                    receiver = self._turns[position]
+                    if self._waiting[receiver]:
+                        self._next = position + 1
+                        return (receiver, *self._waiting[receiver].popleft())
+                if self._closed or not wait:
+                    return None
+                self._work.wait()
