@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lightning_bytescheduler.coordinator import rate_limit
+from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.diloco.messages import TrainingOver
 from lightning_bytescheduler.diloco.round_end import RoundOptions
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
@@ -154,3 +157,11 @@ def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatc
     with CoordinatorServer(options_of(), slices=slices) as server:
         in_a_run(server, 2, work)
         assert server.status().counters["slow_downs"] == 2
+
+
+def test_a_member_does_not_take_the_place_of_one_whose_name_begins_with_its_own(tmp_path: Path) -> None:
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+    node, other = (cast(Member, SimpleNamespace(name=name, digest=name)) for name in ("node", "node/1"))
+    slices.answer(other, encode(JoinTracker(worker="node/1", incarnation="1")))
+    with pytest.raises(OptionError, match="node/1"):
+        slices.answer(node, encode(JoinTracker(worker="node/1", incarnation="2")))

@@ -80,6 +80,11 @@ class SliceRoutes:
     def _join(self, member: Member, message: JoinTracker) -> Joined:
         if message.worker != member.name and not message.worker.startswith(f"{member.name}/"):
             raise OptionError("worker", message.worker, f"{member.name!r}, or {member.name + '/...'!r}")
+        if any(message.worker in names for name, names in self._names.items() if name != member.name):
+            # Names of members may have a "/" too. It would take that one's slices, which is alive.
+            raise OptionError(
+                "worker", message.worker, "one that no other member reads slices under: rename one of them"
+            )
         joined = self.tracker.join(message)
         self._sessions[joined.session] = (member.digest, message.worker)
         self._names.setdefault(member.name, set()).add(message.worker)
