@@ -79,12 +79,12 @@ def use_a_store(rank: int, ranks: int, servers: int, *, kill: bool = False) -> s
     return error
 
 
-def test_sums_do_not_depend_on_the_order_in_which_ranks_pull(two_ranks: RankPool) -> None:
-    two_ranks.run(use_a_store, ranks=2, servers=0)
+def test_sums_do_not_depend_on_the_order_in_which_ranks_pull(two_plain_ranks: RankPool) -> None:
+    two_plain_ranks.run(use_a_store, ranks=2, servers=0)
 
 
-def test_a_server_of_its_own_adds_up_and_its_death_is_named(two_ranks: RankPool) -> None:
-    for error in two_ranks.run(use_a_store, ranks=2, servers=1, kill=True):
+def test_a_server_of_its_own_adds_up_and_its_death_is_named(two_plain_ranks: RankPool) -> None:
+    for error in two_plain_ranks.run(use_a_store, ranks=2, servers=1, kill=True):
         assert error.startswith(ServerFailedError.__name__)
         assert "arameter server 0 (process" in error
 
@@ -101,8 +101,8 @@ def initialise_unlike(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_that_initialise_unlike_tensors_are_told(two_ranks: RankPool) -> None:
-    two_ranks.run(initialise_unlike)
+def test_ranks_that_initialise_unlike_tensors_are_told(two_plain_ranks: RankPool) -> None:
+    two_plain_ranks.run(initialise_unlike)
 
 
 @pytest.fixture

@@ -46,16 +46,16 @@ def check(ranks: Sequence[Ended], *says: str) -> None:
 
 
 def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nursery, tmp_path: Path) -> None:
-    at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has left the fit
+    at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has trained all it has
     at_a_checkpoint: Case = (
         {"stream": True, "cross_barrier": False, "checkpoint": "kept"},
         {0: {"batches": 5}},
     )
     as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
     ended, saving, drifted = run(nursery, tmp_path, at_the_end, at_a_checkpoint, as_ddp)
-    check(ended, UNEVEN, "rank 0 has ended the fit after 4 batches", "has begun 4 of 5 batches of epoch 0")
+    check(ended, UNEVEN, "has ended epoch 0 after 4 batches, 4 in all", "has begun 4 of 5 batches of epoch 0")
     check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in barrier", "to begin its batch 5 of epoch 0")
-    check(drifted, UNEVEN, "rank 0 has ended the fit after 6 batches")
+    check(drifted, UNEVEN, "has ended epoch 1 after 3 batches, 6 in all")
     for ranks in (ended, saving, drifted):
         check(ranks, "use_distributed_sampler=True", "DistributedSampler(dataset, drop_last=True)", "SliceDataModule")
 
