@@ -51,10 +51,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgreedSizes:
-    """Sizes that hold on every rank, and the link they were made for, if it was measured."""
+    """Sizes that hold on every rank, and the link they were made for, if it was measured.
+
+    Attributes:
+        sizes: Of partitions, of the credit and of buckets.
+        link: ``None`` if it was not measured.
+        far: Whether messages are so long under way that gradients go straight to where they are wanted, not around a
+            ring.
+    """
 
     sizes: SchedulerSizes
     link: LinkEstimate | None
+    far: bool = False
 
 
 def agree_on_sizes(
@@ -94,7 +102,7 @@ def agree_on_sizes(
     message = torch.tensor([partition, credit, int(in_shards)])
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards = message.tolist()
-    link = None
+    link, far = None, False
     if partition and credit:
         if options.policy.observes:
             link = probe_link(groups.data, device)
@@ -103,6 +111,9 @@ def agree_on_sizes(
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link = probe_link(groups.data, device)
+        if link.alpha > _FAR_S and architecture == "allreduce" and device.type == "cpu":
+            # Of the ring's messages, which follow each other, two are left.
+            link, far = LinkEstimate(alpha=link.alpha / (groups.world_size - 1), beta=link.beta), True
         travels = max(round(width / ratio), 1)  # bytes of a parameter
         sizes = default_sizes(
             parameters=count,
@@ -135,7 +146,7 @@ def agree_on_sizes(
                 credit=max(sizes.credit, 2 * partition),
                 bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
             )
-    return AgreedSizes(sizes=sizes, link=link)
+    return AgreedSizes(sizes=sizes, link=link, far=far)
 
 
 def _arranger(
@@ -149,6 +160,7 @@ def _arranger(
     return BucketArranger(options.policy, link, plans=plans)
 
 
+_FAR_S = 0.01  # of an all-reduce of nothing
 _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
 _FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
@@ -221,7 +233,7 @@ class SchedulerRuntime:
             if self._compression.choice is not None and agreed.link is not None:
                 self._compression.choice.know_link(agreed.link.beta)
         self._transport = GradientTransport(
-            groups.data, self._on_error, device, None if servers is None else servers.push_pull
+            groups.data, self._on_error, device, None if servers is None else servers.push_pull, far=agreed.far
         )
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
