@@ -22,8 +22,9 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
+from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
@@ -78,7 +79,8 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link unless rank 0 has both sizes fixed, and its policy does not need to know.
+    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed, and a policy that does not
+    need to know.
 
     Args:
         groups: The scheduler's.
@@ -103,17 +105,17 @@ def agree_on_sizes(
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards = message.tolist()
     link, far = None, False
+    goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
     if partition and credit:
         if options.policy.observes:
-            link = probe_link(groups.data, device)
+            link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
+        elif goes_straight:
+            far = probe_start_up(groups.data, device) > _FAR_S
         least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
         bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
-        link = probe_link(groups.data, device)
-        if link.alpha > _FAR_S and architecture == "allreduce" and device.type == "cpu":
-            # Of the ring's messages, which follow each other, two are left.
-            link, far = LinkEstimate(alpha=link.alpha / (groups.world_size - 1), beta=link.beta), True
+        link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
         travels = max(round(width / ratio), 1)  # bytes of a parameter
         sizes = default_sizes(
             parameters=count,
@@ -147,6 +149,13 @@ def agree_on_sizes(
                 bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
             )
     return AgreedSizes(sizes=sizes, link=link, far=far)
+
+
+def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
+    """The link as gradients find it, and whether they go straight over it: two messages instead of the ring's."""
+    if not goes_straight or link.alpha <= _FAR_S:
+        return link, False
+    return LinkEstimate(alpha=link.alpha / (world_size - 1), beta=link.beta), True
 
 
 def _arranger(
