@@ -34,7 +34,13 @@ class Link:
 
 @pytest.mark.parametrize(
     ("alpha", "megabytes_per_second", "largest"),
-    [(1e-4, 10_000.0, 8 * 2**20), (2e-3, 60.0, 2 * 2**20), (20e-3, 5.0, 128 * 2**10), (5e-5, 1.0, 128 * 2**10)],
+    [
+        (1e-4, 10_000.0, 8 * 2**20),
+        (2e-3, 60.0, 2 * 2**20),
+        (20e-3, 5.0, 512 * 2**10),
+        (5e-5, 1.0, 128 * 2**10),
+        (0.12, 46.0, 2 * 2**20),  # all of them take long, and the first sizes as long as nothing
+    ],
 )
 def test_the_link_is_found_with_no_more_bytes_than_it_takes(
     alpha: float, megabytes_per_second: float, largest: int, monkeypatch: pytest.MonkeyPatch

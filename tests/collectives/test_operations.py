@@ -46,7 +46,8 @@ def run_operations(rank: int, world_size: int) -> list[str]:
     join_default_group(rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    thread = CompletionThread(lambda error: error, group)
+    second = CompletionThread(lambda error: error, group, "gathers")
+    thread = CompletionThread(lambda error: error, group, closing=second)
     wrong: list[str] = []
     number = 0
 
@@ -67,7 +68,9 @@ def run_operations(rank: int, world_size: int) -> list[str]:
                 near = 2e-2 if kind is torch.bfloat16 else 1e-6
                 whole, sharded = parts[rank].clone(), parts[rank].clone()
                 run(operations.all_reduce, whole)
+                straight = parts[rank].clone()
                 run(operations.reduce_scatter, sharded)
+                run(operations.all_reduce_in_shards, straight)
                 first, end = shard_of(size, rank, world_size)
                 if not torch.allclose(whole.double(), mean, rtol=near, atol=near):
                     wrong.append(f"all-reduce of {size} {kind}")
@@ -78,6 +81,8 @@ def run_operations(rank: int, world_size: int) -> list[str]:
                 run(operations.all_gather, sharded)
                 if not torch.allclose(sharded.double(), mean, rtol=near, atol=near):
                     wrong.append(f"all-gather of {size} {kind}")
+                if not torch.equal(straight, sharded):
+                    wrong.append(f"all-reduce in shards of {size} {kind} is not its two halves")
                 everywhere = [torch.empty_like(sharded) for _ in range(world_size)]
                 dist.all_gather(everywhere, sharded)
                 if not all(torch.equal(each, sharded) for each in everywhere):
@@ -89,6 +94,7 @@ def run_operations(rank: int, world_size: int) -> list[str]:
             wrong.append("exchange")
     finally:
         assert thread.stop(5.0)
+        assert second.stop(5.0)
         let_go()
         dist.destroy_process_group()
     return wrong

@@ -10,12 +10,48 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import runtime
-from lightning_bytescheduler.ddp.runtime import agree_on_sizes
+from lightning_bytescheduler.ddp.runtime import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 LINK = LinkEstimate(alpha=2e-3, beta=1e-8)
+
+
+FAR = LinkEstimate(alpha=0.12, beta=2e-8)
+
+
+def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
+    join_default_group(rank, world_size=world_size)
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    found = []
+    parameters = [torch.nn.Parameter(torch.zeros(8_000_000))]
+    try:
+        for link in (LINK, FAR):
+            with (
+                patch.object(runtime, "probe_link", lambda *_, link=link: link),
+                patch.object(runtime, "probe_start_up", lambda *_, link=link: link.alpha),
+            ):
+                for options in (SchedulerOptions(), SchedulerOptions(partition_size=1000, credit=5000)):
+                    found.append(agree_on_sizes(groups, options, parameters, torch.device("cpu")))
+        served = agree_on_sizes(groups, options, parameters, torch.device("cpu"), architecture="ps")
+        let_go()
+    finally:
+        groups.destroy(data_idle=True, control_idle=True)
+        dist.destroy_process_group()
+    return [*found, served]
+
+
+def test_gradients_go_straight_over_long_ways(three_plain_ranks: RankPool) -> None:
+    near, near_by_hand, far, far_by_hand, served = three_plain_ranks.run(agreed_over_long_ways, world_size=3)[0]
+    assert not near.far
+    assert not near_by_hand.far
+    assert not served.far
+    assert near.link == LINK
+    assert far.far
+    assert far_by_hand.far
+    assert far.link == LinkEstimate(alpha=0.06, beta=2e-8), "two messages follow each other, not the ring's four"
+    assert far.sizes.credit >= 3 * far.sizes.partition_size
 
 
 def agreed_on(rank: int) -> list[tuple[int, int, int]]:

@@ -76,7 +76,8 @@ def test_a_collective_of_one_rank_alone_is_named_with_its_place(rank: int, nurse
     check(in_training, APART, f"rank {rank} is in epoch 0, batch 1 (training_step), waits in all_gather")
     check(in_training, f"rank {1 - rank} is in epoch 0, batch 1 (backward), waits for the gradients of step 1 (")
     check(in_validation, APART, f"rank {rank} is in batch 2 of the validation after step 4 (on_validation_epoch_end)")
-    check(in_validation, "sync_dist=True", f"rank {1 - rank} is in epoch 1, batch 0, waits for the others to begin")
+    check(in_validation, "sync_dist=True", f"rank {1 - rank} is in epoch 1, batch 1")
+    check(in_validation, "waits for the others to begin its batch 1 of 4 of epoch 1")
 
 
 def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) -> None:

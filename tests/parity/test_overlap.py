@@ -9,11 +9,15 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from lightning.pytorch import LightningModule
+from torch.optim import Adam
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.support.compare import bit_differences
+from tests.support.fit import SIZES as SMALL
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -115,6 +119,27 @@ def test_a_barrier_before_the_forward_pass_would_be_noticed(two_ranks: RankPool)
     (ours,) = train_on(two_ranks, recipe, Run(options=SIZES, network="plain", sabotage=barrier))
     waited = [f"step {step} was waited for before the middle of the next forward pass" for step in (2, 3)]
     assert ours[0].notes == ours[1].notes == waited
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "ddp"])
+def test_gradients_that_go_straight_are_ddps(two_ranks: RankPool, mode: str) -> None:
+    """As over links whose messages are long under way."""
+    recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=24)
+    ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SMALL, "mode": mode}, far=True))
+    assert_same(ddp, ours)
+    if mode == "overlapped":
+        assert_overlapped(ours)
+
+
+def test_ranks_agree_on_gradients_that_go_straight(four_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=12)
+    around, straight = train_on(four_ranks, recipe, Run(), Run(network="held", far=True))
+    assert_overlapped(straight)
+    for rank in range(1, 4):
+        assert not bit_differences(straight[0].weights, straight[rank].weights, "weights")
+    for name, value in around[0].weights.items():
+        other = straight[0].weights[name]
+        assert (value - other).norm() <= 1e-3 * value.norm(), "sums in another order, and nothing else"
 
 
 @contextmanager

@@ -90,6 +90,7 @@ class CompletionThread:
         group: The data group, broken when the thread is stopped while it waits for a message.
         name: Of the thread, after ``bytescheduler-``.
         telling: Held while a sub-task is told, where several of these threads share one: callbacks run one by one.
+        closing: Waits for second halves in this one's place, which goes on to the next first half at once.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class CompletionThread:
         group: dist.ProcessGroup | None = None,
         name: str = "completion",
         telling: threading.Lock | None = None,
+        closing: CompletionThread | None = None,
     ) -> None:
         self._telling = threading.Lock() if telling is None else telling
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
+        self._elsewhere = closing
         self._closing: deque[tuple[StartedOperation, SubCommTask]] = deque()
         self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
@@ -180,7 +183,11 @@ class CompletionThread:
         following: StartedOperation | None = started
         while following is not None:
             if following is not started and following.closing:
-                self._closing.append((replace(following, closing=False), sub_task))
+                half = replace(following, closing=False)
+                if self._elsewhere is None:
+                    self._closing.append((half, sub_task))
+                else:
+                    self._elsewhere.watch(half, sub_task)
                 return None
             if following.messages:
                 if not self._await_messages(following.works):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["probe_link"]
+__all__ = ["probe_link", "probe_start_up"]
 
 _SMALL_BYTES = 4 * 1024
 _FIRST_BYTES = 128 * 1024
@@ -44,11 +44,22 @@ def _least_of(repeats: int, group: dist.ProcessGroup, device: torch.device, size
     return float(slowest.item())
 
 
+def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that an all-reduce of next to nothing takes; every rank must call this at the same point.
+
+    Args:
+        group: The scheduler's data group, before the core launches anything.
+        device: Where gradients live.
+    """
+    return _least_of(_REPEATS, group, device, _SMALL_BYTES)
+
+
 def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
     """Estimate the cost of an all-reduce on ``group``; every rank must call this at the same point.
 
-    Sizes grow until one takes 30 ms, so a slow link is probed for a fraction of a second and a fast one with enough
-    bytes. Each figure is agreed on before the next size is chosen: all ranks run the same sequence.
+    Sizes grow until one takes 30 ms more than next to nothing, so a slow link is probed for a fraction of a second, and
+    a fast one with enough bytes. Each figure is agreed on before the next size is chosen: all ranks run the same
+    sequence.
 
     Args:
         group: The scheduler's data group, before the core launches anything.
@@ -58,8 +69,8 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
     size = _FIRST_BYTES
     while True:
         seconds = _least_of(1, group, device, size)
-        if seconds >= _ENOUGH_S or size >= _LAST_BYTES:
+        if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
             seconds = _repeated(group, device, size, seconds)
-            if seconds >= _ENOUGH_S or size >= _LAST_BYTES:
+            if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
                 return LinkEstimate.fit([(_SMALL_BYTES, small), (size, seconds)])
         size *= 4

@@ -14,12 +14,20 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.codec import CodecThread
 from lightning_bytescheduler.collectives.completion import CompletionThread, Place
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
-from lightning_bytescheduler.collectives.operations import Averaging, Operation, StartedOperation, all_reduce
+from lightning_bytescheduler.collectives.operations import (
+    Averaging,
+    Operation,
+    StartedOperation,
+    all_reduce,
+    all_reduce_in_shards,
+)
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
+
+_GATHERS = -1  # a lane of its own
 
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
 """Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
@@ -36,6 +44,7 @@ class GradientTransport:
         on_error: See :class:`CompletionThread`.
         device: Where gradients live.
         push_pull: Takes the place of all-reduces, where parameter servers average gradients.
+        far: Whether messages are long under way: all-reduces are of as few as can be, one after the other, then.
     """
 
     def __init__(
@@ -44,8 +53,11 @@ class GradientTransport:
         on_error: Callable[[BaseException], BaseException],
         device: torch.device | None = None,
         push_pull: PushPull | None = None,
+        *,
+        far: bool = False,
     ) -> None:
         self.group = group
+        self._far = far
         self.push_pull = push_pull
         self._started = 0
         self._on_error = on_error
@@ -57,6 +69,9 @@ class GradientTransport:
         self._codec = CodecThread(on_error)
         if device is not None and device.type == "cuda":
             self._streams = DeviceStreams(group, device, on_error)
+        elif far:
+            self._lanes[_GATHERS] = gathers = CompletionThread(self._failed, group, "gathers", self._telling)
+            self._completion = CompletionThread(self._failed, group, telling=self._telling, closing=gathers)
         else:
             self._completion = CompletionThread(on_error, group if push_pull is None else push_pull.group)
 
@@ -126,7 +141,9 @@ class GradientTransport:
     @property
     def all_reduce(self) -> Averaging:
         """What averages a part over all ranks."""
-        return all_reduce if self.push_pull is None else self.push_pull.reduce
+        if self.push_pull is not None:
+            return self.push_pull.reduce
+        return all_reduce_in_shards if self._far else all_reduce
 
     @property
     def wire_share(self) -> float:

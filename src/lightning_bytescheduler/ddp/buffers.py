@@ -95,6 +95,8 @@ class BufferBroadcast:
     Args:
         model: DDP's, whose own broadcast this replaces.
         group: Its own, gloo; left by :meth:`close`.
+        await_batch: Waits until the others have begun this batch. That a rank waits for a batch is told to all, that it
+            waits here is not.
         failure: Why nothing will come any more, if another rank has failed.
     """
 
@@ -103,10 +105,12 @@ class BufferBroadcast:
         model: DistributedDataParallel,
         group: dist.ProcessGroup,
         *,
+        await_batch: Callable[[], None] = lambda: None,
         failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._model = model
         self._group = group
+        self._await_batch = await_batch
         self._failure = failure
         self._first = group.rank() == 0
         self._sent: _Copies | None = None  # of this rank's buffers after the last forward pass
@@ -127,6 +131,7 @@ class BufferBroadcast:
         model: DistributedDataParallel,
         agree: Callable[[bool], bool],
         *,
+        await_batch: Callable[[], None],
         failure: Callable[[], BaseException | None],
         timeout: timedelta | None,
     ) -> BufferBroadcast | None:
@@ -135,6 +140,7 @@ class BufferBroadcast:
         Args:
             model: DDP's.
             agree: Says whether all ranks can.
+            await_batch: Waits until the first rank has begun the present batch.
             failure: Why nothing will come any more, if another rank has failed.
             timeout: Longest wait for one message; the backend's default if ``None``.
         """
@@ -144,7 +150,7 @@ class BufferBroadcast:
             return None
         with short_turns():  # for gloo's own threads
             group = dist.new_group(timeout=timeout, backend="gloo")
-        return cls(model, group, failure=failure)
+        return cls(model, group, await_batch=await_batch, failure=failure)
 
     def look_closely(self) -> None:
         """What runs before the next forward pass is not what runs between two batches."""
@@ -232,6 +238,8 @@ class BufferBroadcast:
         return work
 
     def _await(self, work: dist.Work) -> None:
+        if not work.is_completed():
+            self._await_batch()
         wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _end_all(self) -> None:

@@ -19,6 +19,7 @@ from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolic
 
 __all__ = ["announce", "first_pace", "reason_for", "say_found", "say_start", "summary_of"]
 
+_FAR = "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all. "
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
@@ -75,6 +76,8 @@ def say_start(
     steps = plan.summary()
     if facts:
         steps = steps[0].upper() + steps[1:]
+    if agreed.far:
+        facts += _FAR
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
 
 

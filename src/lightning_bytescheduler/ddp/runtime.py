@@ -22,8 +22,9 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
+from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
@@ -51,10 +52,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgreedSizes:
-    """Sizes that hold on every rank, and the link they were made for, if it was measured."""
+    """Sizes that hold on every rank, and the link they were made for, if it was measured.
+
+    Attributes:
+        sizes: Of partitions, of the credit and of buckets.
+        link: ``None`` if it was not measured.
+        far: Whether messages are so long under way that gradients go straight to where they are wanted, not around a
+            ring.
+    """
 
     sizes: SchedulerSizes
     link: LinkEstimate | None
+    far: bool = False
 
 
 def agree_on_sizes(
@@ -70,7 +79,8 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link unless rank 0 has both sizes fixed, and its policy does not need to know.
+    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed, and a policy that does not
+    need to know.
 
     Args:
         groups: The scheduler's.
@@ -94,15 +104,18 @@ def agree_on_sizes(
     message = torch.tensor([partition, credit, int(in_shards)])
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards = message.tolist()
-    link = None
+    link, far = None, False
+    goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
     if partition and credit:
         if options.policy.observes:
-            link = probe_link(groups.data, device)
+            link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
+        elif goes_straight:
+            far = probe_start_up(groups.data, device) > _FAR_S
         least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
         bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
-        link = probe_link(groups.data, device)
+        link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
         travels = max(round(width / ratio), 1)  # bytes of a parameter
         sizes = default_sizes(
             parameters=count,
@@ -135,7 +148,14 @@ def agree_on_sizes(
                 credit=max(sizes.credit, 2 * partition),
                 bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
             )
-    return AgreedSizes(sizes=sizes, link=link)
+    return AgreedSizes(sizes=sizes, link=link, far=far)
+
+
+def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
+    """The link as gradients find it, and whether they go straight over it: two messages instead of the ring's."""
+    if not goes_straight or link.alpha <= _FAR_S:
+        return link, False
+    return LinkEstimate(alpha=link.alpha / (world_size - 1), beta=link.beta), True
 
 
 def _arranger(
@@ -149,6 +169,7 @@ def _arranger(
     return BucketArranger(options.policy, link, plans=plans)
 
 
+_FAR_S = 0.01  # of an all-reduce of nothing
 _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
 _FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
@@ -221,7 +242,7 @@ class SchedulerRuntime:
             if self._compression.choice is not None and agreed.link is not None:
                 self._compression.choice.know_link(agreed.link.beta)
         self._transport = GradientTransport(
-            groups.data, self._on_error, device, None if servers is None else servers.push_pull
+            groups.data, self._on_error, device, None if servers is None else servers.push_pull, far=agreed.far
         )
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)

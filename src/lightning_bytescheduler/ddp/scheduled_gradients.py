@@ -96,6 +96,7 @@ class ScheduledGradients:
         rules: Which gradients travel compressed, if any do.
         counter: Makes what says how many samples a rank's batch has, where its gradients count by them.
         servers: Whether parameter servers average gradients.
+        await_batch: Waits until the other ranks have begun the present batch, too.
 
     Attributes:
         runtime: During a fit.
@@ -114,11 +115,13 @@ class ScheduledGradients:
         rules: CompressionRules | None = None,
         counter: Callable[[int], SampleCounter] | None = None,
         servers: ServerOptions | None = None,
+        await_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
         self._buffers: BufferBroadcast | None = None
+        self._await_batch = await_batch
         self._rules = rules
         self._counter = counter
         self._servers = ServerOptions() if servers is None else servers
@@ -258,7 +261,13 @@ class ScheduledGradients:
         if self.runtime is not None and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self.runtime.engine, schedule_bucket)
             agree = partial(self._strategy.reduce_boolean_decision, all=True)
-            self._buffers = BufferBroadcast.of(model, agree, failure=self.runtime.failure, timeout=self._timeout)
+            self._buffers = BufferBroadcast.of(
+                model,
+                agree,
+                await_batch=self._await_batch,
+                failure=self.runtime.failure,
+                timeout=self._timeout,
+            )
             # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
             model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
@@ -420,6 +429,9 @@ class ScheduledGradients:
     @contextmanager
     def forward(self, batch: Any = None) -> Iterator[None]:
         """Around a forward pass that trains on ``batch``."""
+        model = self._strategy.model
+        if self._buffers is None and isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            self._await_batch()  # DDP waits for the first rank here
         if self.runtime is not None:
             self.runtime.engine.begin_forward(batch)
         yield
@@ -437,6 +449,7 @@ class ScheduledGradients:
     @contextmanager
     def backward(self, loss: torch.Tensor | None = None) -> Iterator[None]:
         """Around a backward pass of ``loss``."""
+        self._await_batch()  # gradients are handed over of batches that the others have
         weights = None if self.runtime is None else self.runtime.engine.weights
         if self.runtime is not None:
             self.runtime.engine.before_backward()

@@ -3,20 +3,25 @@
 Lightning broadcasts from the first rank, as each batch begins, whether that has got a SIGTERM; and a rank that gets one
 broadcasts at once, which no other rank joins: one that is not the first waits for good, and all others for it.
 
-The broadcast before each batch stays where ranks train together. It waits for half a round trip, but keeps a rank from
-beginning a batch that another one does not have, or fails before: so who is behind is named, and a checkpoint on
-exception has every update.
+The broadcast of each batch stays where ranks train together, as it keeps a rank from handing over gradients of a batch
+that another one does not have: so who is behind is named. But it travels while the batch is loaded and goes forward,
+and is waited for before the backward pass. Between GPUs it is Lightning's own.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
+from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.lightning_api import SIGTERMException, pl
 
 __all__ = ["SigtermForAll", "own_sigterm"]
@@ -25,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
 _ALL_STOP_S = 20.0  # schedulers kill after 30 s
+_BEGUN_S = 1.0  # for what is on its way
+_LOOK_S = 0.01
 
 
 @contextmanager
@@ -73,6 +80,7 @@ class SigtermForAll:
         stop: The ranks' agreement.
         land: Takes what is still due of the last step, which others may not have computed yet.
         agree: Says whether any rank says so, when all ask.
+        explained: Turns an error of a collective into its cause.
         failure: Why the others will not answer, if they will not.
         timeout: Longest wait for them, in seconds.
     """
@@ -84,6 +92,7 @@ class SigtermForAll:
         *,
         land: Callable[[], object],
         agree: Callable[[bool], bool],
+        explained: Callable[[], AbstractContextManager[None]],
         failure: Callable[[], BaseException | None],
         timeout: float,
     ) -> None:
@@ -91,9 +100,11 @@ class SigtermForAll:
         self._stop = stop
         self._land = land
         self._agree = agree
+        self._explained = explained
         self._failure = failure
         self._timeout = timeout
         self._told_by_loop = hasattr(trainer.fit_loop.epoch_loop, _BEGINS_BATCH)
+        self._begun: dist.Work | None = None  # the first rank has begun this batch, too
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -102,18 +113,47 @@ class SigtermForAll:
 
         def begins_batch() -> None:
             self.begin_batch()
-            together()
+            if self._trainer.strategy.root_device.type != "cpu":
+                together()
+                return
+            self.await_batch_begun()  # of a batch without a backward pass
+            self._begun = dist.broadcast(torch.zeros(1), src=0, async_op=True)
 
         try:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):
                 yield
         finally:
+            self.call_off()
             if self._stop.asked:
                 self._received()
 
     def _received(self) -> None:
         connector: Any = self._trainer._signal_connector
         connector.received_sigterm = True
+
+    def await_batch_begun(self) -> None:
+        """Wait until the first rank has begun this batch, too; the failure watch knows this function by its name.
+
+        Raises:
+            BaseException: What ``explained`` makes of it, if it never will.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with self._explained():
+                begun.wait()
+
+    def call_off(self) -> None:
+        """The run has failed: no thread of the default group goes on waiting for a batch that the first rank lacks."""
+        begun, self._begun = self._begun, None
+        group = dist.group.WORLD
+        if begun is None or group is None:
+            return
+        deadline = time.monotonic() + _BEGUN_S
+        while not begun.is_completed():
+            if time.monotonic() >= deadline:
+                break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
+                return
+            time.sleep(_LOOK_S)
 
     def begin_training_batch(self) -> None:
         """For the callback's hook: where Lightning's loop does not say it before."""
@@ -126,6 +166,7 @@ class SigtermForAll:
         Raises:
             SIGTERMException: If so.
         """
+        self.await_batch_begun()  # of a last batch without a backward pass
         if self._agree(self._stop.asked):
             self._received()
             raise SIGTERMException

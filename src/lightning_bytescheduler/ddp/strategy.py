@@ -248,6 +248,7 @@ class ByteSchedulerStrategy(RankStrategy):
             rules=self._rules,
             counter=self._weighting.counter if self._weighting.by_samples else None,
             servers=self._servers,
+            await_batch=self._await_batch,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
@@ -308,7 +309,13 @@ class ByteSchedulerStrategy(RankStrategy):
             stop, longest = self._board.agree_on_stop(), self._longest_wait_s
             agree = partial(self.reduce_boolean_decision, all=False)
             self._sigterm = SigtermForAll(
-                trainer, stop, land=self.flush, agree=agree, failure=self._no_hope, timeout=longest
+                trainer,
+                stop,
+                land=self.flush,
+                agree=agree,
+                explained=self._explained,
+                failure=self._no_hope,
+                timeout=longest,
             )
             self._fit.enter_context(self._sigterm.handled())
 
@@ -383,6 +390,10 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._sigterm is not None:
             self._sigterm.begin_training_batch()
         super().count_batch()
+
+    def _await_batch(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.await_batch_begun()
 
     def begin_evaluation_batch(self) -> None:
         """End here if a SIGTERM ends all ranks."""
@@ -472,6 +483,8 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def _end_with(self, cause: BaseException) -> None:
         self._tuning.end([])
+        if self._sigterm is not None:
+            self._sigterm.call_off()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""

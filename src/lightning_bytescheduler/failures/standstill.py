@@ -70,6 +70,7 @@ _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
 )  # fmt: skip
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
+_AWAITS_BATCH = "lightning_bytescheduler.ddp.sigterm", "await_batch_begun"  # the same, begun in the background
 _ANSWERS_SIGTERM = "_sigterm_notifier_fn"  # Lightning's signal connector
 _DEPTH = 12  # frames that are looked at for it
 _BUFFERS = "_distributed_broadcast_coalesced"
@@ -275,11 +276,13 @@ class Blocked:
         collective: Its name.
         begins_batch: Whether Lightning's epoch loop calls it, before each batch.
         sigterm: Whether Lightning's answer to a SIGTERM calls it.
+        counted: Whether the batch that it begins is among those that have been counted.
     """
 
     collective: str
     begins_batch: bool
     sigterm: bool = False
+    counted: bool = False
 
 
 def blocked_in(thread: int) -> Blocked | None:
@@ -294,6 +297,8 @@ def blocked_in(thread: int) -> Blocked | None:
     name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
     if module == _DDP:
         return Blocked("broadcast", False) if name == _BUFFERS else None
+    if (module, name) == _AWAITS_BATCH:
+        return Blocked("broadcast", True, counted=True)
     if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
         return None
     return Blocked(name, _called_from(frame, _BEGINS_BATCH), _called_from(frame, _ANSWERS_SIGTERM))

@@ -339,6 +339,8 @@ class FaultWatcher:
                 begins_batch=blocked.begins_batch,
                 sigterm=blocked.sigterm,
                 awaited_step=0,
+                batches=standing.batches - blocked.counted,
+                epoch_batches=standing.epoch_batches - blocked.counted,
             )
         self._standstills.tell(standing)
         if self._vital_signs.examining:
