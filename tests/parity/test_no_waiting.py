@@ -1,0 +1,166 @@
+"""No rank waits for another within a step: neither as a batch begins, nor in its forward pass, nor as its step ends.
+
+What is needed of others is waited for where it is needed: gradients at gates, buffers as a forward pass begins that is
+one later, and that others have begun the batch before gradients of it are handed over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from lightning_bytescheduler.ddp.buffers import BufferBroadcast
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.support.fit import Recipe, Run
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+STEPS = 40
+FROM = 16  # batches before have their own rules: sizes are agreed on, parameters found, buffers watched closely
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "monitored_barrier",
+)
+
+
+class Normalised(Tower):
+    """Has statistics of batches, which each forward pass changes and the next one wants of the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0, samples=2 * 4 * STEPS)
+        self.norm = nn.BatchNorm1d(12)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return super().predict(self.norm(inputs))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.reached(f"forward {batch_idx}")
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.reached(f"backward {self.batch}")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batch = batch_idx
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.reached(f"end {self.batch}")
+
+    def reached(self, place: str) -> None:
+        """Replaced by what holds ranks up."""
+
+
+def waits_for(rank: int, place: str) -> str | None:
+    """What the other rank has to have reached before this one goes on from here."""
+    name, number = place.split()[0], int(place.split()[1])
+    if number < FROM or number >= STEPS - 2 or number % 2 != rank:
+        return None
+    if number % 4 < 2:
+        return f"forward {number + 1}" if name == "end" else None
+    return f"end {number}" if name == "backward" else None
+
+
+@contextmanager
+def held_up(
+    module: LightningModule, folder: Path, *, patience: float = 15.0, also: Callable[[int], None] | None = None
+) -> Iterator[None]:
+    """One rank stays where it is until the other has come further, each in its turn.
+
+    The other one would wait for ever where it needs a collective of the rank that stays; after ``patience`` seconds
+    that goes on, and says so. Collectives that the training thread waits for are noted, too.
+
+    Args:
+        module: What is trained.
+        folder: Where ranks say what they have reached.
+        patience: In seconds.
+        also: Called with each batch of these as it begins.
+    """
+    assert isinstance(module, Normalised)
+    training = threading.get_ident()
+    within = False
+
+    def reached(place: str) -> None:
+        nonlocal within
+        rank = dist.get_rank()
+        (folder / f"{rank} {place}").touch()
+        within = FROM <= int(place.split()[1]) < STEPS - 2
+        wanted = waits_for(rank, place)
+        if wanted is not None:
+            deadline = time.monotonic() + patience
+            while not (folder / f"{1 - rank} {wanted}").exists():
+                if time.monotonic() > deadline:
+                    module.notes.append(f"rank {1 - rank} waits for rank {rank}, which is at {place}")
+                    break
+                time.sleep(0.002)
+        if also is not None and within and place.startswith("end"):
+            also(rank)
+
+    def noted(name: str, collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if within and threading.get_ident() == training and not kwargs.get("async_op"):
+                module.notes.append(f"{name}: {traceback.extract_stack()[-2]}")
+            return collective(*args, **kwargs)
+
+        return call
+
+    module.reached = reached  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            wrapped = noted(name, getattr(distributed_c10d, name))
+            for place in (dist, distributed_c10d):
+                stack.enter_context(patch.object(place, name, wrapped))
+        yield
+
+
+def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})
+    run = Run(network="plain", sabotage=partial(held_up, folder=tmp_path))
+    ddp, ours = train_on(two_ranks, recipe, DDP, run)
+    assert_same(ddp, ours)
+    assert_overlapped(ours)
+    assert len(list(tmp_path.iterdir())) == 2 * 3 * STEPS
+
+
+def barrier(rank: int) -> None:
+    dist.broadcast(Tensor([rank]), src=0)
+
+
+@pytest.mark.parametrize("what", ["as lightning", "buffers as ddp"])
+def test_waiting_would_be_noticed(two_ranks: RankPool, tmp_path: Path, what: str) -> None:
+    """Of what Lightning and DDP do by themselves."""
+    recipe = Recipe(model=Normalised, steps=FROM + 6, trainer={"max_epochs": 1})
+    sabotage = partial(waiting, folder=tmp_path, what=what)
+    (ours,) = train_on(two_ranks, recipe, Run(network="plain", sabotage=sabotage))
+    notes = [note for outcome in ours for note in outcome.notes]
+    assert any("waits for rank" in note for note in notes), notes
+    assert what == "buffers as ddp" or any(note.startswith("broadcast") for note in notes), notes
+
+
+@contextmanager
+def waiting(module: LightningModule, folder: Path, what: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        if what == "buffers as ddp":
+            stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
+        also = barrier if what == "as lightning" else None
+        stack.enter_context(held_up(module, folder, patience=0.3, also=also))
+        yield
