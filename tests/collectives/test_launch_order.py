@@ -20,6 +20,14 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 
+@pytest.fixture(params=[False, True], ids=["near", "far"], autouse=True)
+def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether messages are expected ahead; for the ranks of each test."""
+    found: bool = request.param
+    monkeypatch.setattr(Rank, "far", found)
+    return found
+
+
 def make_groups(world_size: int, timeout: float = 30.0) -> list[dist.ProcessGroup]:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -35,11 +43,15 @@ def make_groups(world_size: int, timeout: float = 30.0) -> list[dist.ProcessGrou
 class Rank:
     """A core whose sub-tasks finish as soon as they are launched."""
 
+    far = False
+
     def __init__(self, rank: int, group: dist.ProcessGroup, *, credit: int = 10_000) -> None:
         self.launched: list[str] = []
         self.errors: list[BaseException] = []
         self.order: DecidingOrder | FollowingOrder = (
-            DecidingOrder(group, self.failed) if rank == 0 else FollowingOrder(group, self.failed)
+            DecidingOrder(group, self.failed, far=self.far)
+            if rank == 0
+            else FollowingOrder(group, self.failed, far=self.far)
         )
         self.core = ByteCore(partition_size=100, credit=credit, order=self.order, name=f"rank {rank}")
         if isinstance(self.order, FollowingOrder):
@@ -174,9 +186,40 @@ def test_another_model_is_an_error_that_says_so() -> None:
             following.wait(5.0)
 
 
-def test_a_follower_can_leave_before_rank_zero_does() -> None:
+def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_order, "_UNTOLD", 5)
+    with ranks(3, credit=100) as made:
+        tasks = [[rank.task(index, 100) for index in range(60)] for rank in made]
+        for mine in tasks:
+            for task in mine:
+                task.notify_ready()
+        for mine in tasks:
+            for task in mine:
+                task.wait(10.0)
+        order = made[0].order
+        assert isinstance(order, DecidingOrder)
+        assert order.wait_sent(5.0)
+        assert len(order._sent) <= 3 * 5
+
+
+def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> None:
+    """Over long ways: what is expected ahead needs no word of the follower."""
+    leader, follower = make_groups(2)
+    deciding = DecidingOrder(leader, far=True)
+    expected = FollowingOrder(follower, pytest.fail, far=True)
+    assert expected._far
+    rooms = [launch_order._room() for _ in range(launch_order._EXPECTED)]
+    works = [follower.recv([room], 0, launch_order._NUMBER) for room in rooms]
+    deciding.close()
+    assert deciding.wait_sent(5.0)
+    for work in works:
+        work.wait()
+    assert all(int(room[0, 0]) == launch_order._CLOSE for room in rooms)
+
+
+def test_a_follower_can_leave_before_rank_zero_does(far: bool) -> None:
     leader, follower = make_groups(2, timeout=3.0)
-    order = FollowingOrder(follower, pytest.fail)
+    order = FollowingOrder(follower, pytest.fail, far=far)
     order.start(lambda update: update())
     time.sleep(0.2)
     start = time.monotonic()

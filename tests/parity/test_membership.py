@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,7 +157,11 @@ def test_an_unused_layer_that_was_not_announced_is_ddps_error(two_ranks: RankPoo
     ddp, ours = train_on(two_ranks, recipe, DDP, Run(network="late"))
     # But for the names of strategies that would do.
     plain = [replace(one, error=ByteSchedulerStrategy.own_names.put(one.error or "")) for one in ddp]
-    assert_same(plain, ours)
+    # A rank that is behind may learn of the other's first.
+    first_heard = [one.error or "" for one in ours]
+    heard = [replace(one, error=re.sub(r"^RankFailedError: Rank \d failed: ", "", one.error or "")) for one in ours]
+    assert_same(plain, heard)
+    assert any(error.startswith("RuntimeError") for error in first_heard)
     for outcome in ours:
         assert outcome.error is not None
         # Lightning's wording of DDP's "Expected to have finished reduction in the prior iteration".

@@ -18,6 +18,9 @@ Why the ranks agree, and why nobody waits forever:
   broadcasts on one group arrive in order.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
   partition. The message for what comes next travels while the credit's worth of data is in flight.
+* Over long ways messages go from rank 0 to each follower, which expects several ahead: gloo sends what it knows to be
+  expected, and a broadcast on its way keeps the next one from being expected, a round trip for each. What one sends
+  to one other on a group under one number arrives in order, so all of the above holds.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,6 +39,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
+from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
@@ -46,6 +51,10 @@ _FIELDS = 7  # of the key, then partition size, index, task size and form
 _CLOSE = -1
 _CUT = -2  # then its number, how many sizes are in this message, and the sizes; more of a cut may follow
 _SIZES = _FIELDS * (_CAPACITY + 1) - 3  # of a cut that one message holds
+_EXPECTED = 16  # messages, over long ways
+_NUMBER = 1  # of all these messages
+_UNTOLD = 2048  # messages that are kept until it is certain that they have left
+_MOMENT_S = 0.5
 _CUTS_KEPT = 4096  # the last ones that were told; forgotten alike on all ranks
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
@@ -57,15 +66,21 @@ class DecidingOrder(PriorityOrder):
     Args:
         control: The scheduler's control group.
         on_error: Called with what the control group failed with; returns the error to raise instead.
+        far: Whether messages are long under way; the same on all ranks.
     """
 
     def __init__(
-        self, control: dist.ProcessGroup, on_error: Callable[[BaseException], BaseException] | None = None
+        self,
+        control: dist.ProcessGroup,
+        on_error: Callable[[BaseException], BaseException] | None = None,
+        *,
+        far: bool = False,
     ) -> None:
         super().__init__()
         self._control = control
         self._on_error = on_error
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept alive until gloo has sent them
+        self._far = far
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # kept alive until gloo has sent them
         self._cuts: dict[tuple[int, ...], int] = {}  # numbers of those that the other ranks know, from 1
         self._cuts_told = 0
 
@@ -85,7 +100,8 @@ class DecidingOrder(PriorityOrder):
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        self._send([_CLOSE])
+        for _ in range(_EXPECTED if self._far else 1):  # whatever is expected comes
+            self._send([_CLOSE])
 
     def _cut_of(self, task: CommTask) -> int:
         """What says how ``task`` is cut: the size of its equal parts, or minus the number of a cut told before."""
@@ -118,13 +134,23 @@ class DecidingOrder(PriorityOrder):
         fields = array("q", numbers)  # sent with every part: a tensor of lists takes ten times as long
         fields.extend(_EMPTY[len(fields) :])
         message = torch.frombuffer(fields, dtype=torch.int64)
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         try:
-            self._sent.append((broadcast_from_first(self._control, message), message))
+            if self._far:
+                self._send_to_each(message)
+            else:
+                self._sent = deque((work, kept) for work, kept in self._sent if not work.is_completed())
+                self._sent.append((broadcast_from_first(self._control, message), message))
         except RuntimeError as error:
             if self._on_error is None:
                 raise
             raise self._on_error(error) from error
+
+    def _send_to_each(self, message: torch.Tensor) -> None:
+        self._sent.extend(
+            (self._control.send([message], rank, _NUMBER), message) for rank in range(1, self._control.size())
+        )
+        while len(self._sent) > _UNTOLD * self._control.size():
+            self._sent.popleft()[0].wait()  # gloo does not say otherwise that a message has left; this one has
 
 
 class FollowingOrder(AnnouncedOrder):
@@ -136,12 +162,17 @@ class FollowingOrder(AnnouncedOrder):
     Args:
         control: The scheduler's control group.
         on_error: Called on the thread when the control group fails.
+        far: Whether messages are long under way; the same on all ranks.
     """
 
-    def __init__(self, control: dist.ProcessGroup, on_error: Callable[[BaseException], object]) -> None:
+    def __init__(
+        self, control: dist.ProcessGroup, on_error: Callable[[BaseException], object], *, far: bool = False
+    ) -> None:
         super().__init__()
         self._control = control
         self._on_error = on_error
+        self._far = far
+        self._expected: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._stopping = threading.Event()
         self._closed = False
         self._update_order: Callable[[Callable[[], None]], None] | None = None
@@ -157,6 +188,9 @@ class FollowingOrder(AnnouncedOrder):
         """End the thread; returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
         if self._thread.ident is not None:
+            self._thread.join(min(timeout, _MOMENT_S))
+            if self._far and self._thread.is_alive():
+                break_connections(self._control)  # a single message is not waited for in slices
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -195,12 +229,14 @@ class FollowingOrder(AnnouncedOrder):
         prefer_short_turns()
         try:
             while True:
-                message = torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)
-                if not wait_in_slices(broadcast_from_first(self._control, message), self._stopping):
+                message = self._next_message()
+                if message is None:
                     return
                 records = message.tolist()
                 count = records[0][0]
                 if count == _CLOSE:
+                    for work, _ in self._expected:
+                        work.wait()
                     self._closed = True
                     return
                 if count == _CUT:
@@ -211,3 +247,19 @@ class FollowingOrder(AnnouncedOrder):
         except BaseException as error:
             if not self._stopping.is_set():
                 self._on_error(error)
+
+    def _next_message(self) -> torch.Tensor | None:
+        """Wait for it; ``None`` if the thread was stopped meanwhile."""
+        if not self._far:
+            message = _room()
+            return message if wait_in_slices(broadcast_from_first(self._control, message), self._stopping) else None
+        while len(self._expected) < _EXPECTED:
+            message = _room()
+            self._expected.append((self._control.recv([message], 0, _NUMBER), message))
+        work, message = self._expected.popleft()
+        work.wait()
+        return message
+
+
+def _room() -> torch.Tensor:
+    return torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)

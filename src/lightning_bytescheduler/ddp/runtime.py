@@ -124,6 +124,7 @@ def agree_on_sizes(
             busy_processor=device.type == "cpu",
             in_shards=bool(in_shards),
             architecture=architecture,
+            far=far,
         )
         if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
             sizes = SchedulerSizes(
@@ -225,9 +226,9 @@ class SchedulerRuntime:
         self._compression: GradientCompression | None = None
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
         self._order = (
-            DecidingOrder(groups.control, self._on_error)
+            DecidingOrder(groups.control, self._on_error, far=agreed.far)
             if groups.rank == 0
-            else FollowingOrder(groups.control, self._on_error)
+            else FollowingOrder(groups.control, self._on_error, far=agreed.far)
         )
         self._core = ByteCore(
             partition_size=agreed.sizes.partition_size,

@@ -24,6 +24,12 @@ _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
+# Over long ways several partitions hide the start-up of each other, and what is under way already is not overtaken: with
+# 20 and 50 ms there and back steps were shortest with this much under way, in eight parts or so.
+_ALPHAS_IN_CREDIT_WHEN_FAR = 1.75  # of alphas that the probe finds, and betas, which are too small there
+_SECONDS_IN_CREDIT_WHEN_FAR = 0.012
+_PARTITIONS_IN_CREDIT_WHEN_FAR = 8
+_MOST_PARTITIONS_IN_CREDIT_WHEN_FAR = 32
 # Each partition wakes half a dozen threads on each rank and takes a millisecond of processor time. Where the processor
 # is what computes, a link measured at rest does not show that: so much is sent at once, and so much kept under way.
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
@@ -121,6 +127,7 @@ def default_sizes(
     busy_processor: bool = False,
     in_shards: bool = False,
     architecture: str = "allreduce",
+    far: bool = False,
 ) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
@@ -138,6 +145,8 @@ def default_sizes(
         in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
         architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, but no
             larger than a 64th of the model, under a credit of sixteen of them, whatever the link.
+        far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth of
+            what does that each, and as many in flight.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
@@ -148,7 +157,11 @@ def default_sizes(
     if require_architecture(architecture) == "ps":
         return _sizes_for_servers(parameters, bytes_per_parameter)
     model_bytes = max(parameters * bytes_per_parameter, 1)
-    hiding = _ALPHAS_PER_PARTITION * (2 if in_shards else 1) * link.alpha / link.beta
+    starting = (2 if in_shards else 1) * link.alpha
+    under_way = (_ALPHAS_IN_CREDIT_WHEN_FAR * starting + _SECONDS_IN_CREDIT_WHEN_FAR) / link.beta
+    hiding, most_in_credit = under_way / _PARTITIONS_IN_CREDIT_WHEN_FAR, _MOST_PARTITIONS_IN_CREDIT_WHEN_FAR
+    if not far:
+        hiding, most_in_credit = _ALPHAS_PER_PARTITION * starting / link.beta, _MOST_PARTITIONS_IN_CREDIT
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     partition = max(
@@ -159,10 +172,11 @@ def default_sizes(
     bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
     # Partitions that travel while one is decided on and starts up, or threads wait for the processor.
-    behind = max(math.ceil(hiding / partition), math.ceil(meanwhile / partition) - 1)
+    others = under_way - partition if far else hiding
+    behind = max(math.ceil(others / partition), math.ceil(meanwhile / partition) - 1)
     return SchedulerSizes(
         partition_size=partition_size,
-        credit=min(1 + max(behind, 1), _MOST_PARTITIONS_IN_CREDIT) * partition_size,
+        credit=min(1 + max(behind, 1), most_in_credit) * partition_size,
         bucket_bytes=int(bucket),
     )
 
