@@ -30,6 +30,7 @@ __all__ = [
     "StrategyRegistry",
     "TrainerFn",
     "_MultiProcessingLauncher",
+    "_init_dist_connection",
     "default_pg_timeout",
     "extract_batch_size",
     "garbage_collection_cuda",
@@ -51,6 +52,7 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.loggers import Logger
@@ -73,6 +75,7 @@ else:
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.utilities.distributed import _init_dist_connection
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning.callbacks import Checkpoint
     from pytorch_lightning.loggers import Logger

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bytescheduler.ddp import sample_weights
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares
 from tests.ddp.fits import trainer_with
 from tests.support.fit import SIZES
 from tests.support.models import Tower
@@ -138,5 +139,6 @@ def fit_balanced(
     seen.plan = repr(strategy.plan)
     seen.metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     seen.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-    seen.changes = 0 if strategy._shares is None else strategy._shares.balance.changes
+    shares = None if strategy._batches is None else strategy._batches.shares
+    seen.changes = shares.balance.changes if isinstance(shares, AgreedShares) else 0
     return seen

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
@@ -20,6 +20,7 @@ from lightning_bytescheduler.ddp.balanced_batches import (
     AgreedShares,
     BalancedBatchSampler,
     EpochOrder,
+    balanced_loader,
     drawn_ahead,
     require_balanceable,
 )
@@ -118,6 +119,16 @@ def test_a_loader_that_draws_too_far_ahead_is_an_error() -> None:
         shares.of_pass(2)
 
 
+def test_nothing_is_drawn_before_it_is_known_where_the_epoch_stands() -> None:
+    stands = 0
+    loader = DataLoader(Numbered(12), sampler=distributed(shuffle=False), batch_size=4)
+    made, sampler = balanced_loader(loader, 0, lambda _: (2, 2), together=4, trained=lambda: stands)
+    batches = iter(made)
+    stands = 2
+    assert [batch[2].tolist() for batch in batches] == [[8, 9]]
+    assert sampler.size_of(2) == 2
+
+
 def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
     shares = AgreedShares(Balance(4, 2, ahead=2), 1, lambda: ValueError("it is gone"))
     shares.add(PostedNumbers())
@@ -183,6 +194,62 @@ def test_an_epoch_is_resumed_under_other_shares(two_ranks: RankPool, tmp_path: P
     assert sorted(first + rest) == list(range(480))
 
 
+def test_an_epoch_goes_on_with_another_number_of_ranks(
+    two_ranks: RankPool, three_ranks: RankPool, tmp_path: Path
+) -> None:
+    """From a checkpoint in the middle of a step, of which it lacks the gradients."""
+    size, path = 16 * 6 + 5, str(tmp_path / "middle.ckpt")
+    together: dict[str, Any] = {
+        "size": size,
+        "epochs": 2,
+        "loader": {"batch_size": 16},
+        "options": {"batch_size": "global"},
+        "trainer": {"accumulate_grad_batches": 2},
+    }
+    before = two_ranks.run(fit_balanced, seconds=[1.0] * 2, **together, save=(path, 2))
+    after = three_ranks.run(fit_balanced, seconds=[1.0] * 3, **together, resume=path)
+    assert not [seen.error for seen in (*before, *after) if seen.error]
+    assert [len(seen.batches[0][0]) for seen in (*before, *after)] == [8, 8, 6, 5, 5]
+    assert [len(seen.batches[0]) for seen in after] == [3] * 3, "the fifth batch again, whose gradients were lost"
+    for one, rest, skipped in ((0, 0, 4), (1, 1, 0)):
+        expected = [sorted(n for seen in before for n in seen.batches[one][b]) for b in range(skipped, 7)]
+        assert [sorted(n for seen in after for n in seen.batches[rest][b]) for b in range(7 - skipped)] == expected
+    assert used(before, 0, size) == list(range(size))
+    again = two_ranks.run(fit_balanced, seconds=[1.0] * 2, **together, resume=path)
+    for name, weight in before[0].weights.items():
+        assert torch.equal(again[0].weights[name], weight), f"{name}: the same two ranks, bit for bit"
+        assert (after[0].weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_an_epoch_that_cannot_go_on_is_refused(two_ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    two_ranks.run(fit_balanced, size=160, seconds=[1.0] * 2, save=(path, 4))
+    for seen in three_ranks.run(fit_balanced, size=160, seconds=[1.0] * 3, resume=path):
+        assert (
+            "OptionError: The checkpoint is of the middle of an epoch, after 4 of its batches of 16 sam" in seen.error
+        )
+        assert "(on 2 ranks)" in seen.error
+        assert "This training has batches of 24 samples (on 3 ranks)" in seen.error
+        assert "with batch_size='global' its batch_size counts for all ranks" in seen.error
+
+
+def test_batches_that_are_too_small_for_all_ranks_are_refused(two_ranks: RankPool) -> None:
+    options: dict[str, Any] = {"loader": {"batch_size": 1}, "options": {"batch_size": "global"}}
+    for seen in two_ranks.run(fit_balanced, size=8, seconds=[1.0] * 2, **options):
+        assert "DataLoader(batch_size)=1 is not allowed" in seen.error
+        assert "it counts for all 2 ranks together" in seen.error
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_what_a_batch_counts_among_those_of_its_step(dropped: int) -> None:
+    sampler = BalancedBatchSampler(EpochOrder(25), 10, 0, lambda _: (10,), drop_last=bool(dropped))
+    assert [sampler.share_of_step(batch, 1) for batch in range(3 - dropped)] == [1.0] * (3 - dropped)
+    assert sampler.share_of_step(0, 2) == sampler.share_of_step(1, 2) == 1.0
+    if not dropped:
+        assert sampler.share_of_step(2, 2) == 1.0, "the last step has but one batch"
+        assert [sampler.share_of_step(batch, 3) for batch in range(3)] == [1.2, 1.2, 0.6]
+
+
 def test_ranks_with_other_data_are_refused(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(fit_other_data):
         assert "RanksDifferError" in seen.error
@@ -199,7 +266,10 @@ def fit_other_data(rank: int) -> Seen:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": "balance"}, r"batch_size='balance' is not allowed: batch_size must be 'balanced', or left out"),
+        (
+            {"batch_size": "balance"},
+            r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', 'global-",
+        ),
         ({"batch_size": 32}, r"batch_size=32 .*DiLoCoStrategy\(batch_size=\.\.\.\), or the DataLoader's"),
         ({"batch_size": "balanced", "weighting": "ranks"}, r"batch_size='balanced'.*need weighting='samples'"),
         ({"max_batch_size": 0, "batch_size": "balanced"}, r"max_batch_size=0 .*1 or more, or one for each rank"),
@@ -252,3 +322,14 @@ def test_a_gpu_is_refused_as_its_time_is_not_taken() -> None:
         require_balanceable(DataLoader(Numbered(8), sampler=distributed()), torch.device("cuda"))
     loader = DataLoader(Numbered(8), sampler=distributed())
     assert require_balanceable(loader, CPU) is loader
+    assert require_balanceable(loader, torch.device("cuda"), "global") is loader, "equal shares ask for no time"
+
+
+def test_one_rank_may_have_the_loader_of_one_process() -> None:
+    loader = DataLoader(Numbered(8), shuffle=True)
+    assert require_balanceable(loader, CPU, "global", 1) is loader
+    assert EpochOrder.of(loader).described == "shuffled from seed 0"
+    assert EpochOrder.of(DataLoader(Numbered(8))).described == "as it is"
+    drawn_again = DataLoader(Numbered(8), sampler=RandomSampler(Numbered(8), replacement=True))
+    with pytest.raises(UnsupportedError, match=r"batch_size='global' cannot share out .* a RandomSampler"):
+        require_balanceable(drawn_again, CPU, "global", 1)

@@ -1,8 +1,9 @@
-"""``batch_size="balanced"``: batches of which each rank draws the share that fits its pace.
+"""Batches that all ranks share: equally with ``batch_size="global"``, by pace with ``batch_size="balanced"``.
 
 The batches of all ranks together are those of one process: an epoch's order is a permutation from a seed, batch b of it
 is what lies from b times the batch size on, and each rank takes its share of that, one behind the other. So every
-sample is used once an epoch whatever the shares are, and an epoch goes on from any batch under other shares.
+sample is used once an epoch whatever the shares are, and an epoch goes on from any batch under other shares, or on
+another number of ranks.
 
 *Why ranks draw from the same shares.* With batch t each rank posts what the batch before took it
 (``number_exchange.py``). All put the same numbers into the same arithmetic (``balance.py``), whose decisions count from
@@ -17,27 +18,37 @@ than a step apart, or as many batches as a step accumulates, which ``ahead`` has
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
-from lightning_bytescheduler.ddp.balance import Balance, part_of
+from lightning_bytescheduler.ddp.balance import Balance, part_of, shares_by_pace
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = [
     "AgreedShares",
     "BalancedBatchSampler",
     "EpochOrder",
+    "EqualShares",
     "balanced_loader",
     "drawn_ahead",
     "require_balanceable",
 ]
 
-_CANNOT = "batch_size='balanced' cannot share out the batches of"
+_CANNOT = "batch_size={how!r} cannot share out the batches of"
 _WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
 
 
@@ -59,8 +70,11 @@ class EpochOrder(Sampler[int]):
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> EpochOrder:
         """The order of the samples of a loader into which Lightning has put its sampler."""
-        sampler, dataset = cast("DistributedSampler[Any]", loader.sampler), cast(Any, loader.dataset)
-        return cls(len(dataset), shuffle=sampler.shuffle, seed=sampler.seed)
+        size, sampler = len(cast(Any, loader.dataset)), loader.sampler
+        if isinstance(sampler, DistributedSampler):
+            return cls(size, shuffle=sampler.shuffle, seed=sampler.seed)
+        # One rank may be left without: the order is the one that several ranks would have.
+        return cls(size, shuffle=isinstance(sampler, RandomSampler), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")))
 
     @property
     def described(self) -> str:
@@ -122,6 +136,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Samples of this rank in a batch of the epoch that was drawn; ``None`` if it was not."""
         return self._sizes.get(batch)
 
+    def share_of_step(self, batch: int, accumulated: int) -> float:
+        """How much a batch counts among those of its step, by samples of all ranks: 1 if they are equally large.
+
+        Args:
+            batch: Its number in the epoch.
+            accumulated: Batches of a step; the last one of an epoch may have fewer.
+        """
+        first = batch - batch % accumulated
+        sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in range(first, len(self))]
+        return sizes[batch - first] * len(sizes[:accumulated]) / sum(sizes[:accumulated])
+
     def __len__(self) -> int:
         samples = len(self.sampler)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
@@ -139,6 +164,34 @@ class BalancedBatchSampler(Sampler[list[int]]):
             start, size = sum(shares[: self._rank]), shares[self._rank]
             self._sizes[batch] = size
             yield together[start : start + size] or together[:1]
+
+
+class EqualShares:
+    """Every batch's shares where each rank takes as much as any other; the first ones take what is left over.
+
+    Args:
+        total: Samples of a batch.
+        ranks: How many there are.
+    """
+
+    def __init__(self, total: int, ranks: int) -> None:
+        self.present = shares_by_pace(total, [1.0] * ranks, [total] * ranks)
+
+    def add(self, posted: PostedNumbers) -> None:
+        """See :meth:`AgreedShares.add`; nothing follows from it."""
+
+    def of_pass(self, batch: int) -> tuple[int, ...]:
+        """See :meth:`AgreedShares.of_pass`."""
+        return self.present
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the plan says of them."""
+        return {"batch_shares": self.present}
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged: they do not change."""
+        return {}
 
 
 class AgreedShares:
@@ -218,54 +271,93 @@ def drawn_ahead(loader: DataLoader[Any], accumulated: int) -> int:
     return max(drawn, 1) + max(accumulated, 1) + 1
 
 
-def require_balanceable(loader: object, device: torch.device) -> DataLoader[Any]:
+def require_balanceable(loader: object, device: torch.device, how: str = "balanced", ranks: int = 2) -> DataLoader[Any]:
     """The loader, if its batches can be shared out.
+
+    Args:
+        loader: Of training data, as Lightning has made it.
+        device: That is trained on.
+        how: What the user asked for.
+        ranks: How many there are; Lightning puts in a sampler of its own for several.
 
     Raises:
         UnsupportedError: If not; says why, and what to do instead.
     """
-    if device.type != "cpu":
+    cannot = _CANNOT.format(how=how)
+    if device.type != "cpu" and how != "global":
         why = f"the time that a step takes is measured on a CPU so far, and this trains on {device.type}"
-        raise UnsupportedError(f"{_CANNOT} this training: {why}. {_WAY_OUT}")
+        raise UnsupportedError(f"{cannot} this training: {why}. {_WAY_OUT}")
     if type(loader) is not DataLoader:
-        raise UnsupportedError(f"{_CANNOT} a {type(loader).__name__}: a plain DataLoader is needed. {_WAY_OUT}")
+        raise UnsupportedError(f"{cannot} a {type(loader).__name__}: a plain DataLoader is needed. {_WAY_OUT}")
     if isinstance(loader.dataset, IterableDataset):
-        raise UnsupportedError(f"{_CANNOT} an IterableDataset: samples need numbers, to be shared out. {_WAY_OUT}")
+        raise UnsupportedError(f"{cannot} an IterableDataset: samples need numbers, to be shared out. {_WAY_OUT}")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         what = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "batches of its own"
-        raise UnsupportedError(f"{_CANNOT} a DataLoader with {what}: it has to have a batch_size. {_WAY_OUT}")
-    if type(loader.sampler) is not DistributedSampler:
+        raise UnsupportedError(f"{cannot} a DataLoader with {what}: it has to have a batch_size. {_WAY_OUT}")
+    sampler = loader.sampler
+    if type(sampler) is not DistributedSampler and (ranks > 1 or not _takes_each_once(sampler, loader)):
         raise UnsupportedError(
-            f"{_CANNOT} a DataLoader with a {type(loader.sampler).__name__}: Lightning has to put in its own sampler. "
+            f"{cannot} a DataLoader with a {type(sampler).__name__}: Lightning has to put in its own sampler. "
             "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
         )
     return loader
 
 
+def _takes_each_once(sampler: object, loader: DataLoader[Any]) -> bool:
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
+    return type(sampler) is SequentialSampler
+
+
+class LateLoader(DataLoader[Any]):
+    """Draws nothing before its first batch is asked for.
+
+    Lightning makes iterators before it knows where the epoch of a checkpoint stands, and the workers of a DataLoader
+    begin to draw at once.
+    """
+
+    def __iter__(self) -> Any:
+        """See DataLoader."""
+        return _LateIterator(super().__iter__)
+
+
+class _LateIterator:
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> _LateIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._begin()
+        return next(self._begun)
+
+
 def balanced_loader(
     loader: DataLoader[Any],
     rank: int,
-    ranks: int,
     shares: Callable[[int], Sequence[int]],
     *,
+    together: int,
     trained: Callable[[], int],
 ) -> tuple[DataLoader[Any], BalancedBatchSampler]:
     """The same loader, of which each rank draws its share of every batch.
 
     Args:
-        loader: That :func:`require_balanceable` let pass. Its batch size times ``ranks`` is that of all together.
+        loader: That :func:`require_balanceable` let pass.
         rank: This one.
-        ranks: How many there are.
         shares: See :class:`BalancedBatchSampler`.
+        together: Samples of a batch, over all ranks.
         trained: See :class:`BalancedBatchSampler`.
 
     Returns:
         The loader, and what draws its batches.
     """
-    together = (loader.batch_size or 1) * ranks
     order = EpochOrder.of(loader)
     drawn = BalancedBatchSampler(order, together, rank, shares, drop_last=loader.drop_last, trained=trained)
-    made = DataLoader(
+    made = LateLoader(
         loader.dataset,
         batch_sampler=drawn,
         num_workers=loader.num_workers,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import unknown_variables
@@ -24,6 +26,7 @@ from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.incarnation import agent_keeps_store, name_incarnation
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
@@ -175,6 +178,31 @@ class RankStrategy(DDPStrategy):
             world_size=ranks,
             strategy=strategy,
         )
+
+    def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
+        """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.
+
+        Args:
+            ranks: How many there are.
+            watch: Is told what the part is called.
+        """
+        environment = self.cluster_environment
+        if environment is None or dist.is_initialized() or not agent_keeps_store():
+            return None
+        self.set_world_ranks()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        timeout = timedelta(seconds=self._longest_wait_s)
+        store = next(rendezvous("env://", rank=self.global_rank, world_size=ranks, timeout=timeout))[0]
+        name = name_incarnation(
+            store,
+            rank=self.global_rank,
+            world_size=ranks,
+            timeout=self._longest_wait_s,
+            failure=lambda: None if watch is None else watch.difference,
+        )
+        if watch is not None:
+            watch.meet_as(name)
+        return dist.PrefixStore(name, store)
 
     def _meet(self, what: str, own: Introduction) -> None:
         """Make sure with all other ranks that they are in the same training.

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler, EqualShares
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.lightning_api import MisconfigurationException, extract_batch_size
 
@@ -134,7 +134,7 @@ class SampleWeights:
         clock: Seconds.
 
     Attributes:
-        waits_to_share: Whether batches are to be balanced, and none has begun.
+        waits_to_share: Whether batches are to be shared out, and none has begun.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SampleWeights:
         self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
         self._took = [0, 0]  # the last batch: samples and nanoseconds
         self._sizes: BalancedBatchSampler | None = None
-        self._shares: AgreedShares | None = None
+        self._shares: AgreedShares | EqualShares | None = None
         self.waits_to_share = False
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
@@ -191,8 +191,10 @@ class SampleWeights:
         """An epoch begins: what the last one has left of a step, Lightning drops too."""
         self._step.clear()
 
-    def share_out(self, shares: AgreedShares, sizes: BalancedBatchSampler, position: Callable[[], int]) -> None:
-        """Batches are balanced from here on.
+    def share_out(
+        self, shares: AgreedShares | EqualShares, sizes: BalancedBatchSampler, position: Callable[[], int]
+    ) -> None:
+        """Batches are shared out from here on.
 
         Args:
             shares: Told what all ranks post.

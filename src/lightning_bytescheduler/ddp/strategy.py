@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
-from lightning_bytescheduler.ddp.balanced_batches import AgreedShares
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
@@ -25,6 +24,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     check_ddp_values,
     known_ddp_options,
 )
+from lightning_bytescheduler.ddp.epoch_position import POSITION, loader_resumes, note_position, rewind_to_step
 from lightning_bytescheduler.ddp.fit_position import (
     FitPosition,
     introduce,
@@ -42,7 +42,7 @@ from lightning_bytescheduler.ddp.scheduler_hooks import COMPRESSION, SchedulerHo
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.ddp.weighting import Weighting, batch_facts, share_out
+from lightning_bytescheduler.ddp.weighting import SharedBatches, Weighting, batch_facts, share_out
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
@@ -52,6 +52,7 @@ from lightning_bytescheduler.lightning_api import (
     Precision,
     RunningStage,
     TrainerFn,
+    _init_dist_connection,
     default_pg_timeout,
     pl,
     rank_zero_info,
@@ -126,7 +127,8 @@ class ByteSchedulerStrategy(RankStrategy):
         samples: How many samples a batch has, as a function of the batch, for ``weighting="samples"``; found as
             Lightning does when left out.
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
-            share follows its pace. Needs ``weighting="samples"``.
+            share follows its pace. ``"global"``: it is that of all together, however many there are, and shares are
+            equal. ``"global-balanced"``: both. Needs ``weighting="samples"``.
         max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
         architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
             documentation's page on them; the weights are as with all-reduce.
@@ -182,7 +184,7 @@ class ByteSchedulerStrategy(RankStrategy):
         max_error: float | None = None,
         weighting: Literal["ranks", "samples"] = "ranks",
         samples: Callable[[Any], Any] | None = None,
-        batch_size: Literal["balanced"] | None = None,
+        batch_size: Literal["balanced", "global", "global-balanced"] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
@@ -220,7 +222,8 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny("credit", self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
-        self._shares: AgreedShares | None = None
+        self._batches: SharedBatches | None = None
+        self._resumed: Mapping[str, Any] | None = None  # what the checkpoint has of its epoch
         self._loaders = 0  # of training data, that were shared out
         self._servers = ServerOptions.resolve(architecture, servers, placement, compression=compression)
         self._log_metrics = log_metrics
@@ -262,8 +265,8 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        plan, shares = self._gradients.plan, self._shares
-        return plan if plan is None or shares is None else replace(plan, **shares.facts)
+        plan, batches = self._gradients.plan, self._batches
+        return plan if plan is None or batches is None else replace(plan, **batches.shares.facts)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """See RankStrategy."""
@@ -280,7 +283,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def share_metrics(self) -> dict[str, float]:
         """What is logged of balanced batches; empty without them."""
-        return {} if self._shares is None else self._shares.metrics()
+        return {} if self._batches is None else self._batches.shares.metrics()
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
@@ -297,7 +300,7 @@ class ByteSchedulerStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
-            self._shares = None
+            self._batches = self._resumed = None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
@@ -321,25 +324,41 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
-        with self._watched_rendezvous("bytescheduler", self.num_nodes * self.num_processes):
+        ranks = self.num_nodes * self.num_processes
+        with self._watched_rendezvous("bytescheduler", ranks) as watch:
+            store, environment = self._own_store(ranks, watch), self.cluster_environment
+            if store is not None and environment is not None:  # else Lightning's part, which then sees that it is done
+                backend = self._get_process_group_backend()
+                device = self.root_device if self.root_device.type != "cpu" else None
+                _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
             super().setup_distributed()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Share training data out by pace, where that is asked for; see DDPStrategy."""
-        module, runtime = self.lightning_module, self.runtime
+        """Share training data out, where that is asked for; see DDPStrategy."""
+        module, runtime, alone = self.lightning_module, self.runtime, self._board is None
         trains = module is not None and module.trainer.state.stage == RunningStage.TRAINING
-        if not self._weighting.balanced or module is None or not trains or self._board is None:
+        how = self._weighting.batch_size
+        if how is None or module is None or not trains or (alone and not self._weighting.together):
             return dataloader
-        if runtime is None:
+        if runtime is None and not alone:
             raise UnsupportedError(
-                "batch_size='balanced' shares training data out once the model is wrapped, and it was loaded before, "
+                f"batch_size={how!r} shares training data out once the model is wrapped, and it was loaded before, "
                 "as by trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
             )
-        facts, self._loaders = batch_facts(dataloader, self.root_device), self._loaders + 1
-        self._meet(f"batches {self._loaders}", Introduction(rank=self.global_rank, facts=facts))
+        if not alone:
+            facts, self._loaders = batch_facts(dataloader, self.root_device, str(how)), self._loaders + 1
+            self._meet(f"batches {self._loaders}", Introduction(rank=self.global_rank, facts=facts))
         with self._explained():
-            made, self._shares = share_out(self._weighting, dataloader, module.trainer, runtime)
-        return made
+            self._batches = share_out(self._weighting, dataloader, module.trainer, runtime, self._resumed)
+        self._fit.enter_context(loader_resumes())
+        return self._batches.loader
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See RankStrategy."""
+        module, batches = self.lightning_module, self._batches
+        if self._board is None and batches is not None and module is not None and self._weighting.samples is None:
+            batches.weigh(closure_loss, module.trainer)
+        return super().backward(closure_loss, *args, **kwargs)
 
     def loaders_are_made(self) -> None:
         """See ``SchedulerHooks``."""
@@ -496,12 +515,22 @@ class ByteSchedulerStrategy(RankStrategy):
         super().load_model_state_dict(*args, **kwargs)
         self._gradients.weights_replaced()
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy. Where batches are shared out, training goes on at the beginning of a step."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self._weighting.batch_size is not None:
+            rewind_to_step(checkpoint)
+            self._resumed = checkpoint.get(POSITION)
+        return checkpoint
+
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
         if self._hooks is None and "optimizer_states" in checkpoint:  # after the fit, whose callback is gone
             state = self.compression_state()
             if state is not None:
                 checkpoint[COMPRESSION] = state
+        if self._batches is not None and "loops" in checkpoint and self.lightning_module is not None:
+            note_position(checkpoint, self._batches.data, self.lightning_module.trainer)
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(checkpoint, *args, **kwargs)
 

@@ -108,6 +108,7 @@ class WorkerWorld:
         timeout: timedelta | None,
         inner_size: int = 1,
         meet: Callable[[dist.Store], object] = lambda _: None,
+        store: dist.Store | None = None,
         **options: Any,
     ) -> WorkerWorld:
         """Meet the other ranks, and make this worker's default process group; every rank calls this.
@@ -119,6 +120,7 @@ class WorkerWorld:
             backend: Of the default group.
             timeout: Of collectives; half an hour if ``None``.
             meet: Called with a part of the store, before anything is made that needs all ranks to agree.
+            store: That the ranks meet at first; the environment's, which nobody has used before, if left out.
             **options: For ``init_process_group``.
 
         Raises:
@@ -132,7 +134,9 @@ class WorkerWorld:
             )
         timeout = _TIMEOUT if timeout is None else timeout
         if (rank, size) not in _stores:
-            _stores[rank, size] = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+            if store is None:
+                store = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+            _stores[rank, size] = store
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])

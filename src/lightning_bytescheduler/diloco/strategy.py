@@ -340,6 +340,7 @@ class DiLoCoStrategy(WorkerStrategy):
                 backend=self._process_group_backend,
                 timeout=self._timeout,
                 meet=partial(meet_all, self._options, self.global_rank, self.ranks, self._timeout, watch),
+                store=self._own_store(self.ranks, watch),
                 device_id=device if device.type != "cpu" else None,
             )
         self._joint = JointCollectives(self._world.everyone)

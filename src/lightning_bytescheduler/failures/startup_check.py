@@ -32,6 +32,7 @@ import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksUnreachableError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.incarnation import agent_keeps_store
 from lightning_bytescheduler.failures.messages import StoreMessage
 
 __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
@@ -212,7 +213,7 @@ class RendezvousWatch:
         self._warn_after = _WARN_S if warn_after is None else warn_after
         self._met = threading.Event()
         # As a rank may try again, with the store of torchrun still there.
-        self._failed = f"failed/{next(_watches)}"
+        self._failed = "" if agent_keeps_store() else f"failed/{next(_watches)}"
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
         self._answers = ""  # what came in place of a store, if anything
@@ -224,6 +225,10 @@ class RendezvousWatch:
     def difference(self) -> RanksDifferError | None:
         """Why the ranks will not meet, once a rank is seen that runs another strategy."""
         return self._differ
+
+    def meet_as(self, incarnation: str) -> None:
+        """The ranks share this name with nobody before them: whether one of them has failed is told under it."""
+        self._failed = f"failed/{incarnation}"
 
     def _is_odd(self, text: str) -> bool:
         return text.split(" ")[0] != self._strategy
@@ -274,7 +279,7 @@ class RendezvousWatch:
                 if waited >= warn_at or new:
                     warn_at *= 2 if waited >= warn_at else 1
                     self._say(store is not None, here, waited)
-                if store is not None and store.check([self._failed]):
+                if store is not None and self._failed and store.check([self._failed]):
                     self._leave(store.get(self._failed).decode())
                     return
             except RuntimeError:  # the store has gone; whoever waits for it will say so
@@ -290,7 +295,7 @@ class RendezvousWatch:
         text = f"rank {self._rank} on {socket.gethostname()} failed while the ranks connected: {self._error}"
         try:
             store = store or self._connect()
-            if store is not None:
+            if store is not None and self._failed:
                 store.set(self._failed, text[:_LONGEST_TEXT])
         except RuntimeError:
             log.debug("The others could not be told.", exc_info=True)

@@ -7,7 +7,6 @@ says it quietly: an idle TCP connection to the same port ends when the process a
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 import uuid
@@ -16,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.failures.incarnation import agent_keeps_store
 from lightning_bytescheduler.failures.messages import FaultNotice
 
 __all__ = ["StorePresence", "connect_to_store", "open_board", "store_lives_with_rank_zero"]
@@ -26,7 +26,7 @@ _REUNION_S = 8.0  # longer than a rank that noticed nothing of a failure is left
 
 def store_lives_with_rank_zero() -> bool:
     """Whether the store ends when rank 0 ends; under ``torchrun`` the agent holds it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return not agent_keeps_store()
 
 
 class StorePresence:
