@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import launch_order
+from lightning_bytescheduler.collectives.foreign_collectives import ForeignCollectives
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -184,6 +186,42 @@ def test_another_model_is_an_error_that_says_so() -> None:
         following.notify_ready()
         with pytest.raises(LaunchOrderError, match="Every rank must build the same model"):
             following.wait(5.0)
+
+
+def test_collectives_of_others_have_the_same_place_on_all_ranks() -> None:
+    with ranks(3, credit=100) as made:
+        reports: list[int] = []
+        foreign = [ForeignCollectives(rank.core, reports.append) for rank in made]
+        tasks: list[CommTask] = []
+        for rank, others in zip(made, foreign, strict=True):
+            mine = [rank.task(index, 250, priority=-index) for index in range(8)]
+            tasks += mine
+            for position in range(8):
+                mine[position * (3, 5, 7)[len(tasks) // 8 - 1] % 8].notify_ready()
+                if position in (3, 7):  # before the gradients after it, or not: these have been handed over
+                    tasks.append(others.submit("broadcast", partial(rank.launched.append, "foreign")))
+        assert sorted(reports) == [1, 1, 1, 2, 2, 2]
+        leading = made[0].order
+        assert isinstance(leading, DecidingOrder)
+        made[0].core.update_order(lambda: leading.submitted_everywhere(2))
+        for task in tasks:
+            task.wait(10.0)
+        assert made[0].launched == made[1].launched == made[2].launched
+        assert made[0].launched.count("foreign") == 2
+
+
+def test_different_collectives_are_an_error_that_says_so() -> None:
+    with ranks(2) as made:
+        kinds = ("broadcast", "allreduce")
+        tasks = [
+            ForeignCollectives(rank.core, lambda count: None).submit(kind, lambda: None)
+            for rank, kind in zip(made, kinds, strict=True)
+        ]
+        leading = made[0].order
+        assert isinstance(leading, DecidingOrder)
+        made[0].core.update_order(lambda: leading.submitted_everywhere(1))
+        with pytest.raises(LaunchOrderError, match="As collective 1 of DDP's process group, rank 0 launches another"):
+            tasks[1].wait(5.0)
 
 
 def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

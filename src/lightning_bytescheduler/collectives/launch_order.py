@@ -12,6 +12,8 @@ Why the ranks agree, and why nobody waits forever:
 * Take the oldest collective that has not completed. Rank 0 has launched it (decisions precede everything younger). Each
   follower will: everything older has completed there, so its credit is free for at least one sub-task, its data will
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
+* Collectives of others (``foreign_collectives.py``) are in the same sequence, where they are routed. A rank may wait
+  for what is above before it comes to submit one: so the induction takes more, see below.
 * In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
   decision itself: a follower learns of both at once, before it can launch either way.
 * How a task is cut, where its parts are not equal, is told once, ahead of the first decision that names the cut:
@@ -21,6 +23,26 @@ Why the ranks agree, and why nobody waits forever:
 * Over long ways messages go from rank 0 to each follower, which expects several ahead: gloo sends what it knows to be
   expected, and a broadcast on its way keeps the next one from being expected, a round trip for each. What one sends
   to one other on a group under one number arrives in order, so all of the above holds.
+
+With collectives of others. What is assumed is what DDP asks for, whose own are on one communicator: every rank submits
+the same in the same order, gradients (in DDP's hook) and foreign collectives alike; the *program*. Each may wait where
+it likes, for what it has submitted before. Rank 0 announces a foreign one when all ranks have submitted it, and no
+gradient before a foreign one that it has submitted earlier. Let L be the sequence that rank 0 announces.
+
+1. What is in L completes. Take the oldest that has not. All older ones have, on every rank, so credit is free, and its
+   turn has come. It is launched where it has been submitted: if it is foreign, that is so on all ranks. If it is a
+   gradient, suppose a rank never submits it, and let y be what that rank waits for instead. If y is foreign, rank 0
+   has submitted it first too, so it is older in L, and has completed. If y is a gradient: a backward pass waits for
+   none of its own step, and begins on rank 0 when all of the step before has arrived there, so again y is older in L.
+   What is of a later phase (gathers, norms) follows from what has ended, and needs no training thread.
+2. What is waited for comes into L. Of all threads that wait for good take the one that is least far in the program. It
+   waits for y, which every rank has thus submitted, and all that is before y. So rank 0 announces the foreign ones up
+   to y, nothing holds up a gradient y, or what follows from it, and by 1 there is credit for it. A contradiction.
+
+On a GPU the host's order is the device's, as all are on one communicator, whose kernels are on one stream; and a kernel
+waits there for what was enqueued before its launch. So no kernel that waits for other ranks holds what an older one
+needs, however few kernels run at once. ``python -m tests.launch_order.explore`` plays all this, and what goes wrong
+without each rule.
 """
 
 from __future__ import annotations
@@ -40,7 +62,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, PriorityOrder
+from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, MixedOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
@@ -60,8 +82,8 @@ _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
 
-class DecidingOrder(PriorityOrder):
-    """Rank 0's order: by priority, each batch told to the other ranks before it is started.
+class DecidingOrder(MixedOrder):
+    """Rank 0's order: by priority, with foreign collectives; each batch told to the other ranks before it is started.
 
     Args:
         control: The scheduler's control group.
@@ -222,6 +244,23 @@ class FollowingOrder(AnnouncedOrder):
             cut=cut,
         )
 
+    def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
+        """Do what one message of rank 0 says; returns whether more are to come.
+
+        Args:
+            records: The message, as it was sent.
+            update_order: See :meth:`start`.
+        """
+        count = records[0][0]
+        if count == _CLOSE:
+            return False
+        if count == _CUT:
+            self._learn_cut(*list(chain.from_iterable(records))[1:])
+        else:
+            decisions = [self._decision(*record) for record in records[1 : 1 + count]]
+            update_order(partial(self.announce, decisions))
+        return True
+
     def _receive(self) -> None:
         update_order = self._update_order
         if update_order is None:
@@ -232,18 +271,11 @@ class FollowingOrder(AnnouncedOrder):
                 message = self._next_message()
                 if message is None:
                     return
-                records = message.tolist()
-                count = records[0][0]
-                if count == _CLOSE:
+                if not self.take(message.tolist(), update_order):
                     for work, _ in self._expected:
                         work.wait()
                     self._closed = True
                     return
-                if count == _CUT:
-                    self._learn_cut(*list(chain.from_iterable(records))[1:])
-                    continue
-                decisions = [self._decision(*record) for record in records[1 : 1 + count]]
-                update_order(partial(self.announce, decisions))
         except BaseException as error:
             if not self._stopping.is_set():
                 self._on_error(error)

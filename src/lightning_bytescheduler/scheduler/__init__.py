@@ -1,7 +1,7 @@
 """The scheduler core: tasks, partitions, priority, credit. Imports neither Lightning nor torch.distributed."""
 
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, PriorityOrder
+from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, MixedOrder, PriorityOrder
 from lightning_bytescheduler.scheduler.placement import Placement, place
 from lightning_bytescheduler.scheduler.policies import BucketFacts
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
@@ -13,6 +13,7 @@ __all__ = [
     "CommTask",
     "Decision",
     "LaunchOrder",
+    "MixedOrder",
     "Placement",
     "PriorityOrder",
     "SubCommTask",

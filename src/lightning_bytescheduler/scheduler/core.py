@@ -171,6 +171,10 @@ class ByteCore:
             update()
         self._launch_allowed()
 
+    def launch_allowed(self) -> None:
+        """Start on this thread what is ready and has its turn, in place of the dispatcher; not from a callback."""
+        self._launch_allowed()
+
     def drain(self, timeout: float) -> None:
         """Wait until everything that was made ready has ended, with its callbacks.
 
@@ -347,8 +351,9 @@ class ByteCore:
         batch: list[SubCommTask] = []
         with self._lock:
             try:
-                while not self._stopped and self._in_flight_size < (1 if self._one_at_a_time else self._credit):
-                    sub = self._order.pop()
+                while not self._stopped:
+                    credit = 1 if self._one_at_a_time else self._credit
+                    sub = self._order.pop(credit_left=self._in_flight_size < credit)
                     if sub is None:
                         break
                     self._in_flight.add(sub)

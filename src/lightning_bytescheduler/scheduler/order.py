@@ -1,4 +1,4 @@
-"""Which sub-task is sent next: by priority, or as another rank has decided.
+"""Which sub-task is sent next: by priority, by priority with somebody else's among them, or as another rank decided.
 
 Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their
 own. What an order pops is *claimed*: it will be launched even if its task fails meanwhile, as other ranks may
@@ -16,7 +16,7 @@ from typing import Protocol
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, part_size
 
-__all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "PriorityOrder"]
+__all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "MixedOrder", "PriorityOrder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,12 @@ class LaunchOrder(Protocol):
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
         """Take in sub-tasks whose data exists now."""
 
-    def pop(self) -> SubCommTask | None:
-        """Claim and return the ready sub-task to start next, or return ``None`` when there is none."""
+    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+        """Claim and return the ready sub-task to start next, or return ``None`` when there is none.
+
+        Args:
+            credit_left: Whether it may be one that takes credit.
+        """
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """Called without the core's lock, before ``batch`` is started in this order."""
@@ -80,9 +84,9 @@ class PriorityOrder:
         for sub in sub_tasks:
             heapq.heappush(self._heap, (sub.priority, sub.parent._sequence, sub.index, sub))
 
-    def pop(self) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
         """Claim and return the most urgent ready sub-task, skipping those that failed while they waited."""
-        while self._heap:
+        while credit_left and self._heap:
             sub = heapq.heappop(self._heap)[-1]
             if sub.claim():
                 return sub
@@ -94,6 +98,63 @@ class PriorityOrder:
     def clear(self) -> None:
         """Forget everything queued."""
         self._heap.clear()
+
+
+class MixedOrder(PriorityOrder):
+    """By priority, with *foreign* tasks among them: collectives of others, which take no credit and have no priority.
+
+    A foreign task is popped, before all else, as soon as every rank has submitted it (:meth:`submitted_everywhere`).
+    Until then no task that was admitted after it is popped, but those of later phases: they follow from what has ended.
+    Why nobody waits forever then is said in ``collectives/launch_order.py``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._foreign: deque[CommTask] = deque()  # that were not popped, in the order in which they were admitted
+        self._foreign_popped = 0
+        self._on_all = 0  # how many all ranks have submitted
+        self._later: list[SubCommTask] = []  # ready, and admitted after the first of the foreign ones
+
+    def admit(self, task: CommTask, partition_size: int) -> None:
+        """See :class:`PriorityOrder`; a foreign task is of one part."""
+        super().admit(task, partition_size if task.takes_credit else task.size)
+        if not task.takes_credit:
+            self._foreign.append(task)
+
+    def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
+        """Queue sub-tasks by priority, or behind the first of the foreign ones."""
+        ours = [sub for sub in sub_tasks if sub.parent.takes_credit]
+        if self._foreign:
+            self._later += [sub for sub in ours if self._has_to_follow(sub.parent)]
+            ours = [sub for sub in ours if not self._has_to_follow(sub.parent)]
+        super().ready(ours)
+
+    def _has_to_follow(self, task: CommTask) -> bool:
+        return task.key.phase == 0 and task._sequence > self._foreign[0]._sequence
+
+    def submitted_everywhere(self, count: int) -> None:
+        """All ranks have submitted the first ``count`` foreign tasks."""
+        self._on_all = max(self._on_all, count)
+
+    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+        """Claim and return a foreign sub-task that may go, or else the most urgent other one."""
+        while self._foreign and self._may_go(self._foreign[0]):
+            task = self._foreign.popleft()
+            self._foreign_popped += 1
+            later, self._later = self._later, []
+            self.ready(later)
+            if task.sub_tasks[0].claim():
+                return task.sub_tasks[0]
+        return super().pop(credit_left=credit_left)
+
+    def _may_go(self, task: CommTask) -> bool:
+        return task.ready and self._on_all > self._foreign_popped
+
+    def clear(self) -> None:
+        """Forget everything queued."""
+        super().clear()
+        self._foreign.clear()
+        self._later.clear()
 
 
 class AnnouncedOrder:
@@ -125,8 +186,11 @@ class AnnouncedOrder:
         """Append decisions of the deciding rank, in its order."""
         self._decisions.extend(decisions)
 
-    def pop(self) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
         """Claim and return the next announced sub-task if its data exists here.
+
+        Args:
+            credit_left: Whether it may be one that takes credit.
 
         Raises:
             LaunchOrderError: If the decision does not fit the task that carries its key on this rank.
@@ -141,9 +205,14 @@ class AnnouncedOrder:
             return None
         if task.error is not None:
             raise task.error
-        if not task.ready:
+        if not task.ready or (task.takes_credit and not credit_left):
             return None
         sub = self._part(task, decision)
+        if not task.takes_credit and sub is None:
+            raise LaunchOrderError(
+                f"As collective {decision.key.bucket} of DDP's process group, rank 0 launches another one than this "
+                f"rank, where it is {task.name!r}. Every rank must call the same collectives in the same order."
+            )
         if sub is None or not sub.claim():
             raise task.error or LaunchOrderError(
                 f"Rank 0 launches part {decision.index} of the task of {decision.key}, cut at "

@@ -84,7 +84,7 @@ class SubCommTask:
         self.finished_at = 0.0
         self.encoded_bytes: int | None = None
         self.form = 0
-        self.charge = size
+        self.charge = size if parent.takes_credit else 0
         self._claimed = False  # chosen to be sent next, but not launched yet
 
     def take(self, form: int) -> None:
@@ -223,6 +223,8 @@ class CommTask:
             (``task.error``). What it raises fails the task and aborts the core.
         forms: In which forms its parts can travel, if there is a choice.
         cut: Sizes of its parts in parameters, if not equal ones; counts where this rank decides.
+        takes_credit: Whether it waits for credit, and takes some. What does not is of one part, and somebody else's: it
+            has its place in the order all the same, see ``MixedOrder`` in ``order.py``.
 
     Raises:
         OptionError: If ``size`` is not a positive whole number, or ``cut`` does not sum to it.
@@ -241,8 +243,10 @@ class CommTask:
         on_end: Callable[[CommTask], None] | None = None,
         forms: PartForms | None = None,
         cut: Sequence[int] | None = None,
+        takes_credit: bool = True,
     ) -> None:
         self.name = name
+        self.takes_credit = takes_credit
         self.size = require_size("size", size)
         self.cut = None if cut is None else tuple(cut)
         self._require_cut(self.cut)
