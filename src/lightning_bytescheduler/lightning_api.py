@@ -25,6 +25,7 @@ __all__ = [
     "Precision",
     "RunningStage",
     "SIGTERMException",
+    "SLURMEnvironment",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
@@ -51,7 +52,7 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.callbacks import Checkpoint
@@ -74,7 +75,7 @@ else:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
-    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning_fabric.utilities.distributed import _init_dist_connection
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning.callbacks import Checkpoint

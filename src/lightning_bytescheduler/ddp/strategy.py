@@ -36,6 +36,7 @@ from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
+from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.scheduler_hooks import COMPRESSION, SchedulerHooks
@@ -321,6 +322,10 @@ class ByteSchedulerStrategy(RankStrategy):
                 timeout=longest,
             )
             self._fit.enter_context(self._sigterm.handled())
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
+            agreed = OwnStop() if self._board is None else self._board.agree_on_stop("requeue")
+            requeue = RequeueForAll(agreed, failure=self._no_hope, timeout=self._longest_wait_s)
+            self._fit.enter_context(requeue.handled(trainer))
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
+from lightning_bytescheduler.ddp.requeue import worker_signals
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.ddp.sigterm import own_sigterm
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
@@ -312,8 +312,7 @@ class DiLoCoStrategy(WorkerStrategy):
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
                 self._added.append(PerformanceMonitor())
             callbacks_of(trainer)[:0] = self._added
-            if self.inner_size > 1:
-                self._open.enter_context(own_sigterm(trainer))
+            self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
             if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
                 limit = self._options.outer(self._timeout).timeout
                 self._slices = slices_of(

@@ -175,7 +175,7 @@ class FaultWatcher:
         self._vital_signs = VitalSigns(store, rank, others, self._period)
         self._standstills = StandstillWatch(store, rank, others, self._period)
         self._standing: Callable[[], Standing] | None = None
-        self._stop: AgreedStop | None = None
+        self._stops: list[AgreedStop] = []
         self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
@@ -224,11 +224,16 @@ class FaultWatcher:
         """
         self._standing = standing
 
-    def agree_on_stop(self) -> AgreedStop:
-        """Have all ranks stop together when one is asked to; every rank calls this once, at the same point."""
-        store = dist.PrefixStore("stop", self._store)
-        self._stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
-        return self._stop
+    def agree_on_stop(self, what: str = "stop") -> AgreedStop:
+        """Have all ranks stop together when one is asked to; every rank calls this once, at the same point.
+
+        Args:
+            what: They stop for; each has a name of its own.
+        """
+        store = dist.PrefixStore(what, self._store)
+        stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
+        self._stops = [*self._stops, stop]  # the thread may go through them
+        return stop
 
     def _place(self) -> list[str]:
         """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
@@ -286,7 +291,7 @@ class FaultWatcher:
         while True:
             with self._changed:
                 if not self._urgent:
-                    hurry = self._awaiting_others or (self._stop is not None and self._stop.urgent)
+                    hurry = self._awaiting_others or any(stop.urgent for stop in self._stops)
                     self._changed.wait(_HURRY_S if hurry else self._period)
                 self._urgent = False
                 closing = self._closing
@@ -307,8 +312,8 @@ class FaultWatcher:
         try:
             self._look_around()
             self._vital_signs.beat()
-            if self._stop is not None:
-                self._stop.look()
+            for stop in self._stops:
+                stop.look()
             notice = self._exchange_notices()
             if self._ready_to_leave and not self._left:
                 self._store.set(f"left/{self._rank}", "")
