@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -160,6 +161,11 @@ class Case:
         return programs
 
 
+@cache
+def _parts(name: str) -> tuple[str, ...]:
+    return (name,) if name.startswith("f") else (f"{name}[0]", f"{name}[1]")
+
+
 class _Sent:
     def is_completed(self) -> bool:
         return True
@@ -254,10 +260,12 @@ class _Rank:
             yield number, "dispatcher", self._dispatch
         if self.untold:
             yield number, "told", self._tell
-        busy = sum(kernel is not None for kernel in self.running)
+        busy = (self.running[0] is not None) + (self.running[1] is not None)
         for lane, queue in enumerate(self.communicators):
             if self.running[lane] is None:
-                if queue and busy < self.world.case.slots and queue[0][1] in self.passed:
+                if not queue:
+                    continue
+                if busy < self.world.case.slots and queue[0][1] in self.passed:
                     yield number, f"start {lane}", (self._start_first if lane == 0 else self._start_second)
             elif self.world.starts[lane][self.begun[lane] - 1][1] == self.world.case.ranks:
                 yield number, f"end {lane}", (self._end_first if lane == 0 else self._end_second)
@@ -301,14 +309,11 @@ class _Rank:
         self.launched.add(name)
         self.communicators[lane].append((name, mark, sub))
 
-    def _parts(self, name: str) -> tuple[str, ...]:
-        return (name,) if name.startswith("f") else (f"{name}[0]", f"{name}[1]")
-
     def _is_launched(self, name: str) -> bool:
-        return self.launched.issuperset(self._parts(name))
+        return self.launched.issuperset(_parts(name))
 
     def _has_arrived(self, name: str) -> bool:
-        return self.arrived.issuperset(self._parts(name))
+        return self.arrived.issuperset(_parts(name))
 
     def _stream(self) -> None:
         kind, name = self.training.popleft()
