@@ -20,7 +20,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
+from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.ddp import runtime as runtime_module
+from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.partial_step import is_closed
@@ -76,6 +78,7 @@ class Run:
         patience: See :class:`LateNetwork`.
         sabotage: Removes something the result depends on.
         far: Whether the link counts as one whose messages are long under way.
+        routed: Have one order for all collectives of DDP's group, as on a GPU; DDP broadcasts buffers then.
     """
 
     strategy: str | Callable[[], Strategy] = "bytescheduler"
@@ -84,6 +87,7 @@ class Run:
     patience: float = 5.0
     sabotage: Sabotage | None = None
     far: bool = False
+    routed: bool = False
 
 
 @dataclass(kw_only=True)
@@ -114,6 +118,9 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     with ExitStack() as stack:
         stack.enter_context(patch.object(runtime_module, "_FAR_S", 0.0 if run.far else math.inf))  # whatever clocks say
         stack.enter_context(patch.object(runtime_module, "_LANDING_S", _LANDING_S))  # however busy the machine is
+        if run.routed:
+            stack.enter_context(patch.object(routing_group, "ROUTED_BACKENDS", {"gloo"}))
+            stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))  # ignored after an interrupt
         warnings.simplefilter("always")

@@ -24,7 +24,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
@@ -47,6 +49,7 @@ class SchedulerGroups:
         data: Carries gradients.
         control: Carries launch decisions; gloo.
         counts: Carries how many samples each rank has; gloo. ``None`` where nobody asks.
+        reports: Carries what each rank has submitted, where collectives of others are in the order; gloo.
         rank: This rank within both.
         world_size: Number of ranks.
     """
@@ -56,24 +59,38 @@ class SchedulerGroups:
     rank: int
     world_size: int
     counts: dist.ProcessGroup | None = None
+    reports: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, *, timeout: timedelta | None, counts: bool = False) -> SchedulerGroups:
+    def create(
+        cls, *, timeout: timedelta | None, counts: bool = False, routed_on: torch.device | None = None
+    ) -> SchedulerGroups:
         """Create both groups; every rank must call this at the same point.
 
         Args:
             timeout: How long one collective on gradients may take; the backend's default if ``None``.
             counts: Whether samples are counted; the same on all ranks.
+            routed_on: Where gradients live, if collectives of others are to be in one order with them where that is
+                needed, see ``routing_group.py``; the same on all ranks.
         """
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
         # NCCL needs a device for it, and complains if it has to choose one itself.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+        routed = routed_on is not None and is_routed(distributed_c10d._get_default_group(), routed_on)
         with short_turns():  # for gloo's own threads
             data = dist.new_group(timeout=timeout, backend=dist.get_backend())
             control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
             counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
-        return cls(data=data, control=control, rank=dist.get_rank(), world_size=dist.get_world_size(), counts=counted)
+            reported = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo") if routed else None
+        return cls(
+            data=data,
+            control=control,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            counts=counted,
+            reports=reported,
+        )
 
     def warm_up(self, device: torch.device) -> None:
         """Open every connection before the first step needs one, in one order on all ranks."""
@@ -81,7 +98,7 @@ class SchedulerGroups:
         dist.broadcast(torch.zeros(1), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
-        """Leave the first two groups; local, does not wait for other ranks. Who counts leaves the third.
+        """Leave the first two groups; local, does not wait for other ranks. Who uses the others leaves them.
 
         Args:
             data_idle: Whether nothing is under way on the data group.

@@ -22,6 +22,7 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce_in_shards,
 )
 from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
@@ -59,6 +60,8 @@ class GradientTransport:
         self.group = group
         self._far = far
         self.push_pull = push_pull
+        self.routing: RoutingGroup | None = None
+        """What has collectives of others in the order; ``None`` where they need none."""
         self._started = 0
         self._on_error = on_error
         self._failing = threading.Lock()  # held while it is found out why something failed; taken first

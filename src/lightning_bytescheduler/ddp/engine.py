@@ -261,6 +261,11 @@ class GradientEngine:
         context, options, number = self._context, self.options, self._step.number + 1
         context.weight = None if context.weights is None else context.weights.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
+        routing = context.transport.routing
+        if routing is not None and as_ddp and context.merges:
+            routing.go_direct()
+        elif routing is not None:
+            routing.go_in_order()
         if as_ddp and not context.merges:
             self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
         elif as_ddp:

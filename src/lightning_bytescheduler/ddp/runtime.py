@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.groups import SchedulerGroups, leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.operations import shards_over
+from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
@@ -268,12 +269,32 @@ class SchedulerRuntime:
             arranger=_arranger(options, agreed, parameters, plans=groups.rank == 0),
             weights=weights,
         )
+        self._routing = self._transport.routing = self._route(device)
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points()
         board.watch(self)
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.
         atexit.register(self.stop, failed=True)
+
+    def _route(self, device: torch.device) -> RoutingGroup | None:
+        """Have the default group's collectives in the order from here on, where there are groups for that."""
+        default, groups = dist.group.WORLD, self._groups
+        if groups.reports is None or default is None:
+            return None
+        routing = RoutingGroup(
+            default,
+            groups.data,
+            groups.reports,
+            core=self._core,
+            order=self._order,
+            device=device,
+            failure=self.failure,
+            on_error=self._on_error,
+            timeout=self._timeout,
+        )
+        routing.install()
+        return routing
 
     @property
     def architecture(self) -> str:
@@ -358,6 +379,7 @@ class SchedulerRuntime:
         self._stopped = True
         self._board.unwatch(self)
         steps: list[Callable[[], object]] = [
+            lambda: None if self._routing is None else self._routing.uninstall(failed=failed, timeout=_STOP_S),
             lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
             lambda: self._transport.stop_encoding(_STOP_S),  # it sends on the group
@@ -402,7 +424,10 @@ class SchedulerRuntime:
         idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
         if self._servers is not None:
             self._servers.leave(idle=idle)
-        self._groups.destroy(data_idle=idle, control_idle=self._closed_in_order)
+        said = self._routing is None or self._routing.idle
+        self._groups.destroy(data_idle=idle and said, control_idle=self._closed_in_order)
+        if self._groups.reports is not None:
+            leave(self._groups.reports, idle=said)
 
     def _await_landing(self, step: int | None) -> None:
         """Give updates of the first ``step`` steps a moment to arrive."""

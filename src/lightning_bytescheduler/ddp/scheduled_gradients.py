@@ -197,7 +197,7 @@ class ScheduledGradients:
         if self._rules is not None:
             self._rules.check_patterns(names_that_count(module))
         self._known = set(map(id, parameters))
-        groups = SchedulerGroups.create(timeout=self._timeout, counts=self._counter is not None)
+        groups = SchedulerGroups.create(timeout=self._timeout, counts=self._counter is not None, routed_on=device)
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))

@@ -1,0 +1,527 @@
+"""A process group that stands in for DDP's, and gives its collectives their place in the one launch order.
+
+NCCL wants the same order of launches over all communicators of a device, on every rank. Gradients travel in an order
+that rank 0 decides; what DDP, Lightning and the model send (buffers, barriers, metrics, the statistics of a
+SyncBatchNorm) comes as the program goes. So where gradients travel on NCCL, all of it goes out on their communicator,
+in one order. While a fit lasts this group is the default group: DDP takes it when it wraps the model, and
+``torch.distributed`` for whatever names no group. Precedent for a group in Python that DDP is given: torchft.
+
+Two states, which all ranks change at the same place in their programs:
+
+* *direct*: nothing but the program launches (steps as DDP's, and before the first step). All goes out at once.
+* *in order*: see :class:`~lightning_bytescheduler.collectives.foreign_collectives.ForeignCollectives`.
+
+A rank goes from in order to direct when all that it has submitted has been launched here. What it launches directly is
+so behind all of that on each rank. The way back needs no wait: what is decided from there on is launched where it has
+been submitted, which is behind the direct ones.
+
+What the training thread waits for: until what it waits for has been launched here, on the host, and then as the backend
+has it, on NCCL on its stream. What it must never wait for is said in ``launch_order.py``: a gradient of the step whose
+backward pass it is in.
+
+Not in the order, and passed on to the group that this one stands in for: messages between two ranks (``send``,
+``recv``), which not all ranks know of. Neither are collectives on other groups of the user's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_bytescheduler.collectives.completion import wait_in_slices
+from lightning_bytescheduler.collectives.foreign_collectives import KINDS, ForeignCollectives
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder
+from lightning_bytescheduler.collectives.operations import wait_unless
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.scheduler.core import ByteCore
+from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+
+__all__ = ["ROUTED_BACKENDS", "RoutingGroup", "is_routed"]
+
+log = logging.getLogger(__name__)
+
+ROUTED_BACKENDS = {"nccl"}
+"""Where one order is needed; tests add gloo."""
+
+_SLICE_S = 0.5
+_LOOK_S = 0.01
+_NO_LIMIT = timedelta(0)  # as torch says it
+_IMPLICIT = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+Start = Callable[[dist.ProcessGroup], dist.Work]
+
+
+def is_routed(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of ``group`` on ``device`` need one order with gradients."""
+    return group._get_backend(device).name() in ROUTED_BACKENDS
+
+
+class _RoutedWork(dist.Work):
+    """A collective that is launched when its turn comes."""
+
+    def __init__(self, name: str, group: RoutingGroup) -> None:
+        super().__init__()
+        self._name = name
+        self._group = group
+        self._launched = threading.Event()
+        self._work: dist.Work | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def launch(self, start: Start, carrier: dist.ProcessGroup) -> None:
+        """Start it; whoever waits for it learns of an error."""
+        try:
+            self._work = start(carrier)
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._launched.set()
+            future = self._future
+        if future is not None:
+            self._follow(future)
+
+    def fail(self, error: BaseException) -> None:
+        """It will never be launched."""
+        with self._lock:
+            if self._launched.is_set():
+                return
+            self._error = error
+            self._launched.set()
+            future = self._future
+        if future is not None:
+            self._follow(future)
+
+    def await_launch(self, timeout: float) -> dist.Work:
+        """Wait on the host until it has been launched.
+
+        Raises:
+            SchedulerTimeoutError: If that took too long.
+            BaseException: Why it could not be, or never will be.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._launched.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
+            cause = self._group.failure()
+            if cause is not None:
+                raise cause
+            if time.monotonic() >= deadline:
+                raise SchedulerTimeoutError(
+                    f"Collective {self._name!r} of DDP's process group had no turn within {timeout:g} s. It gets one "
+                    "when every rank has called it, and all that rank 0 has launched before has been called here: "
+                    "every rank must call the same collectives, and hand over the same gradients, in the same order."
+                )
+        if self._error is not None:
+            raise self._error
+        assert self._work is not None
+        return self._work
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """See torch; on NCCL the host waits for the launch, and the current stream for the rest."""
+        work = self.await_launch(timeout.total_seconds() or self._group.timeout)
+        if timeout:
+            return work.wait(timeout)
+        if self._group.waits_on_host:
+            wait_unless(work, self._group.failure, look_every=timedelta(seconds=_SLICE_S))
+            return True
+        return work.wait()
+
+    def synchronize(self) -> None:
+        """See torch."""
+        self.await_launch(self._group.timeout).synchronize()
+
+    def block_current_stream(self) -> None:
+        """See torch."""
+        self.await_launch(self._group.timeout).block_current_stream()
+
+    def is_completed(self) -> bool:
+        """See torch."""
+        if not self._launched.is_set():
+            return False
+        return self._work is None or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """See torch."""
+        return self._work is not None and self._work.is_success()
+
+    def exception(self) -> Any:
+        """See torch."""
+        return self._error if self._work is None else self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """See torch."""
+        return self.await_launch(self._group.timeout).result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result, also where it has not been launched."""
+        with self._lock:
+            if self._future is None:
+                self._future = self._group.new_future()
+            elif not self._launched.is_set():
+                return self._future
+            future, launched = self._future, self._launched.is_set()
+        if launched and not future.done():
+            self._follow(future)
+        return future
+
+    def _follow(self, future: torch.futures.Future[Any]) -> None:
+        if self._work is None:
+            future.set_exception(self._error)
+        else:
+            self._work.get_future().add_done_callback(partial(_hand_on, future))
+
+
+def _hand_on(future: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
+    """On a GPU this runs where the result is, and the future's own event is recorded there."""
+    if future.done():
+        return
+    try:
+        value = done.value()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+class RoutingGroup(dist.ProcessGroup):
+    """See the module.
+
+    Args:
+        default: The group that this one stands in for.
+        carrier: The data group: over the same ranks, in the same order.
+        reports: On which ranks say what they have submitted; gloo.
+        core: Whose order all is part of; rank 0's is a :class:`DecidingOrder`.
+        order: The core's.
+        device: Where gradients live.
+        failure: Why nothing will be launched any more, if so.
+        on_error: Called with what the reports failed with.
+        timeout: Longest wait for a turn, in seconds.
+        cuda: Streams and events; replaced by tests.
+    """
+
+    def __init__(
+        self,
+        default: dist.ProcessGroup,
+        carrier: dist.ProcessGroup,
+        reports: dist.ProcessGroup,
+        *,
+        core: ByteCore,
+        order: object,
+        device: torch.device,
+        failure: Callable[[], BaseException | None],
+        on_error: Callable[[BaseException], object],
+        timeout: float,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        super().__init__(default.rank(), default.size())  # type: ignore[call-arg]
+        self.default = default
+        self.carrier = carrier
+        self.timeout = timeout
+        self.failure = failure
+        self._on_error = on_error
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._reports = reports
+        self._foreign = ForeignCollectives(core, self._report)
+        self._core = core
+        self._order = order
+        self._in_order = False
+        self._calls = 0
+        self._open: deque[_RoutedWork] = deque()
+        self._coalescing = threading.local()
+        self._said_sent: deque[dist.Work] = deque()
+        self._heard = 0
+        self._stopping = threading.Event()
+        self._reported: queue.SimpleQueue[tuple[dist.Work, int] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if isinstance(order, DecidingOrder):
+            self._thread = threading.Thread(target=self._listen, name="bytescheduler-reports", daemon=True)
+            self._thread.start()
+        # What is not overridden here finds the backends of the group that this one stands in for.
+        for kind in default._device_types:
+            backend = default._get_backend(kind)
+            self._register_backend(kind, _type_of(backend), backend)
+        self._set_default_backend(_type_of(default._get_backend(device)))
+        if default.bound_device_id is not None:
+            self.bound_device_id = default.bound_device_id
+
+    # ------------------------------------------------------------------ where it stands
+
+    def install(self) -> None:
+        """Be the default group from here on, on all ranks at the same place."""
+        world, default = distributed_c10d._world, self.default
+        for facts in _facts(world):
+            if default in facts:
+                facts[self] = facts[default]
+        self._set_group_name(default.group_name)
+        self._set_group_desc(default.group_desc)
+        _rename(default.group_name, self)
+        distributed_c10d._update_default_pg(self)
+        self._mention_other_groups()
+
+    def uninstall(self, *, failed: bool, timeout: float) -> None:
+        """Give the default group back its place, once all that was submitted has ended; bounded, idempotent.
+
+        Args:
+            failed: Whether nothing is to be waited for.
+            timeout: Longest wait, in seconds.
+        """
+        if dist.group.WORLD is self:
+            distributed_c10d._update_default_pg(self.default)
+            _rename(self.default.group_name, self.default)
+            for facts in _facts(distributed_c10d._world):
+                facts.pop(self, None)
+        deadline = time.monotonic() + timeout
+        for work in list(self._open):
+            while not failed and not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        gone = self.failure() or SchedulerTimeoutError("The fit has ended before this collective had its turn.")
+        for work in list(self._open):
+            work.fail(gone)
+        self._in_order = False
+        self._stopping.set()
+        self._reported.put(None)
+        if self._thread is not None:
+            self._thread.join(max(0.1, deadline - time.monotonic()))
+        heard = self._thread is None or self._heard == self._foreign.submitted
+        self.idle = heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
+        self.carrier = self.default  # for whoever kept this group
+
+    idle = True
+    """Whether nothing was under way when it was uninstalled."""
+
+    def go_direct(self) -> None:
+        """Nothing but the program launches from here on: a step as DDP's begins. On all ranks at the same place.
+
+        Raises:
+            BaseException: Why what was submitted before was not launched.
+        """
+        if self._in_order:
+            for work in list(self._open):
+                work.await_launch(self.timeout)
+            self._in_order = False
+
+    def go_in_order(self) -> None:
+        """Gradients travel in rank 0's order from here on. On all ranks at the same place."""
+        self._in_order = True
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether it is the host that waits for results, and no stream."""
+        return self._stream is None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether collectives wait for their turn."""
+        return self._in_order
+
+    def new_future(self) -> torch.futures.Future[Any]:
+        """Of what is on this group's device."""
+        return torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
+
+    # ------------------------------------------------------------------ what torch calls
+
+    def getBackendName(self) -> str:
+        """What the group is called that this one stands in for."""
+        name: str = self.default._get_backend(self._device).name()
+        return name
+
+    def name(self) -> str:
+        """See :meth:`getBackendName`."""
+        return self.getBackendName()
+
+    def _get_backend_name(self) -> str:
+        return self.getBackendName()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives of DDP's group this rank has begun; compared where ranks wait for each other."""
+        return self._calls
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing.parts = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        parts: list[tuple[bool, Start]] = self._coalescing.parts
+        self._coalescing.parts = None
+
+        def start(group: dist.ProcessGroup) -> dist.Work:
+            group._start_coalescing(device)
+            for _, part in parts:
+                part(group)
+            return group._end_coalescing(device)
+
+        if any(between_two for between_two, _ in parts):
+            return start(self.default)
+        return self._route("coalesced", start)
+
+    def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        """To one rank, past the order."""
+        return self._pass_on("send", arguments, keywords)
+
+    def recv(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        """From one rank, past the order."""
+        return self._pass_on("recv", arguments, keywords)
+
+    def recv_anysource(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        """From any rank, past the order."""
+        return self._pass_on("recv_anysource", arguments, keywords)
+
+    def monitored_barrier(self, *arguments: Any, **keywords: Any) -> Any:
+        """Of gloo, made of messages: past the order."""
+        return self._pass_on("monitored_barrier", arguments, keywords)
+
+    def _pass_on(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
+        def start(group: dist.ProcessGroup) -> dist.Work:
+            work: dist.Work = getattr(group, kind)(*arguments, **keywords)
+            return work
+
+        parts = getattr(self._coalescing, "parts", None)
+        if parts is not None:
+            parts.append((True, start))
+            return _InCoalesced()
+        return start(self.default)
+
+    def _collective(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
+        for options in (*arguments, *keywords.values()):
+            if hasattr(options, "asyncOp"):
+                options.asyncOp = True  # on the communicator's own stream, not on one of many
+
+        def start(group: dist.ProcessGroup) -> dist.Work:
+            work: dist.Work = getattr(group, kind)(*arguments, **keywords)
+            return work
+
+        parts = getattr(self._coalescing, "parts", None)
+        if parts is not None:
+            parts.append((False, start))
+            return _InCoalesced()
+        return self._route(kind, start)
+
+    def _route(self, kind: str, start: Start) -> dist.Work:
+        self._calls += 1
+        if not self._in_order:
+            return start(self.carrier)
+        while self._open and self._open[0].is_completed():
+            self._open.popleft()
+        work = _RoutedWork(f"{kind} {self._foreign.submitted + 1}", self)
+        self._open.append(work)
+        event = None
+        if self._stream is not None:
+            event = self._cuda.Event()
+            event.record(self._cuda.current_stream(self._device))
+        try:
+            self._foreign.submit(kind, partial(self._launch, work, start, event))
+        except BaseException as error:
+            work.fail(error)
+            raise
+        return work
+
+    def _launch(self, work: _RoutedWork, start: Start, event: Any) -> None:
+        """On whichever thread launches; what it works on exists on the device behind ``event``."""
+        with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(event)
+            work.launch(start, self.carrier)
+
+    # ------------------------------------------------------------------ who has submitted what
+
+    def _report(self, count: int) -> None:
+        """Have rank 0 know when all ranks have submitted ``count``: nobody waits, a barrier ends when all are in it."""
+        work = self._reports.barrier()
+        if self._thread is not None:
+            self._reported.put((work, count))
+            return
+        while self._said_sent and self._said_sent[0].is_completed():
+            self._said_sent.popleft()
+        self._said_sent.append(work)
+
+    def _listen(self) -> None:
+        prefer_short_turns()
+        order = self._order
+        assert isinstance(order, DecidingOrder)
+        try:
+            while (item := self._reported.get()) is not None:  # woken by uninstall(), which puts None
+                work, count = item
+                if not wait_in_slices(work, self._stopping):
+                    return
+                self._heard = count
+                self._core.update_order(partial(order.submitted_everywhere, count))
+        except BaseException as error:
+            if not self._stopping.is_set():
+                self._on_error(error)
+
+    def _mention_other_groups(self) -> None:
+        """NCCL's own order of launches is asked for, and not relied on: it says nothing of the order between ranks."""
+        own = {id(self), id(self.default), id(self.carrier), id(self._reports)}
+        others = [
+            group
+            for group in distributed_c10d._world.pg_map
+            if id(group) not in own and group.size() > 1 and torch.device(self._device.type) in _devices(group)
+        ]
+        others = [group for group in others if group._get_backend(self._device).name() == "nccl"]
+        if others and self.rank() == 0:
+            known = os.environ.get(_IMPLICIT) == "1"
+            log.warning(
+                "There are %d more process groups on %s. Collectives on them are not in the order that gradients and "
+                "the default group's have on all ranks, so a training can come to a standstill: call them while no "
+                "gradients travel, after trainer.strategy.flush(), or use the default group. %s",
+                len(others),
+                self.getBackendName(),
+                f"{_IMPLICIT}=1 orders what each rank launches, but not alike on all ranks."
+                if known
+                else f"{_IMPLICIT}=1 (NCCL 2.26) makes that less likely.",
+            )
+
+
+class _InCoalesced(dist.Work):
+    """One of several that are launched together: the last call's work is waited for."""
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        return True
+
+
+def _routed(kind: str) -> Callable[..., dist.Work]:
+    def collective(self: RoutingGroup, *arguments: Any, **keywords: Any) -> dist.Work:
+        return self._collective(kind, arguments, keywords)
+
+    collective.__name__ = kind
+    collective.__doc__ = "See torch."
+    return collective
+
+
+for _kind in KINDS:
+    if hasattr(dist.ProcessGroup, _kind):
+        setattr(RoutingGroup, _kind, _routed(_kind))
+
+
+def _facts(world: Any) -> Iterator[dict[Any, Any]]:
+    """What torch knows of each group."""
+    yield from (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
+
+
+def _rename(name: str, group: dist.ProcessGroup) -> None:
+    """Have compiled collectives, which name their group, find ``group``."""
+    known: Any = torch._C._distributed_c10d
+    known._unregister_process_group(name)
+    known._register_process_group(name, group)
+
+
+def _devices(group: dist.ProcessGroup) -> list[torch.device]:
+    return [torch.device(device.type) for device in group._device_types]
+
+
+def _type_of(backend: Any) -> Any:
+    kinds = dist.ProcessGroup.BackendType
+    return {"nccl": kinds.NCCL, "gloo": kinds.GLOO}.get(backend.name(), kinds.CUSTOM)
