@@ -24,8 +24,8 @@ _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
-# Over long ways several partitions hide the start-up of each other, and what is under way already is not overtaken: with
-# 20 and 50 ms there and back steps were shortest with this much under way, in eight parts or so.
+# Over long ways several partitions hide the start-up of each other, and what is under way already is not overtaken:
+# with 20 and 50 ms there and back steps were shortest with this much under way, in eight parts or so.
 _ALPHAS_IN_CREDIT_WHEN_FAR = 1.75  # of alphas that the probe finds, and betas, which are too small there
 _SECONDS_IN_CREDIT_WHEN_FAR = 0.012
 _PARTITIONS_IN_CREDIT_WHEN_FAR = 8
@@ -145,8 +145,8 @@ def default_sizes(
         in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
         architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, but no
             larger than a 64th of the model, under a credit of sixteen of them, whatever the link.
-        far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth of
-            what does that each, and as many in flight.
+        far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth
+            of what does that each, and as many in flight.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
