@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler import ByteSchedulerFabricStrategy, ByteSchedulerStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.refused_names import _misspelt
 
 
@@ -33,10 +33,15 @@ def test_what_is_meant_is_there() -> None:
         assert StrategyRegistry[name]["strategy"] is not StrategyRegistry[right]["strategy"]
 
 
-@pytest.mark.parametrize("name", ["bytescheduler", "bytescheduler_spawn", "diloco", "diloco_notebook"])
+@pytest.mark.parametrize("name", ["diloco", "diloco_notebook"])
 def test_fabric(name: Any) -> None:
     with pytest.raises(UnsupportedError, match=f"strategy='{name}' is for Trainer, and not for Fabric"):
         Fabric(accelerator="cpu", devices=2, strategy=name)
+
+
+@pytest.mark.parametrize("name", ["bytescheduler", "bytescheduler_spawn", "bytescheduler_find_unused_parameters_true"])
+def test_fabric_has_the_same_names(name: Any) -> None:
+    assert type(Fabric(accelerator="cpu", devices=2, strategy=name).strategy) is ByteSchedulerFabricStrategy
 
 
 def test_the_right_name_in_any_case() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.checking.notebook import check
     from lightning_bytescheduler.checking.report import CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore
+    from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy
     from lightning_bytescheduler.ddp.plan import OverlapPlan
     from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Advice",
     "ByteSchedulerError",
+    "ByteSchedulerFabricStrategy",
     "ByteSchedulerStrategy",
     "CheckReport",
     "CoordinatorError",
@@ -84,6 +86,7 @@ __all__ = [
 
 _IMPORTED_AT_FIRST_USE = {
     "Advice": "advice.advice",
+    "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
     "ByteSchedulerStrategy": "ddp.strategy",
     "CheckReport": "checking.report",
     "CreditTuner": "tuning.credit_tuner",

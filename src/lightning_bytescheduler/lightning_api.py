@@ -17,6 +17,9 @@ __all__ = [
     "DDPStrategy",
     "DummyLogger",
     "Fabric",
+    "FabricDDPStrategy",
+    "FabricMixedPrecision",
+    "FabricPrecision",
     "GradClipAlgorithmType",
     "LightningEnvironment",
     "Logger",
@@ -30,6 +33,7 @@ __all__ = [
     "Strategy",
     "StrategyRegistry",
     "TrainerFn",
+    "_FabricLauncher",
     "_MultiProcessingLauncher",
     "_init_dist_connection",
     "default_pg_timeout",
@@ -53,6 +57,10 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+    from lightning.fabric.plugins.precision import Precision as FabricPrecision
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.fabric.strategies.launchers import _MultiProcessingLauncher as _FabricLauncher
     from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.callbacks import Checkpoint
@@ -76,6 +84,10 @@ else:
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+    from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+    from lightning_fabric.plugins.precision import Precision as FabricPrecision
+    from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning_fabric.strategies.launchers import _MultiProcessingLauncher as _FabricLauncher
     from lightning_fabric.utilities.distributed import _init_dist_connection
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning.callbacks import Checkpoint

@@ -1,7 +1,7 @@
 """Names that people try in place of a strategy's: registered, so that the error says which name is right.
 
 Lightning's own error for a name that is not registered shows none of ours. Two registries are meant: the Trainer's,
-where a name may be misspelt, and Fabric's, where the right names are looked for in vain. Nothing of Lightning is
+where a name may be misspelt, and Fabric's, where one strategy is looked for in vain. Nothing of Lightning is
 imported here.
 """
 
@@ -80,7 +80,7 @@ def refuse_in_fabric(registry: Any, names: Iterable[str]) -> None:
     for name in names:
         if name not in registry:
             error = UnsupportedError(
-                f"strategy={name!r} is for Trainer, and not for Fabric: it takes part in the Trainer's steps. Use "
-                "Trainer, or Fabric(strategy='ddp')."
+                f"strategy={name!r} is for Trainer, and not for Fabric: its rounds end between the Trainer's steps. "
+                "Use Trainer, or Fabric(strategy='bytescheduler')."
             )
             registry.register(name, _Refused(error), description="an error: it is a strategy of the Trainer alone")

@@ -1,11 +1,11 @@
 """The strategies by name, and which Lightning they belong to.
 
-Lightning is published as ``lightning`` and as ``pytorch_lightning``, with classes of their own: the Trainer of one
-accepts no strategy of the other. Where one is installed, so is the other. The adapters take all of Lightning's names
-from :mod:`~lightning_bytescheduler.lightning_api`, and that is imported, with them, when it is known which of the two
-a project uses:
+Lightning is published as ``lightning`` and as ``pytorch_lightning`` (whose Fabric is ``lightning_fabric``), with
+classes of their own: the Trainer of one accepts no strategy of the other. Where one is installed, so is the other. The
+adapters take all of Lightning's names from :mod:`~lightning_bytescheduler.lightning_api`, and that is imported, with
+them, when it is known which of the two a project uses:
 
-* A strategy is asked for by name: that of the Trainer that asks.
+* A strategy is asked for by name: that of the Trainer, or of the Fabric, that asks.
 * A name such as ``ByteSchedulerStrategy`` is imported: what ``BYTESCHEDULER_LIGHTNING`` says; else the one that the
   importing file imports too, whichever line comes first; else the one that has been imported; else ``lightning``.
 
@@ -23,7 +23,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -48,7 +48,15 @@ _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightnin
 """The modules whose Trainers there are, and the package of each."""
 
 
-_FABRICS = {"lightning": "lightning.fabric.strategies", "pytorch_lightning": "lightning_fabric.strategies"}
+_FABRICS: dict[str, LightningPackage] = {"lightning_fabric": "pytorch_lightning", "lightning.fabric": "lightning"}
+"""The modules whose Fabrics there are, and the package of each."""
+
+_BY_NAME: dict[str, LightningPackage] = {
+    "lightning": "lightning",
+    "pytorch_lightning": "pytorch_lightning",
+    "lightning_fabric": "pytorch_lightning",
+}
+"""What a file may import, and the package that it belongs to."""
 
 
 class _Choice(NamedTuple):
@@ -120,9 +128,9 @@ def _from_importing_file() -> _Choice | None:
     for frame in _frames():
         # Of a file's own code, these are the names of its variables and of the modules it imports.
         named = {name.partition(".")[0] for name in frame.f_code.co_names}
-        packages = [package for package in _TRAINERS.values() if package in named]
+        packages = {package for name, package in _BY_NAME.items() if name in named}
         if frame.f_code.co_name == "<module>" and len(packages) == 1:
-            return _Choice(packages[0], f"{os.path.basename(frame.f_code.co_filename)} imports that")
+            return _Choice(packages.pop(), f"{os.path.basename(frame.f_code.co_filename)} imports that")
     return None
 
 
@@ -135,9 +143,10 @@ def _frames() -> Iterator[Any]:
 
 
 def _from_what_is_imported() -> _Choice:
-    imported = [package for module, package in _TRAINERS.items() if module in sys.modules]
+    imported = {package for module, package in _TRAINERS.items() if module in sys.modules}
+    imported = imported or {package for module, package in _FABRICS.items() if module in sys.modules}
     if len(imported) == 1:
-        return _Choice(imported[0], f"only that had been imported when {__package__}'s names were")
+        return _Choice(imported.pop(), f"only that had been imported when {__package__}'s names were")
     return _Choice("lightning", f"nothing else was known when {__package__}'s names were imported")
 
 
@@ -154,6 +163,9 @@ class _Place(NamedTuple):
 
 _BYTESCHEDULER = _Place(
     "lightning_bytescheduler.ddp.strategy", "ByteSchedulerStrategy", "DDP scheduled by ByteScheduler"
+)
+_IN_FABRIC = _Place(
+    "lightning_bytescheduler.ddp.fabric_strategy", "ByteSchedulerFabricStrategy", "DDP scheduled by ByteScheduler"
 )
 _DILOCO = _Place(
     "lightning_bytescheduler.diloco.strategy", "DiLoCoStrategy", "Low-communication training of uneven workers"
@@ -179,15 +191,17 @@ class _Registered:
         package: Whose registry it is in.
         name: The name there.
         place: Where the class is.
+        user: Who asks: ``"Trainer"`` or ``"Fabric"``.
     """
 
-    def __init__(self, package: LightningPackage, name: str, place: _Place) -> None:
+    def __init__(self, package: LightningPackage, name: str, place: _Place, user: str = "Trainer") -> None:
         self._package = package
         self._name = name
         self._place = place
+        self._user = user
 
     def __call__(self, **options: Any) -> Any:
-        use_package(self._package, f"strategy={self._name!r} was given to {self._package}'s Trainer")
+        use_package(self._package, f"strategy={self._name!r} was given to {self._package}'s {self._user}")
         return self.strategy_class()(**options)
 
     def strategy_class(self) -> Any:
@@ -202,41 +216,62 @@ def registered_class(entry: Any) -> Any:
 
 def register_strategies() -> None:
     """Register all strategies with each of the two packages, at once or when it is imported."""
-    waiting = {}
-    for module, package in _TRAINERS.items():
-        registry = getattr(sys.modules.get(f"{module}.strategies"), "StrategyRegistry", None)
-        if registry is None:
-            waiting[module] = package
-        else:
-            _register(registry, package)
+    waiting: dict[str, Callable[[Any], None]] = {}
+    for modules, name, registered in (
+        (_TRAINERS, "StrategyRegistry", _register),
+        (_FABRICS, "STRATEGY_REGISTRY", _register_in_fabric),
+    ):
+        for module, package in modules.items():
+            registry = getattr(sys.modules.get(f"{module}.strategies"), name, None)
+            if registry is None:
+                waiting[module] = _then_register(registered, name, package)
+            else:
+                registered(registry, package)
     if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(waiting))
+
+
+def _then_register(
+    registered: Callable[[Any, LightningPackage], None], name: str, package: LightningPackage
+) -> Callable[[Any], None]:
+    return lambda module: registered(getattr(module.strategies, name), package)
 
 
 def _register(registry: Any, package: LightningPackage) -> None:
     for name, place, options in _named():
         if name not in registry:  # importing twice, as after a reload, must not raise
-            description = ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
-            registry.register(name, _Registered(package, name, place), description=description, **options)
+            registry.register(
+                name, _Registered(package, name, place), description=_described(place, options), **options
+            )
     refuse_misspelt(registry)
-    fabric = getattr(sys.modules.get(_FABRICS[package]), "STRATEGY_REGISTRY", None)
-    if fabric is not None:
-        refuse_in_fabric(fabric, (name for name, _, _ in _named()))
+
+
+def _register_in_fabric(registry: Any, package: LightningPackage) -> None:
+    """The same with Fabric, of which one strategy of this package is none."""
+    for name, place, options in _named():
+        if place is _BYTESCHEDULER and name not in registry:
+            entry = _Registered(package, name, _IN_FABRIC, "Fabric")
+            registry.register(name, entry, description=_described(_IN_FABRIC, options), **options)
+    refuse_in_fabric(registry, (name for name, place, _ in _named() if place is _DILOCO))
+
+
+def _described(place: _Place, options: dict[str, Any]) -> str:
+    return ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Registers the strategies with a package when its import has ended.
 
     Args:
-        waiting: The modules to wait for, each with its package.
+        waiting: The modules to wait for, each with what is done with it.
     """
 
-    def __init__(self, waiting: dict[str, LightningPackage]) -> None:
+    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
         self._waiting = waiting
 
     def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        package = self._waiting.pop(fullname, None)
-        if package is None:
+        register = self._waiting.pop(fullname, None)
+        if register is None:
             return None
         spec = importlib.util.find_spec(fullname)  # found by the others: it is no longer waited for here
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
@@ -249,10 +284,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
             except BaseException:
                 if this:
-                    self._waiting[fullname] = package  # the project may mend what failed, and import it again
+                    self._waiting[fullname] = register  # the project may mend what failed, and import it again
                 raise
             if this:
-                _register(module.strategies.StrategyRegistry, package)
+                register(module)
 
         spec.loader.exec_module = then  # type: ignore[method-assign]
         return spec

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.loss_scaler import scaling_later
+from lightning_bytescheduler.ddp.partial_step import replaced
 from lightning_bytescheduler.ddp.plan import scales_losses
 from lightning_bytescheduler.lightning_api import MixedPrecision, Precision
 
@@ -36,10 +37,10 @@ def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -
         return output
 
     with ExitStack() as stack:
-        stack.enter_context(_replaced(optimizer, "step", step))
+        stack.enter_context(replaced(optimizer, "step", step))
         for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
             if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
-                stack.enter_context(_replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
+                stack.enter_context(replaced(plugin, name, _or_else(defer, getattr(plugin, name))))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
         if isinstance(plugin, MixedPrecision) and scaler is not None:
             plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
@@ -55,18 +56,3 @@ def _or_else(
             clip(optimizer, clip_val)
 
     return clip_later
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
-    absent = object()
-    before = attributes.get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

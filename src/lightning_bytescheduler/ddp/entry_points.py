@@ -169,6 +169,7 @@ _TAKE_THEIR_ARGUMENTS = (
     ("torch.distributed.distributed_c10d", "_check_single_tensor"),
     ("torch.distributed.distributed_c10d", "_check_tensor_list"),
 )
+_DROP_GRADIENTS = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
 _NEED_ALL_OPEN = {
     ("torch._C", "_create_function_from_trace"): "torch.jit.trace",
     ("torch._C", "_create_function_from_trace_with_dict"): "torch.jit.trace",
@@ -215,6 +216,8 @@ def watch_entry_points() -> Callable[[], None]:
 def _replace_all() -> None:
     for module, name in _TAKE_THEIR_ARGUMENTS:
         _replace(module, name, _opening_arguments)
+    for module, name in _DROP_GRADIENTS:
+        _replace(module, name, _leaving_gates_closed)
     for (module, name), reason in _NEED_ALL_OPEN.items():
         _replace(module, name, functools.partial(_opening_everything, reason))
     _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
@@ -258,6 +261,18 @@ def _opening_arguments(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return opening
+
+
+def _leaving_gates_closed(zero_grad: Any) -> Any:
+    @functools.wraps(zero_grad)
+    def leaving(self: Any, set_to_none: bool = True) -> Any:
+        if not set_to_none or torch.compiler.is_dynamo_compiling() or not any_closed():
+            return zero_grad(self, set_to_none)
+        # A deferred step has its gradients, and what is only dropped need not have arrived.
+        with torch._C.DisableTorchFunctionSubclass():
+            return zero_grad(self, set_to_none)
+
+    return leaving
 
 
 def _opening_everything(reason: str, original: Any) -> Any:

@@ -50,6 +50,7 @@ __all__ = [
     "disarm",
     "gate_of",
     "is_armed",
+    "is_of_libraries",
     "open_gates",
 ]
 
@@ -68,6 +69,7 @@ _gates: dict[int, Gate] = {}  # by id of the parameter; the gate keeps the param
 
 _TENSOR: Any = torch.Tensor  # its getters have no types
 _GRADIENT_ACCESS = frozenset({_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__})
+_SET_GRADIENT = _TENSOR.grad.__set__
 # Answered without opening the gate: nothing here depends on the weights or leads to their memory. ``size`` and ``dim``
 # are missing on purpose: they are all that ``torch.vmap`` asks of a parameter before it takes its memory.
 _METADATA = frozenset(
@@ -81,6 +83,11 @@ _METADATA = frozenset(
         _TENSOR.numel,
     }
 )
+
+
+def _drops_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether that is ``parameter.grad = None``: a deferred step has its gradients, and nobody sees what they hold."""
+    return func is _SET_GRADIENT and args[1] is None
 
 
 class GatedParameter(nn.Parameter):
@@ -99,7 +106,7 @@ class GatedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA:
+        if func not in _METADATA and not _drops_gradient(func, args):
             gradient_only = func in _GRADIENT_ACCESS
             gated = list(_find_gated((args, kwargs)))
             for parameter in gated:
@@ -474,7 +481,7 @@ def caller() -> str:
             function = "autograd.Function.apply"
         elif module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
             module = _place(frame)
-        if not file.startswith(_LIBRARIES) and not _is_of_the_package(file):
+        if not is_of_libraries(file):
             place = _place(frame)
             parts = [function, f"in {module}" if module not in (None, place) else "", f"from {place}"]
             return ", ".join(part for part in parts if part)
@@ -482,9 +489,10 @@ def caller() -> str:
     return function or "unknown code"
 
 
-def _is_of_the_package(file: str) -> bool:
+def is_of_libraries(file: str) -> bool:
+    """Whether code in ``file`` is PyTorch's or this package's."""
     parts = Path(file).parts
-    return "lightning_bytescheduler" in parts or "contextlib.py" in parts[-1:]
+    return file.startswith(_LIBRARIES) or "lightning_bytescheduler" in parts or "contextlib.py" in parts[-1:]
 
 
 def _place(frame: FrameType) -> str:

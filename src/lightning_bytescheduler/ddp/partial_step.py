@@ -43,6 +43,7 @@ __all__ = [
     "kind_of",
     "open_state",
     "plain_mode",
+    "replaced",
     "snapshot_hyperparameters",
     "step_partially",
     "steps_as_its_class",
@@ -355,3 +356,19 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
         yield
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """For the duration, ``owner`` has ``value`` as an attribute of its own."""
+    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
+    absent = object()
+    before = attributes.get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

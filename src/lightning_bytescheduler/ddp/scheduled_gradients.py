@@ -62,7 +62,7 @@ from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["ScheduledGradients"]
+__all__ = ["ScheduledGradients", "own_processors"]
 
 
 _NAMES_SHOWN = 2
@@ -321,7 +321,7 @@ class ScheduledGradients:
                 sharded=sharded,
                 unseen=unseen,
                 merged_bytes=0 if self._own_buckets else merged_bytes(self._strategy.root_device, runtime.agreed.link),
-                processors=_own_processors(self._strategy.num_processes),
+                processors=own_processors(self._strategy.num_processes),
             ),
             listener,
         )
@@ -533,7 +533,7 @@ def _bytes_of_gradients(module: pl.LightningModule) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-def _own_processors(ranks_on_host: int) -> int:
+def own_processors(ranks_on_host: int) -> int:
     """How many processors a rank has for itself: its share of what it may run on."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(allowed // max(ranks_on_host, 1), 1)

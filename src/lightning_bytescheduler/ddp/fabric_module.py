@@ -1,0 +1,441 @@
+"""ByteScheduler's communication for one module that Fabric has set up: from its wrap to the last step.
+
+A loop of the user's own has none of the Trainer's hooks. What takes their places:
+
+- *the forward pass*: that of the wrapped module, while gradients are enabled (:class:`ScheduledDataParallel`);
+- *the backward pass*: ``fabric.backward``, which the strategy sees, and tells to every module that was set up, as a
+  loss may reach several of them;
+- *the optimizer's step*: ``optimizer.step()`` of what ``fabric.setup`` returned, which comes to the strategy;
+- *decisions*: at the end of the first optimizer step. It is synchronised in any case, every rank comes there after the
+  same backward pass, and by then all optimizers of the module are known, set up together with it or later;
+- *the end*: there is none. Whoever reads a weight, a gradient or the optimizer's state meets a gate and waits, and what
+  nobody has read when the process ends is waited for then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
+from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start
+from lightning_bytescheduler.ddp.gates import is_of_libraries
+from lightning_bytescheduler.ddp.loss_scaler import is_enabled
+from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.partial_step import replaced, wants_whole_steps
+from lightning_bytescheduler.ddp.plan import (
+    OverlapPlan,
+    model_reasons,
+    names_of,
+    optimizer_reasons,
+    unseen_parameters,
+)
+from lightning_bytescheduler.ddp.read_warnings import say_unseen
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepListener
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.lightning_api import FabricMixedPrecision, FabricPrecision, rank_zero_info
+from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.tuning.default_sizes import is_slow
+
+__all__ = ["FabricModuleGradients", "LoopReads", "ScheduledDataParallel", "SetUpOptions"]
+
+_FABRIC = str(Path(inspect.getfile(FabricPrecision)).parents[2])  # all of Fabric's files
+_ENOUGH = 20  # steps of which most were read early, before it is worth a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUpOptions:
+    """What all modules of a strategy are set up with.
+
+    Attributes:
+        scheduler: This rank's options.
+        timeout: Longest wait for one bucket.
+        ddp: Options of DistributedDataParallel.
+        own_buckets: Whether the user chose the sizes of its buckets.
+        ranks_on_host: Ranks that share this machine's processors.
+        agree: Says whether all ranks say so.
+    """
+
+    scheduler: SchedulerOptions
+    timeout: timedelta | None
+    ddp: Mapping[str, Any]
+    own_buckets: bool
+    ranks_on_host: int
+    agree: Callable[[bool], bool]
+
+
+class ScheduledDataParallel(DistributedDataParallel):
+    """DDP's wrapper, whose forward passes the scheduler sees while gradients are enabled.
+
+    Args:
+        gradients: Of this module.
+        module: See DistributedDataParallel.
+        **options: See DistributedDataParallel.
+    """
+
+    def __init__(self, gradients: FabricModuleGradients, *, module: nn.Module, **options: Any) -> None:
+        super().__init__(module=module, **options)
+        self._bytescheduler = gradients
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("_bytescheduler", None)
+        return state
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """See DistributedDataParallel."""
+        gradients = self.__dict__.get("_bytescheduler")
+        if gradients is None or not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with gradients.forward():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class LoopReads(StepListener):
+    """Counts the steps whose updates or gradients were waited for between steps, by the line that reads them.
+
+    Args:
+        names: Of the parameters, by their ids.
+        rank: Of this process.
+    """
+
+    def __init__(self, names: Mapping[int, str], rank: int) -> None:
+        self._names = names
+        self._rank = rank
+        self._told: set[str] = set()
+        self.steps: Counter[str] = Counter()
+        self.whole_steps: Counter[str] = Counter()
+        self.unseen: dict[str, int] = {}
+
+    def waited_early(self) -> None:
+        """See :class:`StepListener`."""
+        reader = _reader(sys._getframe(1))
+        self.steps[reader] += 1
+        if self.steps[reader] >= _ENOUGH and reader not in self._told:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looked at weights or gradients between steps, {self.steps[reader]} times so "
+                "far. They are what DDP would show, but these steps wait for all gradients; looking less often keeps "
+                "the overlap."
+            )
+
+    def stepped_whole(self, why: str) -> None:
+        """See :class:`StepListener`."""
+        self.whole_steps[why] += 1
+        if self.whole_steps[why] == _ENOUGH:
+            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """See :class:`StepListener`."""
+        found = [self._names[id(p)] for p in parameters]
+        self.unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._rank)
+
+
+def _reader(frame: FrameType | None) -> str:
+    """The innermost function on the stack that is none of a library's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_of_libraries(file) and not file.startswith(_FABRIC):
+            return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return "unknown code"
+
+
+class FabricModuleGradients:
+    """The scheduler of one module; every rank makes those of its modules in the same order.
+
+    Args:
+        module: What is trained, not wrapped.
+        board: Where failures are published.
+        options: Those of the strategy.
+        device: Where gradients live.
+
+    Attributes:
+        runtime: Until it is closed.
+        statistics: Of all steps so far.
+    """
+
+    def __init__(self, module: nn.Module, *, board: FaultBoard, options: SetUpOptions, device: torch.device) -> None:
+        check_module(module)
+        self._options = options
+        self._device = device
+        self._module = weakref.ref(module)
+        self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._parameters = frozenset(map(id, parameters))
+        self._plan: OverlapPlan | None = None
+        self._reads: LoopReads | None = None
+        self._opened_for: Mapping[str, int] = {}
+        self._finding = False  # whether both ways have been compared
+        groups = SchedulerGroups.create(timeout=options.timeout)
+        self._agreed = agree_on_sizes(groups, options.scheduler, parameters, device)
+        self.runtime: SchedulerRuntime | None = SchedulerRuntime(
+            groups=groups,
+            board=board,
+            agreed=self._agreed,
+            options=options.scheduler,
+            parameters=parameters,
+            device=device,
+            timeout=options.timeout,
+        )
+        self.statistics: SchedulerStatistics = self.runtime.statistics
+        announce(options.scheduler, self._agreed)
+
+    def wrap(self, device_ids: list[int] | None) -> ScheduledDataParallel:
+        """Wrap the module with DDP, whose gradients go to the scheduler."""
+        module, runtime = self._module(), self.runtime
+        if module is None or runtime is None:
+            raise RuntimeError("The module is gone.")
+        ddp = dict(self._options.ddp)
+        if not self._options.own_buckets:
+            ddp["bucket_cap_mb"] = self._agreed.sizes.bucket_bytes / 2**20
+        model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
+        model.register_comm_hook(runtime.engine, schedule_bucket)
+        # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        self._wrapper = weakref.ref(model)
+        return model
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the wrapped module any more."""
+        return self._wrapper is not None and self._wrapper() is None
+
+    @property
+    def plan(self) -> OverlapPlan | None:
+        """What overlaps, and why not; ``None`` before the first step."""
+        plan, reads, runtime, module = self._plan, self._reads, self.runtime, self._module()
+        if plan is None or reads is None:
+            return plan
+        if runtime is not None and module is not None:
+            self._plan = plan = replace(
+                plan,
+                gated_at_start=names_of(module, runtime.engine.unseen),
+                held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
+            )
+        return replace(
+            plan,
+            early_readers=dict(reads.steps),
+            whole_steps=dict(reads.whole_steps),
+            deferred_share=self.statistics.deferred_share if self.statistics.updates else None,
+            read_unseen=dict(reads.unseen),
+            opened_for=dict(self._opened_for),
+        )
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has a parameter of this module."""
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    # ------------------------------------------------------------------ a step
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass that a backward pass may follow."""
+        runtime = self.runtime
+        if runtime is not None:
+            runtime.engine.begin_forward()
+        yield
+        if runtime is not None:
+            runtime.engine.end_forward()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass, of this module or others."""
+        runtime = self.runtime
+        if runtime is not None:
+            runtime.engine.before_backward()
+        yield
+        if runtime is not None:
+            runtime.engine.after_backward()
+
+    def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Defer the optimizer's step where its gradients are still on their way, else take it.
+
+        Args:
+            take: The strategy's own step, given a closure, or none.
+            optimizer: Whose step it is; of its parameters with a gradient, none is another scheduled module's.
+            closure: Computes loss and gradients, if anything does.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            return take(closure)
+        engine = runtime.engine
+        why_whole = wants_whole_steps(optimizer) if engine.options.overlapped else None
+        if not engine.options.overlapped or why_whole:
+            if why_whole and self._reads is not None:
+                self._reads.stepped_whole(why_whole)
+            output = take_final(take, closure, engine.flush)
+            engine.count_whole_step(optimizer)
+            return output
+        own_step = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            output = None
+            if closure is not None:
+                with torch.enable_grad():
+                    output = closure()
+            engine.step(optimizer, own_step)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
+            return output
+
+        with replaced(optimizer, "step", step):
+            return take(closure)
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply every update that is due."""
+        if self.runtime is not None:
+            self.runtime.engine.flush()
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        return self.runtime is not None and self.runtime.engine.clip_value(optimizer, limit)
+
+    # ------------------------------------------------------------------ what overlaps
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is decided what overlaps."""
+        return self._plan is not None
+
+    def decide(self, optimizers: Sequence[Optimizer], precision: FabricPrecision, rank: int) -> None:
+        """Decide with the other ranks what overlaps, when the first step has been taken."""
+        module, runtime = self._module(), self.runtime
+        if module is None or runtime is None:
+            return
+        engine, scheduler = runtime.engine, self._options.scheduler
+        unseen = frozenset(unseen_parameters(module))
+        plan = self._make_plan(module, optimizers, precision, unseen, engine.find_held())
+        agree = self._options.agree
+        if not agree(plan.overlapped) and plan.overlapped:
+            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+        listener: LoopReads | None = None
+        if plan.overlapped:
+            names = {id(p): name for name, p in module.named_parameters()}
+            listener = self._reads = LoopReads(names, rank)
+            self._opened_for = engine.opened_for
+            mode, plan = self._choose_mode(runtime, plan)
+        else:
+            mode = StepMode(agree(scheduler.mode == "ddp" or (scheduler.mode == "auto" and scheduler.cross_barrier)))
+            plan = replace(plan, as_ddp=mode.ddp_mode)
+        self._plan = plan
+        own_buckets, link = self._options.own_buckets, self._agreed.link
+        engine.begin_fit(
+            EngineOptions(
+                overlapped=plan.overlapped,
+                mode=mode,
+                unseen=unseen,
+                merged_bytes=0 if own_buckets else merged_bytes(self._device, link),
+                processors=own_processors(self._options.ranks_on_host),
+            ),
+            listener,
+        )
+        ranks, policy = runtime.group.size(), scheduler.policy
+        say_start(plan, self._agreed, world_size=ranks, nbytes=self._nbytes, tuned=False, policy=policy)
+
+    def _make_plan(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        precision: FabricPrecision,
+        unseen: frozenset[int],
+        held: set[int],
+    ) -> OverlapPlan:
+        reasons = []
+        if not self._options.scheduler.cross_barrier:
+            reasons.append("cross_barrier=False (leave it out to keep the overlap)")
+        for optimizer in optimizers:
+            reasons += optimizer_reasons([optimizer])
+        if not self._options.ddp.get("gradient_as_bucket_view", True):
+            reasons.append(
+                "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep "
+                "the overlap)"
+            )
+        reasons += _precision_reasons(precision)
+        reasons += model_reasons(module)
+        if reasons:
+            return OverlapPlan(steps="synchronised", reasons=tuple(dict.fromkeys(reasons)))
+        return OverlapPlan(
+            steps="overlapped", gated_at_start=names_of(module, unseen), held_elsewhere=names_of(module, held)
+        )
+
+    def _choose_mode(self, runtime: SchedulerRuntime, plan: OverlapPlan) -> tuple[StepMode, OverlapPlan]:
+        """Whether steps that can overlap do; what counts is what rank 0 says."""
+        mode, link, device = self._options.scheduler.mode, self._agreed.link, self._device
+        slow = link is not None and is_slow(link, nbytes=self._nbytes, busy_processor=device.type == "cpu")
+        message = torch.tensor([MODES.index(mode), slow], dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        mode, slow = MODES[int(message[0])], bool(message[1])
+        as_ddp = mode == "ddp" or (mode == "auto" and not slow)
+        plan = replace(plan, as_ddp=as_ddp, pace=first_pace(mode, slow=slow, tuned=False))
+        if mode == "auto":
+            return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found), plan
+        return StepMode(mode == "ddp"), plan
+
+    def _mode_found(self, found: ModeFound) -> StepMode | None:
+        """Every rank comes here before the same step."""
+        news, plan = found.changed or (found.compared and not self._finding), self._plan
+        self._finding = found.compared
+        if plan is not None:
+            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason_for(found))
+        if news:
+            say_found(found, stays=plan is not None and plan.as_ddp == found.ddp_mode, tuned=False)
+        return None
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, *, failed: bool) -> None:
+        """Stop every thread, and make every parameter plain again; bounded, idempotent."""
+        self._plan = self.plan
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close(failed=failed)
+
+
+def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, settle: Callable[[], None]) -> Any:
+    """Take a step whose gradients are all final: also those that a closure has computed."""
+    if closure is None:
+        settle()
+        return take(None)
+
+    def computed() -> Any:
+        output = closure()
+        settle()
+        return output
+
+    return take(computed)
+
+
+def _precision_reasons(plugin: FabricPrecision) -> list[str]:
+    """Why steps cannot be deferred with this precision plugin."""
+    own = type(plugin).optimizer_step
+    if isinstance(plugin, FabricMixedPrecision) and own is FabricMixedPrecision.optimizer_step:
+        if plugin.scaler is not None and is_enabled(plugin.scaler):
+            return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
+        return []
+    if own is FabricPrecision.optimizer_step:
+        return []
+    return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]

@@ -1,0 +1,208 @@
+"""A DDP strategy whose ranks learn of each other's failures: what Trainer's and Fabric's have in common.
+
+A failure is published before anything else is done about it, and what others break off because of it names the rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
+from lightning_bytescheduler.ddp.own_names import OwnNames
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.incarnation import agent_keeps_store, name_incarnation
+from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
+from lightning_bytescheduler.lightning_api import SIGTERMException, rank_zero_info, rank_zero_warn
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.lightning_api import ClusterEnvironment
+
+__all__ = ["JoinedRanks"]
+
+_T = TypeVar("_T")
+_TIMEOUT_S = 1800.0
+
+
+class JoinedRanks:
+    """Mixed into a DDP strategy of Lightning, before it."""
+
+    sigterm_patience_s: ClassVar[float] = 0.0
+    """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
+    own_names: ClassVar[OwnNames]
+    """What it is called in hints."""
+    # Of Lightning's strategy.
+    cluster_environment: ClusterEnvironment | None
+    num_nodes: int
+    global_rank: int
+    _timeout: timedelta | None
+
+    _board: FaultBoard | None = None
+    _failed: bool = False
+
+    def _runtimes(self) -> Iterable[SchedulerRuntime]:
+        """The schedulers that are at work."""
+        return ()
+
+    # ------------------------------------------------------------------ who takes part
+
+    def _know_ranks(self) -> None:
+        """Have the cluster environment know this rank, and how many there are."""
+        raise NotImplementedError
+
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[RendezvousWatch | None]:
+        """Around the wait for the other ranks: who is missing is said, and that one of them failed."""
+        environment = self.cluster_environment
+        if environment is None or ranks == 1 or dist.is_initialized():
+            return nullcontext()
+        self._know_ranks()
+        if self.num_nodes > 1:
+            interface = choose_interface(environment.main_address)
+            if interface is not None:
+                rank_zero_info(
+                    f"bytescheduler: ranks connect through {interface}, which leads to {environment.main_address}, as "
+                    f"this machine's name does not ({VARIABLE} chooses another one)."
+                )
+        return RendezvousWatch(
+            environment.main_address,
+            environment.main_port,
+            rank=self.global_rank,
+            world_size=ranks,
+            strategy=strategy,
+        )
+
+    def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
+        """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.
+
+        Args:
+            ranks: How many there are.
+            watch: Is told what the part is called.
+        """
+        environment = self.cluster_environment
+        if environment is None or dist.is_initialized() or not agent_keeps_store():
+            return None
+        self._know_ranks()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        timeout = timedelta(seconds=self._longest_wait_s)
+        store = next(rendezvous("env://", rank=self.global_rank, world_size=ranks, timeout=timeout))[0]
+        name = name_incarnation(
+            store,
+            rank=self.global_rank,
+            world_size=ranks,
+            timeout=self._longest_wait_s,
+            failure=lambda: None if watch is None else watch.difference,
+        )
+        if watch is not None:
+            watch.meet_as(name)
+        return dist.PrefixStore(name, store)
+
+    def _meet(self, what: str, own: Introduction) -> None:
+        """Make sure with all other ranks that they are in the same training.
+
+        Args:
+            what: Is compared.
+            own: What this rank has to say of it.
+        """
+        board = self._board
+        if board is None:
+            return
+
+        with self._explained():
+            place, seconds = board.meeting_place(what), self._longest_wait_s
+            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=self._no_hope)
+            require_alike(ranks, warn=rank_zero_warn)
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
+
+    def _no_hope(self) -> BaseException | None:
+        """Why nothing is to be expected of the other ranks any more, if so."""
+        board = self._board
+        if board is None or not board.hopeless:
+            return None
+        return board.diagnose(RuntimeError("c10d: the store is gone"))
+
+    # ------------------------------------------------------------------ failures
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
+        if not self._failed:
+            with self._explained():
+                super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
+        if self._failed:
+            return obj
+        with self._explained():
+            sent: _T = super().broadcast(obj, src)  # type: ignore[misc]
+        return sent
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """See DDPStrategy."""
+        with self._explained():
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """See DDPStrategy."""
+        with self._explained():
+            agreed: bool = super().reduce_boolean_decision(decision, all)  # type: ignore[misc]
+        return agreed
+
+    def publish_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""
+        if self._failed:
+            return
+        self._failed = True
+        self._hint(exception)
+        board = self._board
+        if board is None:
+            return
+        board.take_over()
+        cause = self._explain(exception)
+        if not isinstance(cause, RankFailedError):
+            board.publish(cause, patience=self.sigterm_patience_s if isinstance(cause, SIGTERMException) else 0.0)
+        if cause is not exception and hasattr(exception, "add_note"):
+            exception.add_note(str(cause))
+        for runtime in self._runtimes():
+            runtime.fail(cause)
+        self._end_with(cause)
+        board.close()  # here, as teardown is skipped when another callback's on_exception raises
+
+    def _end_with(self, cause: BaseException) -> None:
+        """End what else this rank does with the others, because of ``cause``."""
+
+    def _hint(self, exception: BaseException) -> None:
+        """Have Lightning's hints in ``exception`` say this package's names."""
+        self.own_names.put_into(exception)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the consequence of another rank's failure into an error that names the rank."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._explain(error)
+            if cause is error:
+                raise
+            # DDP's reducer passes what its hook raised on as words of its own.
+            raise cause from (None if str(cause) in str(error) else error)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        runtimes = list(self._runtimes())
+        for runtime in runtimes:
+            explained = runtime.explain(error)
+            if explained is not error:
+                return explained
+        return error if runtimes or self._board is None else self._board.explain(error)
