@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,6 +168,67 @@ def test_sums_that_are_lost_with_one_end_the_run() -> None:
     finally:
         shards.close()
     assert "Start the coordinator again" in str(said[0])
+
+
+def test_sums_that_nobody_needs_any_more_are_no_loss() -> None:
+    lost: list[BaseException] = []
+    shards = Shards(1, on_lost=lost.append)
+    shards.start()
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            pieced = PiecedFormat(WireFormat(), ELEMENTS, PIECE)
+            update = torch.ones(ELEMENTS).view(torch.uint8)
+
+            async def sum_and_drop() -> None:
+                one = Summed(pieced, executor, shards)
+                one.sums._most_held = 0
+                own = one.memory(update.numel()).copy_(update)
+                digest, extents = await Inspection(pieced, own, executor, shards=shards).finish()
+                known = Update(own, extents, digest)
+                one.sums.begin(known, weight=1)
+                kill(shards.processes[0])
+                await one.sums.add(known)  # the first: there was nothing to lose
+
+            async def go_on() -> Tensor:
+                other = Summed(pieced, executor, shards)
+                await other.add(update, weight=2)
+                return (await other.mean())[0]
+
+            asyncio.run(sum_and_drop())
+            gc.collect()
+            kill(shards.processes[0])
+            shards._shards[0]._process.wait(ENDS_S)
+            shards.look()
+            assert torch.equal(asyncio.run(go_on()), update)
+    finally:
+        shards.close()
+    assert not lost
+
+
+def test_one_that_is_started_again_while_all_end_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = Shards(1)
+    shards.start()
+    begun: list[subprocess.Popen[bytes]] = []
+    ended, may_start = threading.Event(), threading.Event()
+    shard, plain = shards._shards[0], shards._shards[0]._ended
+
+    def slowly() -> str:
+        what = plain()
+        ended.set()
+        assert may_start.wait(ENDS_S)
+        begun.append(shard._process)
+        return what
+
+    monkeypatch.setattr(shard, "_ended", slowly)
+    kill(shards.processes[0])
+    shard._process.wait(ENDS_S)
+    shards.look()
+    assert ended.wait(ENDS_S)
+    shards.close()
+    may_start.set()
+    shard._thread.shutdown(wait=True)
+    assert begun == [shard._process]  # there is no other
+    assert not is_there(shard.process_id)
 
 
 def test_buffers_that_are_not_used_any_more_are_let_go(shards: Shards) -> None:

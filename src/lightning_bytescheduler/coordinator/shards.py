@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -230,6 +231,7 @@ class _Shard:
         self._has_failed = False
         self._decoder = msgspec.msgpack.Decoder(Answer)
         self._closed = False
+        self._place = threading.Lock()  # of what is there to be ended; nothing else is waited for under it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"bytescheduler-shard-{number}")
         self._process: subprocess.Popen[bytes]
         self._channel: socket.socket
@@ -239,18 +241,23 @@ class _Shard:
         return self._process.pid
 
     def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _PROCESS, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl+C is for the coordinator
-            )
-        ours.settimeout(_LONGEST_S)
-        self._channel = ours
+        with self._place:
+            if self._closed:  # whoever ends shards has seen the one before, and would not see this one
+                raise ChildProcessError("The coordinator stops.")
+            ours, theirs = socket.socketpair()
+            with theirs, contextlib.ExitStack() as failing:
+                failing.callback(ours.close)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _PROCESS, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,  # Ctrl+C is for the coordinator
+                )
+                failing.pop_all()
+            ours.settimeout(_LONGEST_S)
+            self._channel = ours
         self._known = set()
 
     async def ask(self, work: Work, tensors: Sequence[Tensor]) -> Answer:
@@ -277,20 +284,22 @@ class _Shard:
             self._restart()
 
     def _ask(self, work: Work, tensors: Sequence[Tensor]) -> Answer:
-        if isinstance(work, Add):
-            self._filled.add(work.sum)  # a part of it may be there whatever becomes of this
-        elif isinstance(work, Clear):
+        if isinstance(work, Clear):
             self._filled.discard(work.sum)
-        for again in (False, True):
-            try:
-                return self._once(work, tensors)
-            except OSError as error:
-                if self._closed:
-                    raise ChildProcessError("The coordinator stops.") from error
-                if again:
-                    break
-                self._restart()
-        raise ChildProcessError(f"{self._ended()} although it was started again for this.")
+        try:
+            for again in (False, True):
+                try:
+                    return self._once(work, tensors)
+                except OSError as error:
+                    if self._closed:
+                        raise ChildProcessError("The coordinator stops.") from error
+                    if again:
+                        break
+                    self._restart()  # what a killed one had of this went with it, and is done anew
+            raise ChildProcessError(f"{self._ended()} although it was started again for this.")
+        finally:
+            if isinstance(work, Add):
+                self._filled.add(work.sum)  # if it has failed, a part of it may be there
 
     def _ended(self) -> str:
         """How the process has ended, in words."""
@@ -301,7 +310,7 @@ class _Shard:
 
     def _restart(self) -> None:
         what = self._ended()
-        if self._filled:
+        if self._filled.difference(self.dropped):
             self._has_failed = True
             lost = ChildProcessError(
                 f"{what}, and sums of the round that is on with it. Start the coordinator again: with --state it goes "
@@ -334,9 +343,10 @@ class _Shard:
         return answer
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._place:
+            if self._closed:
+                return
+            self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         try:
             self._channel.shutdown(socket.SHUT_RDWR)  # it ends, and nobody waits for it any more
