@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from aiohttp import WSMsgType
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -94,6 +95,7 @@ def test_updates_that_are_wrong_add_nothing() -> None:
             (400, "32 hexadecimal digits", {"body": bytes(size), protocol.DIGEST_HEADER: "?"}),
             (400, "the size of fragment 0", {"body": bytes(size - 4)}),
             (400, "a whole number", {"body": bytes(size), protocol.SAMPLES_HEADER: "-1"}),
+            (400, "a whole number", {"body": bytes(size), protocol.STEPS_HEADER: str(2**41)}),
             (409, "a round that has begun", {"body": bytes(size), "round": round + 1}),
         ]
         for status, reason, said in wrong:
@@ -113,6 +115,28 @@ def test_updates_that_are_wrong_add_nothing() -> None:
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
         assert server.status().spool_bytes == 0
+
+
+def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its merge would wait for it for ever."""
+
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        round = await one.start()
+        monkeypatch.setattr(server.service.run.scheduler, "handle", fails)
+        url, body = one.url + protocol.update_path(round, 0), bytes(4 * ELEMENTS)
+        said = {protocol.DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), protocol.SAMPLES_HEADER: "1"}
+        async with one.http.put(url, data=body, headers={**one.headers, **said, protocol.STEPS_HEADER: "1"}) as answer:
+            assert answer.status == 500
+        assert server.call(lambda: server.service.updates._sums[round]._settled.is_set())
+
+    def fails(message: messages.WorkerMessage, *, now: float) -> tuple[messages.Envelope, ...]:
+        if isinstance(message, messages.PseudoGradientArrived):
+            raise RuntimeError("as nobody expects")
+        return ()
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
 
 
 def test_an_upload_that_dies_leaves_nothing() -> None:

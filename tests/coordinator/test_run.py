@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_bytescheduler.__about__ import __version__
@@ -13,6 +15,7 @@ from lightning_bytescheduler.coordinator.update_rules import Offer
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.exceptions import OptionError
 from tests.coordinator.runs import options_of, weights_of
 from tests.coordinator.small_worker import described
 
@@ -185,3 +188,50 @@ def test_who_fetches_weights_and_answers_pings_is_counted_on() -> None:
     played.say(one, protocol.PauseRounds(worker="one"))
     assert not played.run.scheduler.collecting  # the other's update is still to come
     assert played.merges == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", 2**41), ("samples", 10**30), ("batch_size", 10**320), ("in_flight", 2**64), ("seconds", 1e308)],
+)
+def test_numbers_that_would_break_the_sums_of_all_are_no_message(field: str, value: float) -> None:
+    said = {"kind": "StepReport", "worker": "w", "round": 1, "steps": 1, "samples": 1, "batch_size": 1, "seconds": 1.0}
+    with pytest.raises(OptionError, match=field):
+        messages.decode(json.dumps({**said, field: value}))
+
+
+@pytest.mark.parametrize("seconds", [5e-324, 1e-30, 1e-9, 1e9])
+@pytest.mark.parametrize("number", [0, 1, messages.MOST])
+def test_a_member_with_ill_will_does_not_end_the_run(number: int, seconds: float) -> None:
+    played = Played(workers=2, inner_steps=3)
+    good, other = played.hello("good"), played.hello("other")
+    for member in (good, other):
+        played.say(member, messages.JoinRounds(worker=member.name))
+    for round in (1, 2):
+        report = messages.StepReport(
+            worker="other",
+            round=round,
+            steps=max(number, 1),
+            samples=number,
+            batch_size=number,
+            seconds=seconds,
+            in_flight=number,
+        )
+        metrics = messages.StepMetrics(
+            worker="other", round=round, batch_size=number, seconds=seconds, loss=1e308, metrics={"a": -1e308}
+        )
+        played.say(other, report, metrics)
+        for steps in (1, 2, 3):
+            played.step(good, round, steps)
+        for member, steps in ((good, 3), (other, number)):
+            if played.run.scheduler.expects(member.name, round):
+                played.send(member, round, steps)
+        played.run.tick(played.now)
+        if not played.merges:  # a round goes on without it at its deadline
+            assert played.run.scheduler.next_tick is not None
+            played.now = max(played.now, played.run.scheduler.next_tick)
+            played.run.tick(played.now)
+        played.merge()
+        for _, message in played.posted:  # which honest workers read, too
+            messages.decode(json.dumps(msgspec.to_builtins(message)))
+    assert [record.round for record in played.records] == [1, 2]

@@ -37,6 +37,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     UpdateReceipt,
     encode_frame,
 )
+from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 __all__ = ["UpdateRoutes"]
@@ -44,7 +45,6 @@ __all__ = ["UpdateRoutes"]
 _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_MOST = 2**53
 _LARGE = 1 << 24  # bytes of a mean whose sending takes as long as a step
 _ASKED_S, _LOOK_S, _LONGEST_S = 0.05, 0.01, 1.0
 
@@ -189,9 +189,11 @@ class UpdateRoutes:
         if weight:
             sums = self._sum(place, offer.fragment)
             sums.begin(update, weight=weight)
-        run.arrived(offer, self._now(), into=place, weight=weight)
-        if weight:
-            await sums.add(update)
+        try:
+            run.arrived(offer, self._now(), into=place, weight=weight)
+        finally:
+            if weight:  # whatever has failed: a merge waits for what was begun
+                await sums.add(update)
         return self._receipt(("late" if is_late else "added") if weight else "dropped", weight)
 
     def _sum(self, round: int, fragment: int) -> UpdateSum:
@@ -306,6 +308,6 @@ def _whole(headers: Mapping[str, str], name: str, *, default: int | None = None)
     text = headers.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 16 or int(text) > _MOST:
-        raise OptionError(name, text, f"a whole number from 0 to {_MOST}")
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 16 or int(text) > MOST:
+        raise OptionError(name, text, f"a whole number from 0 to {MOST}")
     return int(text)

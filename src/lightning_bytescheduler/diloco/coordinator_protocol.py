@@ -116,7 +116,7 @@ VERSION_HEADER = "ByteScheduler-Weights-Version"
 CHAIN_HEADER = "ByteScheduler-Chain"
 TERM_HEADER = "ByteScheduler-Term"
 
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:@/-]+$")]
 _Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
 _Chain: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -226,7 +226,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     session: _Session = ""
     model: tuple[ModelParameter, ...]
     options: dict[str, _Scalar] = {}
-    ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     version: _Count = 0
     chain: _Chain = "0" * 32
     term: _Count = 0

@@ -19,6 +19,7 @@ import msgspec
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
+    "MOST",
     "PARAMETER_SERVER",
     "Acknowledge",
     "CollectPseudoGradients",
@@ -54,8 +55,12 @@ PARAMETER_SERVER = ""
 _T = TypeVar("_T")
 _ALL = sys.maxsize
 
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-_Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+MOST = 2**40
+"""Steps, samples or tokens of one worker in one round: as what a worker says is bounded, so are sums over all."""
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Own: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # of one worker
+_Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 _Metric: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Metrics: TypeAlias = Annotated[dict[_Metric, float], msgspec.Meta(max_length=64)]
@@ -88,9 +93,9 @@ class JoinRounds(_Message, frozen=True, kw_only=True):
     worker: _Name
     session: _Count = 0
     round: _Count = 0
-    steps: _Count = 0
-    samples: _Count = 0
-    tokens: _Count = 0
+    steps: _Own = 0
+    samples: _Own = 0
+    tokens: _Own = 0
 
 
 class StepReport(_Message, frozen=True, kw_only=True):
@@ -108,11 +113,11 @@ class StepReport(_Message, frozen=True, kw_only=True):
 
     worker: _Name
     round: _Count
-    steps: _Count
-    samples: _Count
-    batch_size: _Count
+    steps: _Own
+    samples: _Own
+    batch_size: _Own
     seconds: _Number
-    in_flight: _Count = 0
+    in_flight: _Own = 0
 
 
 class SendingPseudoGradient(_Message, frozen=True, kw_only=True):
@@ -128,9 +133,9 @@ class SendingPseudoGradient(_Message, frozen=True, kw_only=True):
 
     worker: _Name
     round: _Count
-    steps: _Count
-    samples: _Count
-    tokens: _Count = 0
+    steps: _Own
+    samples: _Own
+    tokens: _Own = 0
 
 
 class PseudoGradientArrived(_Message, frozen=True, kw_only=True):
@@ -172,7 +177,7 @@ class EndRound(_Message, frozen=True, kw_only=True):
     worker: _Name
     round: _Count
     now: bool = False
-    steps: _Count = 0
+    steps: _Own = 0
     epoch: bool = False
     validate: bool = False
     stop: bool = False
@@ -209,7 +214,7 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
 
     worker: _Name
     round: _Count
-    batch_size: _Count
+    batch_size: _Own
     seconds: _Number
     loss: float | None = None
     metrics: _Metrics = {}

@@ -27,6 +27,7 @@ _CHANGED_AFTER = 5  # values in a row: a blip is shorter
 _CHANGED_BY = 1.5
 _FIRST_STEPS = 4  # of rounds, that are kept
 _SILENT_STEPS = 3
+_SHORTEST_S = 1e-9
 
 
 class RobustMean:
@@ -121,11 +122,11 @@ class StepTime:
         """Take note of a step.
 
         Args:
-            seconds: What it took. A step of no time is a clock's fault and does not count.
+            seconds: What it took. A step of less than a nanosecond is a clock's fault and does not count.
             batch_size: Its samples.
             first: Whether it was the first one after a synchronisation.
         """
-        if seconds <= 0:
+        if seconds < _SHORTEST_S:
             return
         self._batch_sizes.observe(batch_size)
         if first:
