@@ -46,6 +46,7 @@ def _end_with_parent() -> None:
 
 def _rank(arguments: Sequence[str]) -> None:
     _end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a new process, and not the agent's
     elastic_torchrun.main(arguments)
 
 

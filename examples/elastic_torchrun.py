@@ -131,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
     record = Record(asked.output / "record")
-    save = ModelCheckpoint(asked.output, save_top_k=0, save_last=True, every_n_train_steps=asked.every)
+    save = ModelCheckpoint(
+        asked.output, save_top_k=0, save_last=True, every_n_train_steps=asked.every, enable_version_counter=False
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

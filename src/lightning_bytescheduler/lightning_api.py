@@ -32,6 +32,7 @@ __all__ = [
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
+    "TorchCheckpointIO",
     "TrainerFn",
     "_FabricLauncher",
     "_MultiProcessingLauncher",
@@ -54,7 +55,7 @@ PACKAGE = choose_package()
 if TYPE_CHECKING or PACKAGE == "lightning":
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
@@ -81,7 +82,7 @@ if TYPE_CHECKING or PACKAGE == "lightning":
 else:
     import pytorch_lightning as pl
     from lightning_fabric import Fabric
-    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision

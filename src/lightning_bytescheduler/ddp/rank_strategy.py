@@ -21,6 +21,8 @@ from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp.sigterm import sigterm_ends_at_once
+from lightning_bytescheduler.ddp.whole_file import written_whole
 from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
@@ -143,6 +145,11 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def _know_ranks(self) -> None:
         self.set_world_ranks()
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        """See DDPStrategy."""
+        with sigterm_ends_at_once(self.cluster_environment):
+            super().setup(trainer)
+
     # ------------------------------------------------------------------ one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,6 +207,14 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             super()._register_ddp_hooks()
         else:
             self._gradients.take_over(self.model)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """See DDPStrategy. What was there before is replaced by a whole file."""
+        if not self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with written_whole(self.checkpoint_io, filepath) as path:
+            super().save_checkpoint(checkpoint, path, storage_options)
 
     # ------------------------------------------------------------------ failures
 

@@ -11,6 +11,8 @@ and is waited for before the backward pass. Between GPUs it is Lightning's own.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,9 +24,9 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.lightning_api import SIGTERMException, pl
+from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, pl
 
-__all__ = ["SigtermForAll", "own_sigterm"]
+__all__ = ["SigtermForAll", "own_sigterm", "sigterm_ends_at_once"]
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,27 @@ def own_sigterm(
     finally:
         vars(connector).pop("_sigterm_notifier_fn", None)
         vars(loop).pop(_BEGINS_BATCH, None)
+
+
+@contextmanager
+def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[None]:
+    """While ranks connect to each other, a SIGTERM ends this one as it would end a process without a handler.
+
+    Nothing is lost yet. A handler would not be run while the thread stands in gloo's code, waiting for a rank that has
+    got the signal, too: torchrun's agents, which end all ranks when a machine joins, wait 30 s before they kill.
+
+    Args:
+        environment: Of the cluster; processes that Lightning has started are its affair.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if environment is None or not environment.creates_processes_externally or not main:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 class SigtermForAll:
