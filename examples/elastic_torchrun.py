@@ -56,11 +56,12 @@ class Learner(L.LightningModule):
 
     Args:
         pause: Seconds that a step takes besides.
+        rate: Of learning.
     """
 
-    def __init__(self, pause: float) -> None:
+    def __init__(self, pause: float, rate: float = 0.05) -> None:
         super().__init__()
-        self.pause = pause
+        self.pause, self.rate = pause, rate
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -73,7 +74,7 @@ class Learner(L.LightningModule):
         self.log("validation_loss", nn.functional.mse_loss(self.layers(inputs), targets), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
 
 
 class Record(L.Callback):
@@ -151,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = DataLoader(
         Points(asked.samples), batch_size=asked.batch_size, shuffle=True, num_workers=asked.loader_workers
     )
-    trainer.fit(Learner(asked.pause), data, DataLoader(Points(200), batch_size=50), ckpt_path="last")
+    learner = Learner(asked.pause, rate=0.05 if asked.strategy == "bytescheduler" else 0.01)  # outer steps add up
+    trainer.fit(learner, data, DataLoader(Points(200), batch_size=50), ckpt_path="last")
     trainer.save_checkpoint(asked.output / "final.ckpt")
     if trainer.is_global_zero:
         print(f"validation loss {float(trainer.callback_metrics['validation_loss']):.4f}")
