@@ -234,10 +234,12 @@ def run_with_kills(
     sizes: dict[str, int] = {}
     for file in (output / "record").iterdir():
         sizes[file.stem] = sizes.get(file.stem, 0) + 1
+    first = [file.read_text().splitlines()[0].split(",") for file in sorted((output / "record").glob("*.0"))]
     return {
         **happened,
         "seconds": round(time.monotonic() - started, 1),
         "starts": len(sizes),
+        "first epoch, batch": [f"{epoch}, {batch}" for epoch, batch, _ in first],
         "world sizes": [sizes[start] for start in sorted(sizes, key=int)],
         "seconds from a kill to the next batch": [round(wait, 1) for wait in sorted(waits)],
     }
@@ -269,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", type=float, default=0.25, help="share of kills that hit a machine")
     parser.add_argument("--strategy", default="bytescheduler", choices=["bytescheduler", "diloco"])
     parser.add_argument("--calm-ranks", type=int, default=1, help="of the training without a kill (default: 1)")
+    parser.add_argument("--every", type=int, default=20, help="steps from checkpoint to checkpoint (default: 20)")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=4)
@@ -278,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(name, None)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the first agent keeps the store, and has to live
     options = ["--strategy", asked.strategy, "--accumulate", asked.accumulate, "--epochs", asked.epochs]
-    options += ["--samples", asked.samples, "--loader-workers", asked.loader_workers]
+    options += ["--samples", asked.samples, "--loader-workers", asked.loader_workers, "--every", asked.every]
     words = list(map(str, options))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
