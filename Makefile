@@ -35,11 +35,12 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fuzz lint docs bench lightning-suite real-models clean
+.PHONY: help demo test test-gpu fuzz lint docs bench lightning-suite real-models clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
 	@echo "make test    run every test"
+	@echo "make test-gpu   run what wants a GPU, and print one summary"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format, types and which way imports go"
 	@echo "make docs    build the documentation into build/docs (Python 3.11 or later)"
@@ -59,6 +60,9 @@ ifeq ($(strip $(PYTEST_ARGS)),)
 else
 	$(RUN) -m pytest $(PYTEST_ARGS)
 endif
+
+test-gpu: $(VENV)/.dev
+	$(RUN) -m tests.cuda
 
 fuzz: $(VENV)/.dev
 	$(RUN) -m tests.parity.fuzz $(FUZZ_ARGS)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
+from tests.support.models import MeanOfAll
 from tests.support.rank_pool import let_go
 
 __all__ = ["Case", "Scheduled", "train_both"]
@@ -45,6 +49,9 @@ class Case:
         max_norm: Clip to this norm.
         late_gradients: For how many cycles the GPU does nothing in each backward pass, before the first gradient.
         halved: Train DDP with half of the loss: what is compared with it halves its gradients.
+        routed: Have one order for all collectives of DDP's group, and some in the forward and backward passes.
+        dtype: Of parameters and gradients.
+        compiled: What the model is compiled with, if it is.
         steps: Of the optimizer.
     """
 
@@ -55,6 +62,9 @@ class Case:
     late_gradients: int = 0
     halved: bool = False
     steps: int = 6
+    routed: bool = False
+    dtype: torch.dtype = torch.float32
+    compiled: str | None = None
 
 
 class _Late(torch.autograd.Function):
@@ -71,15 +81,17 @@ class _Late(torch.autograd.Function):
 
 
 class _Tower(nn.Module):
-    def __init__(self, late_gradients: int) -> None:
+    def __init__(self, late_gradients: int, talks: bool) -> None:
         super().__init__()
+        self.talks = talks
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
         self.late_gradients = late_gradients
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
-            inputs = inputs + torch.tanh(layer(inputs))
-        late: Tensor = _Late.apply(inputs, self.late_gradients)
+            hidden = torch.tanh(layer(inputs))
+            inputs = inputs + (MeanOfAll.apply(hidden) if self.talks else hidden)
+        late: Tensor = _Late.apply(inputs, self.late_gradients) if self.late_gradients else inputs
         return late
 
 
@@ -88,7 +100,8 @@ class Scheduled:
 
     def __init__(self, parameters: list[nn.Parameter], device: torch.device, case: Case) -> None:
         self.errors: list[BaseException] = []
-        self.groups = SchedulerGroups.create(timeout=timedelta(seconds=_TIMEOUT_S))
+        with patch.object(routing_group, "ROUTED_BACKENDS", {case.backend} if case.routed else set()):
+            self.groups = SchedulerGroups.create(timeout=timedelta(seconds=_TIMEOUT_S), routed_on=device)
         self.groups.warm_up(device)
         self.order = (
             DecidingOrder(self.groups.control, self._note)
@@ -99,6 +112,7 @@ class Scheduled:
         self.transport = GradientTransport(self.groups.data, self._note, device)
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
+        self.routing = self.transport.routing = self._route(device)
         self.statistics = SchedulerStatistics()
         self.engine = GradientEngine(
             core=self.core,
@@ -116,12 +130,33 @@ class Scheduled:
             )
         )
 
+    def _route(self, device: torch.device) -> RoutingGroup | None:
+        if self.groups.reports is None or dist.group.WORLD is None:
+            return None
+        routing = RoutingGroup(
+            dist.group.WORLD,
+            self.groups.data,
+            self.groups.reports,
+            core=self.core,
+            order=self.order,
+            device=device,
+            failure=lambda: self.core.abort_cause,
+            on_error=self._note,
+            timeout=_TIMEOUT_S,
+        )
+        routing.install()
+        return routing
+
     def _note(self, error: BaseException) -> BaseException:
         self.errors.append(error)
         self.core.abort(error)
         return error
 
     def close(self) -> None:
+        if self.routing is not None:
+            assert self.routing.in_order
+            self.routing.uninstall(failed=False, timeout=10.0)
+            assert self.routing.idle
         self.core.shutdown(timeout=10.0)
         if isinstance(self.order, DecidingOrder):
             self.order.close()
@@ -156,15 +191,17 @@ def _world(rank: int, world_size: int, meeting: str, case: Case) -> Iterator[tor
 
 def _model(rank: int, case: Case, device: torch.device) -> tuple[DistributedDataParallel, Optimizer, list[Tensor]]:
     torch.manual_seed(7)
-    model = _Tower(case.late_gradients).to(device)
+    model = _Tower(case.late_gradients, case.routed).to(device, case.dtype)
     wrapped = DistributedDataParallel(
-        model,
+        model if case.compiled is None else torch.compile(model, backend=case.compiled),
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=_BUCKET_MB,
         gradient_as_bucket_view=True,
     )
+    # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+    wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
     generator = torch.Generator().manual_seed(rank)
-    inputs = [torch.randn(8, 24, generator=generator).to(device) for _ in range(case.steps)]
+    inputs = [torch.randn(8, 24, generator=generator).to(device, case.dtype) for _ in range(case.steps)]
     return wrapped, SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), inputs
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +17,7 @@ from lightning_bytescheduler.collectives.operations import StartedOperation, all
 from lightning_bytescheduler.ddp import reduction as reduction_module
 from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.task import CommTask
-from tests.cuda.steps import Case, Scheduled, train_both
+from tests.cuda.steps import Case, Scheduled
 from tests.support.rank_pool import RankPool
 
 A_WHILE = 200_000_000  # cycles: about a tenth of a second, in which the host gets through a step
@@ -32,25 +30,7 @@ on_nccl = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    with RankPool(1) as pool:
-        yield pool
-
-
 Train = Callable[..., list[Any]]
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> Train:
-    """Trains a case on a pool with DDP and with the engine, see :func:`train_both`."""
-    meetings = count()
-
-    def run(pool: RankPool, case: Case, **more: Any) -> list[Any]:
-        meeting = str(tmp_path / f"meeting-{next(meetings)}")
-        return pool.run(train_both, world_size=pool.world_size, meeting=meeting, case=case, **more)
-
-    return run
 
 
 def close(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: float = 1e-6) -> bool:

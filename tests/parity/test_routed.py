@@ -16,29 +16,11 @@ from lightning_bytescheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.support.fit import SIZES, Recipe, Run
-from tests.support.models import Tower, sgd
+from tests.support.models import MeanOfAll, Tower, sgd
 from tests.support.rank_pool import RankPool
 
 STEPS = 8
 SPARSE = 7
-
-
-class _MeanOfAll(torch.autograd.Function):
-    """As a SyncBatchNorm, which is for GPUs: a collective in the forward pass, and one in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        mean = value.mean(0)
-        dist.all_reduce(mean)
-        return value - mean / dist.get_world_size()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        mean = gradients[0].mean(0)
-        work = dist.all_reduce(mean, async_op=True)
-        gradient = gradients[0].clone()
-        work.wait()
-        return gradient - mean / dist.get_world_size()
 
 
 class Talkative(Tower):
@@ -54,7 +36,7 @@ class Talkative(Tower):
         if self.table is not None:
             hidden = hidden + self.table((inputs[:, 0].abs() * 10).long() % SPARSE)
         for layer in self.layers:
-            hidden = hidden + torch.tanh(_MeanOfAll.apply(layer(hidden)))
+            hidden = hidden + torch.tanh(MeanOfAll.apply(layer(hidden)))
         return self.last(self.norms[1](hidden))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:

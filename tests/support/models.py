@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["Tokens", "Tower", "Trained", "sgd"]
+__all__ = ["MeanOfAll", "Tokens", "Tower", "Trained", "sgd"]
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 Schedule = Callable[[Optimizer], Any]
@@ -21,6 +22,24 @@ Schedule = Callable[[Optimizer], Any]
 def sgd(parameters: Iterable[Any]) -> Optimizer:
     """Momentum and weight decay: what is stepped twice, never or with the wrong gradient shows from then on."""
     return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+class MeanOfAll(torch.autograd.Function):
+    """As a SyncBatchNorm, which is for GPUs: a collective in the forward pass, and one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        mean = value.mean(0)
+        dist.all_reduce(mean)
+        return value - mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        mean = gradients[0].mean(0)
+        work = dist.all_reduce(mean, async_op=True)
+        gradient = gradients[0].clone()
+        work.wait()
+        return gradient - mean / dist.get_world_size()
 
 
 class Trained(LightningModule):

@@ -285,9 +285,9 @@ class RoutingGroup(dist.ProcessGroup):
             for facts in _facts(distributed_c10d._world):
                 facts.pop(self, None)
         deadline = time.monotonic() + timeout
-        for work in list(self._open):
-            while not failed and not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+        while not failed and not self._nothing_under_way() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        self.idle = self._nothing_under_way()
         gone = self.failure() or SchedulerTimeoutError("The fit has ended before this collective had its turn.")
         for work in list(self._open):
             work.fail(gone)
@@ -296,9 +296,11 @@ class RoutingGroup(dist.ProcessGroup):
         self._reported.put(None)
         if self._thread is not None:
             self._thread.join(max(0.1, deadline - time.monotonic()))
-        heard = self._thread is None or self._heard == self._foreign.submitted
-        self.idle = heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
         self.carrier = self.default  # for whoever kept this group
+
+    def _nothing_under_way(self) -> bool:
+        heard = self._thread is None or self._heard == self._foreign.submitted
+        return heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
 
     idle = True
     """Whether nothing was under way when it was uninstalled."""
