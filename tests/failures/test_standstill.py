@@ -29,6 +29,7 @@ BEHIND = replace(TRAINS, batches=3, epoch_batches=3, launched_at_batch=18, launc
 COLLECTIVE = replace(BEHIND, collective="all_reduce", launched=21)
 NEXT_BATCH = replace(BEHIND, collective="broadcast", begins_batch=True, launched=21)
 ENDED = replace(BEHIND, ended=True)
+AHEAD = replace(TRAINS, collective="broadcast", begins_batch=True, outside=True)  # the fifth
 
 
 def test_it_travels_as_text() -> None:
@@ -47,6 +48,14 @@ def test_it_travels_as_text() -> None:
         (replace(COLLECTIVE, launched=22), COLLECTIVE, False),
         (GRADIENTS, ENDED, True),
         (NEXT_BATCH, ENDED, True),
+        (AHEAD, COLLECTIVE, True),
+        (AHEAD, replace(COLLECTIVE, batches=4), True),  # both have begun four, and this one begins the fifth
+        (
+            GRADIENTS,
+            replace(AHEAD, steps=3),
+            True,
+        ),  # of who begins a batch that this one has not
+        (AHEAD, ENDED, True),
     ],
 )
 def test_ranks_that_wait_for_each_other(one: Standing, other: Standing, certain: bool) -> None:
@@ -73,6 +82,12 @@ def test_ranks_that_wait_for_each_other(one: Standing, other: Standing, certain:
         (NEXT_BATCH, replace(ENDED, batches=4)),
         (GRADIENTS, replace(COLLECTIVE, collective="broadcast", launched=19)),  # its root may run ahead
         (ENDED, ENDED),
+        (AHEAD, AHEAD),
+        (AHEAD, replace(COLLECTIVE, launched=20, collective="broadcast")),  # this one was its root
+        (AHEAD, replace(COLLECTIVE, batches=5)),  # it has begun the fifth
+        (AHEAD, replace(GRADIENTS, batches=5)),
+        (AHEAD, replace(ENDED, batches=5)),
+        (GRADIENTS, replace(AHEAD, steps=4)),
     ],
 )
 def test_ranks_that_may_go_on(one: Standing, other: Standing) -> None:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
@@ -164,3 +164,40 @@ def waiting(module: LightningModule, folder: Path, what: str) -> Iterator[None]:
         also = barrier if what == "as lightning" else None
         stack.enter_context(held_up(module, folder, patience=0.3, also=also))
         yield
+
+
+class FailsApart(Callback):
+    """Rank 1 as it begins a batch, and rank 0 at the end of the one before, later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.failed = folder / "failed"
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == STEPS + 6:
+            self.failed.touch()
+            raise ValueError("boom")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == STEPS + 6:
+            deadline = time.monotonic() + 15
+            while not self.failed.exists() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            raise ValueError("boom")
+
+
+def fail_and_speak(trainer: Trainer, module: Any, folder: Path) -> None:
+    trainer.fit_loop.epoch_loop.max_steps = 2 * STEPS
+    trainer.fit_loop.max_epochs = 2
+    trainer.callbacks.append(FailsApart(folder))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="boom"):
+        trainer.fit(module)
+    module.notes.append(trainer.strategy.broadcast(trainer.global_rank))
+
+
+def test_what_one_rank_expects_of_a_batch_meets_nothing_else(two_ranks: RankPool, tmp_path: Path) -> None:
+    """It has begun a batch that the first rank never will: then they speak with each other, after the fit."""
+    recipe = Recipe(
+        model=Normalised, steps=STEPS, trainer={"max_epochs": 1}, after=partial(fail_and_speak, folder=tmp_path)
+    )
+    (ours,) = train_on(two_ranks, recipe, Run(network="plain"))
+    assert [one.notes for one in ours] == [[0], [0]]

@@ -56,8 +56,10 @@ class FitPosition:
         """A batch has begun."""
         self._batches += 1
         self._epoch_batches += 1
-        # Else nothing is known of the last one: a rank may be inside of it that gets through.
-        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        # Else nothing is known of the last one: a rank may be inside of it that gets through. On a CPU it is another
+        # group's (``sigterm.py``).
+        loop, device = self._trainer.fit_loop.epoch_loop, self._trainer.strategy.root_device
+        if hasattr(loop, "_broadcast_sigterm_tensor") and device.type != "cpu":
             self._launched_at_batch = _launched()
 
     def end(self) -> None:

@@ -5,7 +5,8 @@ broadcasts at once, which no other rank joins: one that is not the first waits f
 
 The broadcast of each batch stays where ranks train together, as it keeps a rank from handing over gradients of a batch
 that another one does not have: so who is behind is named. But it travels while the batch is loaded and goes forward,
-and is waited for before the backward pass. Between GPUs it is Lightning's own.
+and is waited for before the backward pass. It has a group of its own: after a failure a rank may have begun more
+batches than another, and what it still expects must not meet what is broadcast next. Between GPUs it is Lightning's.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, pl
+from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, TrainerFn, pl
+from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = ["SigtermForAll", "own_sigterm", "sigterm_ends_at_once"]
 
@@ -34,6 +39,7 @@ _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions
 _ALL_STOP_S = 20.0  # schedulers kill after 30 s
 _BEGUN_S = 1.0  # for what is on its way
 _LOOK_S = 0.01
+_LOOK_EVERY = timedelta(seconds=0.5)
 
 
 @contextmanager
@@ -105,6 +111,7 @@ class SigtermForAll:
         agree: Says whether any rank says so, when all ask.
         explained: Turns an error of a collective into its cause.
         failure: Why the others will not answer, if they will not.
+        fault: Why the first rank will not begin a batch, if one has failed.
         timeout: Longest wait for them, in seconds.
     """
 
@@ -117,6 +124,7 @@ class SigtermForAll:
         agree: Callable[[bool], bool],
         explained: Callable[[], AbstractContextManager[None]],
         failure: Callable[[], BaseException | None],
+        fault: Callable[[], BaseException | None],
         timeout: float,
     ) -> None:
         self._trainer = trainer
@@ -125,28 +133,40 @@ class SigtermForAll:
         self._agree = agree
         self._explained = explained
         self._failure = failure
+        self._fault = fault
         self._timeout = timeout
         self._told_by_loop = hasattr(trainer.fit_loop.epoch_loop, _BEGINS_BATCH)
+        self._group: dist.ProcessGroup | None = None  # for that alone
         self._begun: dist.Work | None = None  # the first rank has begun this batch, too
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """While a run lasts. What came too late to end it is left where Lightning leaves it, for who asks."""
+        """While a run lasts. What came too late to end it is left where Lightning leaves it, for who asks.
+
+        Entered by all ranks.
+        """
+        fits, device = self._trainer.state.fn == TrainerFn.FITTING, self._trainer.strategy.root_device
+        if fits and self._told_by_loop and device.type == "cpu":
+            with short_turns():  # for gloo's own threads
+                self._group = dist.new_group(timeout=timedelta(seconds=self._timeout), backend="gloo")
         together = getattr(self._trainer.fit_loop.epoch_loop, _BEGINS_BATCH, lambda: None)
 
         def begins_batch() -> None:
             self.begin_batch()
-            if self._trainer.strategy.root_device.type != "cpu":
+            if self._group is None:
                 together()
                 return
             self.await_batch_begun()  # of a batch without a backward pass
-            self._begun = dist.broadcast(torch.zeros(1), src=0, async_op=True)
+            self._begun = broadcast_from_first(self._group, torch.zeros(1))
 
         try:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):
                 yield
         finally:
-            self.call_off()
+            idle = self.call_off()
+            group, self._group = self._group, None
+            if group is not None:
+                leave(group, idle=idle)
             if self._stop.asked:
                 self._received()
 
@@ -163,20 +183,20 @@ class SigtermForAll:
         begun, self._begun = self._begun, None
         if begun is not None:
             with self._explained():
-                begun.wait()
+                wait_unless(begun, self._fault, look_every=_LOOK_EVERY)
 
-    def call_off(self) -> None:
-        """The run has failed: no thread of the default group goes on waiting for a batch that the first rank lacks."""
+    def call_off(self) -> bool:
+        """The run is over: nobody goes on waiting for a batch that the first rank lacks; returns whether nobody did."""
         begun, self._begun = self._begun, None
-        group = dist.group.WORLD
-        if begun is None or group is None:
-            return
+        if begun is None or self._group is None:
+            return True
         deadline = time.monotonic() + _BEGUN_S
         while not begun.is_completed():
             if time.monotonic() >= deadline:
-                break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
-                return
+                break_connections(self._group)  # gloo has no other way, and would wait at the interpreter's end
+                return False
             time.sleep(_LOOK_S)
+        return True
 
     def begin_training_batch(self) -> None:
         """For the callback's hook: where Lightning's loop does not say it before."""

@@ -319,6 +319,7 @@ class ByteSchedulerStrategy(RankStrategy):
                 agree=agree,
                 explained=self._explained,
                 failure=self._no_hope,
+                fault=lambda: None if self._board is None else self._board.fault,
                 timeout=longest,
             )
             self._fit.enter_context(self._sigterm.handled())

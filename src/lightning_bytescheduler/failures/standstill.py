@@ -70,7 +70,8 @@ _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
 )  # fmt: skip
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
-_AWAITS_BATCH = "lightning_bytescheduler.ddp.sigterm", "await_batch_begun"  # the same, begun in the background
+_AWAITS_BATCH = "lightning_bytescheduler.ddp.sigterm", "await_batch_begun"  # the same, on a group of its own
+_WAITS = "lightning_bytescheduler.collectives.operations", "wait_unless"
 _ANSWERS_SIGTERM = "_sigterm_notifier_fn"  # Lightning's signal connector
 _DEPTH = 12  # frames that are looked at for it
 _BUFFERS = "_distributed_broadcast_coalesced"
@@ -91,8 +92,9 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         steps: Backward passes whose gradients it has handed over completely.
         launched: Collectives it has begun on the default group.
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
-        collective: What its training thread is inside of on the default group: that of number ``launched``.
+        collective: What its training thread is inside of: on the default group, that of number ``launched``.
         begins_batch: Whether that is Lightning's own at the start of each batch.
+        outside: Whether it waits for that outside of the default group.
         sigterm: Whether that is Lightning's answer to a SIGTERM.
         ended: Whether it has left the fit.
         batches: That it has begun in this fit.
@@ -112,6 +114,7 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     awaited_step: int = 0
     collective: str = ""
     begins_batch: bool = False
+    outside: bool = False
     sigterm: bool = False
     ended: bool = False
     batches: int = 0
@@ -218,11 +221,17 @@ def _crossed(one: Standing, other: Standing) -> bool:
     if one.ended or other.ended:
         return False
     if one.awaited_step > other.steps and other.collective:
+        if other.outside:
+            return other.has_or_begins > one.batches
         if other.launched > one.launched:
             return True
         # What the other is inside of was, here, what begins a batch that the other has not come to.
         began = one.batches > other.batches and one.launched_at_batch == other.launched
         return began and not other.begins_batch
+    if one.outside or other.outside:
+        # This one waits until the other begins a batch, and that for a collective which this one has not come to.
+        waits = one.outside and one.has_or_begins > other.batches
+        return waits and not other.outside and bool(other.collective) and other.launched > one.launched
     if one.collective and other.collective and one.launched == other.launched:
         return one.collective != other.collective or one.begins_batch != other.begins_batch
     return False
@@ -276,13 +285,13 @@ class Blocked:
         collective: Its name.
         begins_batch: Whether Lightning's epoch loop calls it, before each batch.
         sigterm: Whether Lightning's answer to a SIGTERM calls it.
-        counted: Whether the batch that it begins is among those that have been counted.
+        outside: Whether it is another group's, and the batch that it begins is among those that have been counted.
     """
 
     collective: str
     begins_batch: bool
     sigterm: bool = False
-    counted: bool = False
+    outside: bool = False
 
 
 def blocked_in(thread: int) -> Blocked | None:
@@ -294,14 +303,20 @@ def blocked_in(thread: int) -> Blocked | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+    name, module = _place(frame)
+    if (module, name) == _WAITS and frame.f_back is not None:
+        name, module = _place(frame.f_back)
     if module == _DDP:
         return Blocked("broadcast", False) if name == _BUFFERS else None
     if (module, name) == _AWAITS_BATCH:
-        return Blocked("broadcast", True, counted=True)
+        return Blocked("broadcast", True, outside=True)
     if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
         return None
     return Blocked(name, _called_from(frame, _BEGINS_BATCH), _called_from(frame, _ANSWERS_SIGTERM))
+
+
+def _place(frame: FrameType) -> tuple[str, str | None]:
+    return frame.f_code.co_name, frame.f_globals.get("__name__")
 
 
 def _on_default_group(frame: FrameType) -> bool:

@@ -342,10 +342,11 @@ class FaultWatcher:
                 standing,
                 collective=blocked.collective,
                 begins_batch=blocked.begins_batch,
+                outside=blocked.outside,
                 sigterm=blocked.sigterm,
                 awaited_step=0,
-                batches=standing.batches - blocked.counted,
-                epoch_batches=standing.epoch_batches - blocked.counted,
+                batches=standing.batches - blocked.outside,
+                epoch_batches=standing.epoch_batches - blocked.outside,
             )
         self._standstills.tell(standing)
         if self._vital_signs.examining:
