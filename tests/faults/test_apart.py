@@ -81,9 +81,9 @@ def test_a_collective_of_one_rank_alone_is_named_with_its_place(rank: int, nurse
 
 
 def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) -> None:
-    # Of two broadcasts that meet one is larger than the other expects: statistics of batches, and Lightning's own.
-    options = {"buffers_by_ddp": True, "val_batches": 2, "sync": True, "pace": 0.4}
-    ((survivor, dead),) = run(nursery, tmp_path, (options, {1: {"batches": 5}}))
+    # Of two broadcasts that meet one is larger than the other expects.
+    options = {"broadcasts": 1000, "pace": 0.4}
+    ((survivor, dead),) = run(nursery, tmp_path, (options, {1: {"batches": 5, "broadcasts": 1}}))
     assert dead.code == -6
     assert "gloo::EnforceNotMet" in dead.log
     assert survivor.code == 1

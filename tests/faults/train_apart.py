@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
-from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.failures import startup_check
 
 Options = dict[str, Any]
@@ -58,6 +57,8 @@ class Model(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.at("training_step")
+        if batch_idx == 2 and "broadcasts" in self.options:
+            dist.broadcast(torch.zeros(self.options["broadcasts"]), src=0)
         loss: Tensor = self.layers(batch[0] if isinstance(batch, list) else batch).square().mean()
         return None if batch_idx == self.options.get("none_at") else loss
 
@@ -95,8 +96,6 @@ class Ends(Callback):
 
 
 def make_strategy(options: Options) -> Any:
-    if options.get("buffers_by_ddp"):  # as on a GPU
-        BufferBroadcast.of = lambda *_, **__: None  # type: ignore[assignment,method-assign]
     timeout = timedelta(seconds=options.get("timeout", 120.0))
     if options.get("strategy") == "ddp":
         return DDPStrategy(timeout=timeout)

@@ -163,10 +163,7 @@ class SigtermForAll:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):
                 yield
         finally:
-            idle = self.call_off()
-            group, self._group = self._group, None
-            if group is not None:
-                leave(group, idle=idle)
+            self.call_off()
             if self._stop.asked:
                 self._received()
 
@@ -180,23 +177,23 @@ class SigtermForAll:
         Raises:
             BaseException: What ``explained`` makes of it, if it never will.
         """
-        begun, self._begun = self._begun, None
-        if begun is not None:
+        if self._begun is not None:
             with self._explained():
-                wait_unless(begun, self._fault, look_every=_LOOK_EVERY)
+                wait_unless(self._begun, self._fault, look_every=_LOOK_EVERY)
+            self._begun = None
 
-    def call_off(self) -> bool:
-        """The run is over: nobody goes on waiting for a batch that the first rank lacks; returns whether nobody did."""
+    def call_off(self) -> None:
+        """The run is over: nobody goes on waiting for a batch that the first rank lacks. Idempotent."""
         begun, self._begun = self._begun, None
-        if begun is None or self._group is None:
-            return True
+        group, self._group = self._group, None
+        if group is None:
+            return
         deadline = time.monotonic() + _BEGUN_S
-        while not begun.is_completed():
-            if time.monotonic() >= deadline:
-                break_connections(self._group)  # gloo has no other way, and would wait at the interpreter's end
-                return False
+        while not (idle := begun is None or begun.is_completed()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        return True
+        if not idle:
+            break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
+        leave(group, idle=idle)
 
     def begin_training_batch(self) -> None:
         """For the callback's hook: where Lightning's loop does not say it before."""
