@@ -1,0 +1,124 @@
+"""Collectives of DDP's group on a GPU that is not there; with real processes over gloo: ``parity/test_routed.py``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_bytescheduler.collectives.routing_group import RoutingGroup
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.scheduler import ByteCore, MixedOrder
+from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream
+
+
+class Ended:
+    """A work on the group of reports."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Routed:
+    """A routing group over one that is not there, and what it needs."""
+
+    def __init__(self, device: FakeDevice, *, timeout: float = 10.0) -> None:
+        self.order = MixedOrder()
+        self.core = ByteCore(partition_size=10, credit=10, order=self.order)
+        self.carrier = FakeGroup(device, "nccl")
+        self.failed: BaseException | None = None
+        default = SimpleNamespace(
+            rank=lambda: 0,
+            size=lambda: 2,
+            bound_device_id=None,
+            _device_types=[],
+            _get_backend=lambda _: SimpleNamespace(name=lambda: "nccl"),
+        )
+        self.group: Any = RoutingGroup(
+            cast("Any", default),
+            cast("Any", self.carrier),
+            cast("Any", SimpleNamespace(barrier=Ended)),
+            core=self.core,
+            order=self.order,
+            device=torch.device("cuda"),
+            failure=lambda: self.failed,
+            on_error=pytest.fail,
+            timeout=timeout,
+            cuda=device,
+        )
+        self.group.go_in_order()
+
+    def all_have_called(self, count: int) -> None:
+        self.core.update_order(lambda: self.order.submitted_everywhere(count))
+
+    def close(self) -> None:
+        self.core.shutdown(timeout=5.0, drain=False)
+        self.group.uninstall(failed=True, timeout=1.0)
+
+
+def reduced(seed: int) -> float:
+    """What the training stream reads behind an all-reduce of what it has written before."""
+    device = FakeDevice(seed)
+    routed = Routed(device)
+    buffer, read = FakeBuffer(device), FakeBuffer(device)
+    for _ in range(3):
+        buffer.do(lambda value: value + 1)
+    work = routed.group.allreduce([buffer])
+    assert not routed.carrier.works
+    routed.all_have_called(1)
+    assert work.wait()
+    read.do(lambda _: buffer.value)
+    with device:
+        deadline = time.monotonic() + 10.0
+        while not device.idle() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+    routed.close()
+    return read.value
+
+
+def test_streams_wait_for_what_was_written_and_for_the_result() -> None:
+    assert [reduced(seed) for seed in range(12)] == [6.0] * 12
+
+
+def test_without_that_wait_the_result_is_another_one() -> None:
+    waits: Callable[..., None] = FakeStream.wait_event
+
+    def hurried(stream: FakeStream, event: Any) -> None:
+        if stream.name != "stream 2":  # that of launches: the communicator's is the first
+            waits(stream, event)
+
+    with patch.object(FakeStream, "wait_event", hurried):
+        assert [reduced(seed) for seed in range(12)] != [6.0] * 12
+
+
+def test_the_host_waits_for_a_turn_only_as_long_as_there_is_hope() -> None:
+    routed = Routed(FakeDevice(0), timeout=0.2)
+    work = routed.group.allreduce([FakeBuffer(FakeDevice(0))])
+    assert not work.is_completed()
+    with pytest.raises(SchedulerTimeoutError, match=r"Collective 'allreduce 1' of DDP's process group had no turn"):
+        work.wait()
+    routed.failed = RankFailedError(1, "it is gone")
+    with pytest.raises(RankFailedError, match="it is gone"):
+        work.wait()
+    with pytest.raises(RankFailedError, match="it is gone"):
+        routed.group.go_direct()
+    routed.close()
+    assert work.is_completed()
+
+
+def test_what_goes_out_directly_follows_what_was_launched() -> None:
+    device = FakeDevice(0)
+    routed = Routed(device)
+    work = routed.group.allreduce([FakeBuffer(device)])
+    routed.all_have_called(1)
+    routed.group.go_direct()
+    assert len(routed.carrier.works) == 1
+    routed.group.allreduce([FakeBuffer(device)])
+    assert len(routed.carrier.works) == 2
+    assert work.wait()
+    routed.close()
