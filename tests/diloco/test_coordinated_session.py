@@ -129,7 +129,9 @@ def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(serve: Any) 
     assert sum(one.samples for one in rounds) <= 2 * worker.taken
 
 
-def test_with_tls_a_worker_knows_the_coordinator_and_is_known(serve: Any, tmp_path: Any) -> None:
+def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
+    serve: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     made = make_certificates(tmp_path / "own", clients=["anna"])
     stranger = make_certificates(tmp_path / "other", clients=["eve"])
     assert made.server is not None
@@ -146,7 +148,10 @@ def test_with_tls_a_worker_knows_the_coordinator_and_is_known(serve: Any, tmp_pa
     for files in (None, stranger.clients["eve"]):
         with pytest.raises((CoordinatorError, SchedulerTimeoutError), match=r"coordinator_certificate"):
             worker(made.authority, files).checked()
+        assert "ends every connection without a word" in caplog.text  # long before the timeout of a real run
+        caplog.clear()
     assert worker(made.authority, made.clients["anna"]).checked().version == 2
+    assert "without a word" not in caplog.text
 
 
 def test_training_goes_on_while_the_coordinator_is_away(serve: Any, stack: ExitStack) -> None:

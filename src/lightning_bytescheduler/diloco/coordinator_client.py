@@ -57,6 +57,7 @@ _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
 _QUIET_S = 30.0  # that a first connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
+_WORDLESS = 3  # connections that end so before it is said
 _SIGNS = 4  # of life, in the time of a lease
 _FRAME_BYTES = 2**24
 _REFUSED = (401, 403)
@@ -268,7 +269,7 @@ class CoordinatorClient:
     async def _stay_connected(self) -> None:
         began = self._clock()
         log.info("coordinator: connecting to %s as %s", " or ".join(self._address.urls), self.worker)
-        failed, last, warned = 0, "", False
+        failed, last, warned, wordless = 0, "", False, 0
         while True:
             self._url = self._address.urls[self._tries % len(self._address.urls)]
             before = self._clock()
@@ -283,6 +284,14 @@ class CoordinatorClient:
             ) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
+                if self._tls is not None and not self._welcomed and _is_wordless(error):
+                    wordless += 1
+                    if wordless == _WORDLESS:
+                        log.warning(
+                            "The coordinator at %s ends every connection without a word, as one does in TLS 1.3 that "
+                            "asks for a coordinator_certificate that it knows.",
+                            self._url,
+                        )
                 if not self._welcomed and not warned and self._clock() - began >= _QUIET_S:
                     warned = True
                     log.warning(
@@ -489,6 +498,12 @@ def _retry_after(answer: Answer) -> float:
         return min(max(float(answer.headers.get("Retry-After", "0")), 0.0), _LONGEST_S)
     except ValueError:
         return 0.0
+
+
+def _is_wordless(error: BaseException) -> bool:
+    """Whether a connection was there, and was ended before any answer."""
+    names = {type(cause).__name__ for cause in _causes(error)}
+    return not names.isdisjoint({"ConnectionResetError", "ServerDisconnectedError"})
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
