@@ -133,7 +133,8 @@ def test_the_leader_is_the_longest_standing_and_a_break_moves_nothing() -> None:
     assert members.leader == "b"
     members.disconnect(b)
     assert members.leader is None
-    assert c.connected is False
+    members.disconnect(c)  # it was given up, and its connection is closed then
+    assert not c.connected
 
 
 def test_another_one_leads_once_the_leader_is_silent_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,6 +176,18 @@ def test_a_connection_that_is_found_closed_late_is_not_the_new_one() -> None:
     members.join(hello(session=one.session), 1.0)
     members.disconnect(one)
     assert one.connected
+
+
+def test_one_who_was_given_up_and_is_back_is_not_disconnected_by_its_former_connection() -> None:
+    members = membership()
+    one = members.join(hello("one"), 0.0)
+    assert members.expire(LEASE) == (one,)
+    assert members.join(hello("one", one.session), LEASE) is one
+    members.disconnect(one)  # the connection that it was given up with has ended only now
+    assert one.connected
+    assert members.leader == "one"
+    members.disconnect(one)
+    assert not one.connected
 
 
 def test_a_restart_knows_everybody_by_the_session_and_holds_no_secret() -> None:

@@ -165,3 +165,36 @@ def test_a_member_does_not_take_the_place_of_one_whose_name_begins_with_its_own(
     slices.answer(other, encode(JoinTracker(worker="node/1", incarnation="1")))
     with pytest.raises(OptionError, match="node/1"):
         slices.answer(node, encode(JoinTracker(worker="node/1", incarnation="2")))
+
+
+def test_who_has_left_while_it_asked_gets_no_slice_and_names_have_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_bytescheduler.coordinator.slice_routes._MOST_NAMES", 2)
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+    handed = asyncio.Event()
+
+    async def work(one: SmallWorker, two: SmallWorker) -> None:
+        for worker in (one, two):
+            await worker.hello()
+        session = (await ask(one, JoinTracker(worker="w0", incarnation="1"))).session
+        await ask(one, JoinTracker(worker="w0/1", incarnation="1"))
+        with pytest.raises(AssertionError, match="one of the 2 that w0 reads under"):
+            await ask(one, JoinTracker(worker="w0/2", incarnation="1"))
+
+        async def slowly() -> Any:
+            yield b""
+            await handed.wait()
+            yield encode(RequestSlice(session=session, epoch=0)).encode()
+
+        asked = one.http.post(one.url + SLICES_PATH, data=slowly(), headers=one.headers)
+        sending = asyncio.ensure_future(asked.__aenter__())
+        await asyncio.sleep(0.2)
+        await one.socket.close()
+        server.call(lambda: server.service.run.leave(server.service.run.members.by_name("w0"), time.monotonic()))
+        handed.set()
+        assert (await sending).status == 403
+        assert not slices.held("w0")
+
+    with CoordinatorServer(options_of(), slices=slices) as server:
+        in_a_run(server, 2, work)

@@ -243,8 +243,8 @@ class Membership:
         over = [member for member in self._members.values() if now >= member.heard + self._lease]
         over.sort(key=lambda member: member.heard)
         for member in over:
+            # Its connections are counted until they are closed, each by its own end: it may be back before that.
             self._given_up[member.name] = self._members.pop(member.name)
-            member.connections = 0
         self._forget_given_up(now)
         # A sign of life only ever makes it later.
         leases = [member.heard + self._lease for member in self._members.values()]

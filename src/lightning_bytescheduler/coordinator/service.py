@@ -529,7 +529,10 @@ class CoordinatorService:
             self.run.count("slow_downs")
             return problem(429, f"{member.name} asks about slices too often: try again later.", retry_after=1)
         await asyncio.sleep(pause)
-        reply = self.slices.answer(member, await request.read())
+        text = await request.read()
+        if self.run.members.by_name(member.name) is not member:  # nobody would take back what it got now
+            return problem(403, f"{member.name} has left, or was given up, while it asked.")
+        reply = self.slices.answer(member, text)
         return web.Response(
             text=encode(reply), content_type="application/json", headers={TERM_HEADER: str(self.run.term)}
         )

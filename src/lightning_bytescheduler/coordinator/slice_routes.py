@@ -31,6 +31,8 @@ from lightning_bytescheduler.slices.tracker_client import calls_of
 
 __all__ = ["SliceRoutes"]
 
+_MOST_NAMES = 1024  # that one member's processes read slices under
+
 
 class SliceRoutes:
     """A tracker whose workers are members of the run. For one thread.
@@ -85,6 +87,9 @@ class SliceRoutes:
             raise OptionError(
                 "worker", message.worker, "one that no other member reads slices under: rename one of them"
             )
+        own = self._names.get(member.name, ())
+        if message.worker not in own and len(own) >= _MOST_NAMES:
+            raise OptionError("worker", message.worker, f"one of the {_MOST_NAMES} that {member.name} reads under")
         joined = self.tracker.join(message)
         self._sessions[joined.session] = (member.digest, message.worker)
         self._names.setdefault(member.name, set()).add(message.worker)
