@@ -67,7 +67,7 @@ def compare(
 def _compare(rank: int, loop: Loop, network: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> Compared:
     torch.set_num_threads(1)
     rank_zero_only.rank = rank
-    passed = {name: value for name, value in options.items() if name not in {*SIZES}}
+    passed = {name: value for name, value in options.items() if name not in {*SIZES, "cross_barrier"}}
     expected = _settled(loop(_launched(DDPStrategy(**passed), arguments)))
     late = LateNetwork(rank, held=network == "held")
     strategy = ByteSchedulerFabricStrategy(**options)

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
@@ -132,6 +133,8 @@ class LoopReads(StepListener):
     def waited_early(self) -> None:
         """See :class:`StepListener`."""
         reader = _reader(sys._getframe(1))
+        if reader is None:
+            return
         self.steps[reader] += 1
         if self.steps[reader] >= _ENOUGH and reader not in self._told:
             self._told.add(reader)
@@ -154,10 +157,12 @@ class LoopReads(StepListener):
         say_unseen(found, step, certain=certain, rank=self._rank)
 
 
-def _reader(frame: FrameType | None) -> str:
-    """The innermost function on the stack that is none of a library's."""
+def _reader(frame: FrameType | None) -> str | None:
+    """The innermost function on the stack that is none of a library's; ``None`` where compiled code is entered."""
     while frame is not None:
         file = frame.f_code.co_filename
+        if file == compiled_calls.__file__:
+            return None  # a forward pass, in which all gates open at its start
         if not is_of_libraries(file) and not file.startswith(_FABRIC):
             return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
         frame = frame.f_back

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
@@ -190,6 +192,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._set_up = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._excepthook: Callable[..., Any] | None = None
+        self._exiting = self._lost_at_exit = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -238,6 +241,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if self.world_size == 1 or self._board is not None:
             return
         self._failed = False
+        atexit.register(self._exit_with_failure)  # so it comes after all that is registered later
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         self._meet("options", introduce(self.global_rank, "bytescheduler in Fabric", self._common_options()))
         self._publish_uncaught()
@@ -421,6 +425,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         finally:
             self._forget_exceptions()
             atexit.unregister(self._end_at_exit)
+            if not self._exiting:
+                atexit.unregister(self._exit_with_failure)
             self._board = None
             for gradients in self._gradients:
                 gradients.close(failed=not in_order)
@@ -447,7 +453,20 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         atexit.register(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        self.end()
+        self._exiting = True
+        try:
+            self.end()
+        except Exception as error:  # the script has come to its end, and lacks its last step
+            self._lost_at_exit = True
+            traceback.print_exception(error)
+
+    def _exit_with_failure(self) -> None:
+        """Let whoever has started this process know, too: Python's exit status does not tell of what fails at exit."""
+        if self._lost_at_exit:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _publish_uncaught(self) -> None:
         """Have the other ranks know of an exception that ends this process."""

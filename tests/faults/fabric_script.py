@@ -1,0 +1,41 @@
+"""A script with a loop of Fabric, for two processes: what happens at its end, or when one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_bytescheduler import ByteSchedulerFabricStrategy
+
+
+def main(how: str) -> None:
+    """Train five steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    seen = {}
+    strategy = ByteSchedulerFabricStrategy(mode="overlapped", bucket_cap_mb=0.002, partition_size=400, credit=800)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+
+    def report() -> None:
+        after = sum(float(p.detach().double().sum()) for p in model.parameters())
+        print(f"rank {fabric.global_rank} ends with {after!r}, deferred {seen['deferred']}", flush=True)
+
+    if how == "ends":
+        atexit.register(report)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        fabric.backward(wrapped(torch.randn(4, 32)).square().mean())
+        if how == f"fails in step {step}" and fabric.global_rank == 1:
+            raise ValueError("sample 17 is broken")
+        optimizer.step()
+        optimizer.zero_grad()
+    seen["deferred"] = strategy.statistics[0].overlapped_steps
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
