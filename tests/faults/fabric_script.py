@@ -16,7 +16,7 @@ def main(how: str) -> None:
     """Train five steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-    seen = {}
+    seen: dict[str, int] = {}
     strategy = ByteSchedulerFabricStrategy(mode="overlapped", bucket_cap_mb=0.002, partition_size=400, credit=800)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
 
