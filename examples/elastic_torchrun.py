@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         val_check_interval=asked.validate_every,
         num_sanity_val_steps=0,
         callbacks=[record, save],
+        default_root_dir=asked.output,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,18 +52,16 @@ def requeued_job(folder: Path, tasks: tuple[int, int], strategy: str) -> str:
 
 
 @pytest.mark.timeout(180)
-def test_a_requeued_job_goes_on_with_the_next_batch(tmp_path: Path) -> None:
-    """From the checkpoint of the step in which all ranks have saved; with another number of tasks, too."""
-    said = requeued_job(tmp_path, (2, 1), "bytescheduler")
-    assert "Restoring states from the checkpoint path at" in said
-    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
-    assert saved["lightning_bytescheduler.position"]["batches_of_unfinished_step"] == 0
-    assert saved["global_step"] * 2 == saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
-    assert samples_by_batch(tmp_path / "record") == expected_batches(1_900, 32, 2)
-
-
-@pytest.mark.timeout(180)
-def test_a_requeued_job_of_diloco_keeps_its_outer_state(tmp_path: Path) -> None:
-    said = requeued_job(tmp_path, (2, 3), "diloco")
-    assert "Restoring states from the checkpoint path at" in said
-    assert "lightning_bytescheduler.diloco" in torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
+    """With another number of tasks; both strategies at the same time, as they mostly wait."""
+    jobs = [(tmp_path / "exact", (2, 1), "bytescheduler"), (tmp_path / "diloco", (2, 3), "diloco")]
+    for folder, _, _ in jobs:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda job: requeued_job(*job), jobs))
+    assert all("Restoring states from the checkpoint path at" in text for text in said)
+    exact, diloco = (torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False) for folder, _, _ in jobs)
+    assert exact["lightning_bytescheduler.position"]["batches_of_unfinished_step"] == 0
+    assert exact["global_step"] * 2 == exact["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+    assert samples_by_batch(tmp_path / "exact" / "record") == expected_batches(1_900, 32, 2)
+    assert "lightning_bytescheduler.diloco" in diloco
