@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,24 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
         return ()
 
     with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+
+
+def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("safetensors.torch.save_file", fails)
+            async with one.http.get(one.url + protocol.STATE_PATH, headers=one.headers) as answer:
+                assert answer.status == 500
+        assert not list(tmp_path.glob("*state*"))
+        await one.fetch()
+
+    def fails(tensors: Any, name: str) -> None:
+        raise OSError("No space left on device")
+
+    options = dataclasses.replace(options_of(), spool=str(tmp_path))
+    with CoordinatorServer(options) as server:
         in_a_run(server, 1, work)
 
 

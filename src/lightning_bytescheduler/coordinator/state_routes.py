@@ -114,7 +114,11 @@ class StateRoutes:
             from safetensors.torch import save_file
         descriptor, name = tempfile.mkstemp(dir=self._folder, prefix="bytescheduler-state-", suffix=".safetensors")
         os.close(descriptor)
-        save_file(dict(tensors), name)
+        try:
+            save_file(dict(tensors), name)
+        except BaseException:  # as on a disk that is full: whoever asks again would leave one more
+            Path(name).unlink(missing_ok=True)
+            raise
         return Path(name)
 
     def forget(self) -> None:
