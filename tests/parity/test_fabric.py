@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -309,6 +310,35 @@ def saved_and_loaded(fabric: Fabric) -> Mapping[str, Any]:
     return {"model": wrapped, "optimizer": optimizer, "after": after, "left": left["index"]}
 
 
+def folds(fabric: Fabric) -> Mapping[str, Any]:
+    """A module after the other: whoever is gone has no scheduler any more."""
+    weights = []
+    for _ in range(3):
+        outcome = plain(fabric, optimizer=sgd, zero_first=True)
+        weights.append([p.detach().clone() for p in outcome["model"].parameters()])
+        assert len(getattr(fabric.strategy, "statistics", ())) <= 1
+        del outcome
+        gc.collect()
+    return {"weights": weights}
+
+
+def one_rank_looks(fabric: Fabric) -> Mapping[str, Any]:
+    """One rank alone runs the module between steps, with gradients enabled, while the other one waits for it.
+
+    As DDP allows once it has settled its buckets.
+    """
+    model = tower()
+    wrapped, optimizer = fabric.setup(model, sgd(model.parameters()))
+    for index, (inputs, targets) in enumerate(data(fabric)):
+        if index > 2 and fabric.is_global_zero:
+            wrapped(inputs).sum()
+        fabric.barrier()
+        fabric.backward(F.mse_loss(wrapped(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": wrapped, "optimizer": optimizer}
+
+
 LOOPS = {
     "accumulation": accumulating,
     "clipping by value": partial(clipping, clip_val=0.01),
@@ -322,6 +352,7 @@ LOOPS = {
     "activation checkpointing": checkpointed,
     "left and begun again": left_and_begun_again,
     "saved and loaded": saved_and_loaded,
+    "folds": folds,
 }
 
 
@@ -350,5 +381,6 @@ def test_precision(arguments: dict[str, Any], two_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("options", [{**SIZES, "mode": "ddp"}, {"mode": "auto"}, {**SIZES, "cross_barrier": False}])
 def test_options(options: dict[str, Any], two_ranks: RankPool) -> None:
-    for outcome in two_ranks.run(compare, loops={"loop": PLAIN["adamw"]}, options=options, network="plain"):
-        assert not outcome["loop"].differences
+    loops = {"adamw": PLAIN["adamw"], "one rank looks": one_rank_looks}
+    for outcome in two_ranks.run(compare, loops=loops, options=options, network="plain"):
+        assert not [name for name, seen in outcome.items() if seen.differences]

@@ -296,16 +296,27 @@ class GradientEngine:
 
     # ------------------------------------------------------------------ the strategy's side
 
-    def begin_forward(self, batch: Any = None) -> None:
-        """Before ``training_step`` with ``batch``: observe the first use of parameters."""
+    def look(self) -> None:
+        """Agree with the other ranks how steps are taken, where that is due: all come here before the same step."""
+        context = self._context
+        context.waiting = self.mode.may_wait
+        try:
+            self.mode = self.mode.before_forward(self._step.number + 1)
+        finally:
+            context.waiting = False
+
+    def begin_forward(self, batch: Any = None, *, looks: bool = True) -> None:
+        """Before ``training_step`` with ``batch``: observe the first use of parameters.
+
+        Args:
+            batch: Of this rank.
+            looks: Whether all ranks come here, and none calls :meth:`look` elsewhere.
+        """
         context, number = self._context, self._step.number + 1
         if context.weights is not None:
             context.weights.begin_batch(batch)
-        context.waiting = self.mode.may_wait
-        try:
-            self.mode = self.mode.before_forward(number)
-        finally:
-            context.waiting = False
+        if looks:
+            self.look()
         if context.weights is not None:
             context.weights.begin_computing()
         context.training_thread = threading.get_ident()

@@ -195,6 +195,7 @@ class FabricModuleGradients:
         self._plan: OverlapPlan | None = None
         self._reads: LoopReads | None = None
         self._opened_for: Mapping[str, int] = {}
+        self._has_run = False  # forward, since the last backward pass
         self._finding = False  # whether both ways have been compared
         groups = SchedulerGroups.create(timeout=options.timeout)
         self._agreed = agree_on_sizes(groups, options.scheduler, parameters, device)
@@ -261,8 +262,9 @@ class FabricModuleGradients:
     def forward(self) -> Iterator[None]:
         """Around a forward pass that a backward pass may follow."""
         runtime = self.runtime
+        self._has_run = True
         if runtime is not None:
-            runtime.engine.begin_forward()
+            runtime.engine.begin_forward(looks=False)  # one rank alone may be here, to look at something
         yield
         if runtime is not None:
             runtime.engine.end_forward()
@@ -272,6 +274,9 @@ class FabricModuleGradients:
         """Around a backward pass, of this module or others."""
         runtime = self.runtime
         if runtime is not None:
+            if self._has_run:
+                self._has_run = False
+                runtime.engine.look()
             runtime.engine.before_backward()
         yield
         if runtime is not None:

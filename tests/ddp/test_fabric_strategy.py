@@ -1,0 +1,46 @@
+"""Options of the strategy for Fabric: what only a fit of the Trainer can do is refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.fabric import Fabric
+
+from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError, UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"credit_tuning": True}, "sizes are tuned by a callback of the Trainer"),
+        ({"compression": "int8"}, "goes with the Trainer's checkpoints"),
+        ({"weighting": "samples"}, "the Trainer hands the batch to training_step"),
+        ({"architecture": "ps"}, "take part in one fit of the Trainer"),
+        ({"log_metrics": True}, r"read fabric\.strategy\.statistics"),
+    ],
+)
+def test_what_only_the_trainer_can_do(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^ByteSchedulerFabricStrategy cannot honour .*{reason}"):
+        ByteSchedulerFabricStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"partition_siz": 4096}, "partition_siz"),
+        ({"partition_size": -1}, "partition_size=-1"),
+        ({"mode": "fast"}, "mode='fast'"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"timeout": 30}, "timeout=30"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'"),
+    ],
+)
+def test_what_is_not_allowed(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        ByteSchedulerFabricStrategy(**options)
+
+
+def test_one_process_has_nothing_to_schedule() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ByteSchedulerFabricStrategy())
+    assert fabric.strategy.plans == fabric.strategy.statistics == ()  # type: ignore[attr-defined]
