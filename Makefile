@@ -9,6 +9,8 @@
 #                                       make lightning-suite CHECKOUT=/path/to/pytorch-lightning
 # Networks and optimizers of third parties (Python >= 3.11; a minute, and what they need beside .venv):
 #                                       make real-models
+# Both strategies on a real Ray, of two machines that are on this one (a minute, and what Ray needs beside .venv):
+#                                       make ray
 
 PYTHON ?= python3
 # Two files of tests at a time, as ranks wait for one another for half of a training. Failures have bounds on time, and
@@ -16,8 +18,9 @@ PYTHON ?= python3
 # link has nothing beside it.
 ROOMS_OF_TIME := $(addprefix tests/,collectives diloco failures faults)
 ROOMS_OF_LINKS := tests/links
-# Needs packages that .venv does not have.
+# These need packages that .venv does not have.
 ROOM_OF_MODELS := tests/real_models
+ROOM_OF_RAY := tests/ray_train
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECKOUT ?=
@@ -27,6 +30,7 @@ FUZZ_ARGS ?=
 VENV := .venv
 SUITE := build/lightning-suite
 MODELS := build/real-models
+RAY := build/ray
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check --no-input
 # -qq: warnings are left out, errors are not.
@@ -35,7 +39,7 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz lint docs bench lightning-suite real-models clean
+.PHONY: help demo test test-gpu fuzz lint docs bench lightning-suite real-models ray clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
@@ -47,6 +51,7 @@ help:
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
 	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
+	@echo "make ray           train with both strategies on a real Ray, of two machines that are on this one"
 	@echo "make real-models   train networks of Hugging Face, diffusers and torchvision, and compare with DDP"
 
 demo: $(VENV)/.demo
@@ -54,7 +59,8 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS))
+	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS) \
+	  $(ROOM_OF_RAY))
 	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
 	$(RUN) -m pytest $(ROOMS_OF_LINKS)
 else
@@ -87,6 +93,9 @@ lightning-suite: $(SUITE)/.ready
 # The packages stand before those of .venv on the path, none of which is among them.
 real-models: $(MODELS)/.ready
 	PYTHONPATH="$(CURDIR)/$(MODELS)" $(RUN) -m pytest $(ROOM_OF_MODELS)
+
+ray: $(RAY)/.ready
+	PYTHONPATH="$(CURDIR)/$(RAY)" $(RUN) -m pytest $(ROOM_OF_RAY)
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints
@@ -142,4 +151,11 @@ $(MODELS)/.ready: $(VENV)/.dev tests/real_models/requirements.txt
 	@echo "Installing what the networks and optimizers of third parties need (a minute on a slow connection)"
 	@rm -rf $(MODELS)
 	@$(PIP) install -qq --no-deps --no-compile --target $(MODELS) -r tests/real_models/requirements.txt
+	@touch $@
+
+# As above.
+$(RAY)/.ready: $(VENV)/.dev tests/ray_train/requirements.txt
+	@echo "Installing what Ray Train needs (a minute on a slow connection)"
+	@rm -rf $(RAY)
+	@$(PIP) install -qq --no-deps --no-compile --target $(RAY) -r tests/ray_train/requirements.txt
 	@touch $@

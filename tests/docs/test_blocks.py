@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, create_autospec
 
 import lightning as L
 import pytest
@@ -100,7 +100,7 @@ def test_python(page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _third_parties() -> dict[str, ModuleType]:
-    """In the place of packages that only `make real-models` installs; what they do is tested there."""
+    """In the place of packages that only `make real-models` and `make ray` install; what they do is tested there."""
 
     class FinetuningScheduler(L.Callback):
         def __init__(self, *, allow_untested: bool, custom_strategy_adapters: dict[str, str] | None = None) -> None:
@@ -109,7 +109,20 @@ def _third_parties() -> dict[str, ModuleType]:
     package, adapters = ModuleType("finetuning_scheduler"), ModuleType("finetuning_scheduler.strategy_adapters")
     vars(package).update(FinetuningScheduler=FinetuningScheduler)
     vars(adapters).update(StrategyAdapter=object)
-    return {module.__name__: module for module in (package, adapters)}
+    modules = [package, adapters]
+    for name, stand_ins in _OF_RAY.items():
+        modules.append(ModuleType(name))
+        vars(modules[-1]).update({one: MagicMock() for one in stand_ins})
+    return {module.__name__: module for module in modules}
+
+
+_OF_RAY = {
+    "ray": ["train"],
+    "ray.train": ["FailureConfig", "RunConfig", "ScalingConfig"],
+    "ray.train.lightning": ["RayLightningEnvironment", "RayTrainReportCallback", "prepare_trainer"],
+    "ray.train.torch": ["TorchTrainer"],
+    "lightning_bytescheduler.ray": ["RayByteSchedulerStrategy"],
+}
 
 
 # -------------------------------------------------------------------- commands
