@@ -23,7 +23,7 @@ import lightning_bytescheduler
 
 DISTRIBUTION = "lightning-bytescheduler"
 # What the extras bring: a module of the package may need one of these, and nothing else that is not there.
-NEEDS_EXTRA: set[str] = set()
+NEEDS_EXTRA = {"ray"}
 
 
 def check(holds: bool, otherwise: str) -> None:
@@ -46,7 +46,7 @@ def check_installation() -> None:
             continue
         try:
             importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             check(error.name in NEEDS_EXTRA, f"{module.name} needs {error.name}, which no metadata ask for")
 
 
