@@ -15,16 +15,12 @@ from lightning_bytescheduler.ddp.partial_step import replaced
 from lightning_bytescheduler.ddp.plan import scales_losses
 from lightning_bytescheduler.lightning_api import MixedPrecision, Precision
 
-__all__ = ["deferring"]
+__all__ = ["deferred_step", "deferring"]
 
 
 @contextmanager
-def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
-    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``.
-
-    So do the plugin's clipping and the scaler's unscaling. Attributes of the instances are replaced, as learning-rate
-    schedules do with ``optimizer.step``, so precision plugins, hooks and user code see the optimizer itself.
-    """
+def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None]:
+    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``."""
     own_step = optimizer.step
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -36,8 +32,19 @@ def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -
         optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
         return output
 
+    with replaced(optimizer, "step", step):
+        yield
+
+
+@contextmanager
+def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
+    """As :func:`deferred_step`; and the plugin's clipping and the scaler's unscaling are handed to ``engine``, too.
+
+    Attributes of the instances are replaced, as learning-rate schedules do with ``optimizer.step``, so precision
+    plugins, hooks and user code see the optimizer itself.
+    """
     with ExitStack() as stack:
-        stack.enter_context(replaced(optimizer, "step", step))
+        stack.enter_context(deferred_step(optimizer, engine))
         for name, defer in (("clip_grad_by_norm", engine.clip_norm), ("clip_grad_by_value", engine.clip_value)):
             if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
                 stack.enter_context(replaced(plugin, name, _or_else(defer, getattr(plugin, name))))

@@ -36,12 +36,13 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start
 from lightning_bytescheduler.ddp.gates import is_of_libraries
 from lightning_bytescheduler.ddp.loss_scaler import is_enabled
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
-from lightning_bytescheduler.ddp.partial_step import replaced, wants_whole_steps
+from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
     model_reasons,
@@ -301,18 +302,7 @@ class FabricModuleGradients:
             output = take_final(take, closure, engine.flush)
             engine.count_whole_step(optimizer)
             return output
-        own_step = optimizer.step
-
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            output = None
-            if closure is not None:
-                with torch.enable_grad():
-                    output = closure()
-            engine.step(optimizer, own_step)
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
-            return output
-
-        with replaced(optimizer, "step", step):
+        with deferred_step(optimizer, engine):
             return take(closure)
 
     def flush(self) -> None:
