@@ -10,8 +10,11 @@ begin:
 - ``coordinator``: the coordinator is killed and started anew from its state.
 
 Written down: useful samples a second (those that became part of the weights), and their ratio to those of the calm
-while (the goodput); whether all workers had the same weights after each round, by their sha256; whether each round
-ended within its deadline; the loss; the coordinator's memory.
+while (the goodput); whether all workers had the same weights after each round, by their sha256; how long rounds took
+(median and longest), also as shares of the time until their deadline; how often a killed worker came back, and after
+how many seconds, from its last step to its next (mostly the start of Python); how often samples were trained on; the
+loss; the coordinator's memory. A batch is written down before its step's sleep, so that no kill takes it from the
+record but one of those few microseconds.
 """
 
 from __future__ import annotations
@@ -381,7 +384,10 @@ def _examined(run: Coordinated) -> dict[str, Any]:
     weights: dict[int, set[str]] = collections.defaultdict(set)
     synchronised = 0
     losses: list[tuple[float, float]] = []
+    trained: collections.Counter[int] = collections.Counter()
+    away: list[float] = []
     for name in run.names:
+        before: dict[str, Any] = {}
         for line in (run.folder / f"{name}.jsonl").read_bytes().splitlines():
             with suppress(ValueError):
                 read = json.loads(line)
@@ -390,19 +396,39 @@ def _examined(run: Coordinated) -> dict[str, Any]:
                     synchronised += 1
                 elif "loss" in read:
                     losses.append((read["t"], read["loss"]))
+                    trained.update(read["numbers"])
+                    if before.get("pid", read["pid"]) != read["pid"]:
+                        away.append(read["t"] - before["t"])
+                    before = read
     losses.sort()
     tenth = max(len(losses) // 10, 1)
     memory = [size / 1e6 for _, size in run.memory]
     half = len(memory) // 2
+    last = run.polls[-1][1] if run.polls else {}
+    ended = last.get("rounds", [])
+    rounds = [one["seconds"] for one in ended]
+    # The share of the time that each had.
+    used = {one["round"]: one["seconds"] / one["deadline"] for one in ended if one["deadline"] is not None}
+    slices = last.get("slices") or {}
     return {
         "rounds": len(weights),
         "synchronised": synchronised,
         "rounds_with_different_weights": sorted(number for number, found in weights.items() if len(found) > 1),
         "loss_first_tenth": statistics.fmean(loss for _, loss in losses[:tenth]),
         "loss_last_tenth": statistics.fmean(loss for _, loss in losses[-tenth:]),
+        "round_s": [statistics.median(rounds), max(rounds)] if rounds else None,
+        "share_of_the_time_until_the_deadline": [statistics.median(used.values()), max(used.values())]
+        if used
+        else None,
+        "rounds_after_their_deadline": [number for number, share in used.items() if share > 1],
+        "restart_s": [len(away), statistics.fmean(away)] if away else None,
+        "epochs_of_the_data": slices.get("epoch"),
+        "samples_left_out": slices.get("dropped"),
+        "times_each_sample_was_written_down": [min(trained.values()), max(trained.values())],
+        "samples_never_written_down": run.asked.slices * run.asked.samples - len(trained),
         "memory_mb_half_way": memory[half] if memory else None,
         "memory_mb_at_the_end": memory[-1] if memory else None,
-        "last_status": run.polls[-1][1] if run.polls else None,
+        "last_status": last or None,
     }
 
 
@@ -413,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=10.0, help="with faults (default: %(default)s)")
     parser.add_argument("--calm-minutes", type=float, default=3.0, help="before (default: %(default)s)")
-    parser.add_argument("--events-per-hour", type=float, default=110.0)
+    parser.add_argument("--events-per-hour", type=float, default=125.0)
     parser.add_argument("--step-s", type=float, default=0.25)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--round", type=int, default=1280, help="samples of a round (default: %(default)s)")
@@ -422,20 +448,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=500, help="of a slice (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=3, help="rounds (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=20, help="steps, under torchrun (default: %(default)s)")
-    parser.add_argument("--torchrun", action="store_true", help="also ddp under torchrun (kill only)")
+    parser.add_argument(
+        "--runs",
+        choices=["coordinator", "torchrun", "both"],
+        default="coordinator",
+        help="torchrun: ddp with checkpoints (kill only; default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for what the processes write")
     asked = parser.parse_args(arguments)
+    if asked.runs != "coordinator" and asked.fault != "kill":
+        parser.error(f"--runs {asked.runs} is for kill: torchrun has nothing for {asked.fault}")
     console = Console()
     with ExitStack() as stack:
         root = asked.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         link = stack.enter_context(ShapedLink(hosts=asked.workers + 1, mbit=1000)) if asked.fault == "cut" else None
-        runs: list[Callable[[], Coordinated | Torchrun]] = [lambda: Coordinated(asked, root / "coordinator", link)]
-        if asked.torchrun:
-            runs.append(lambda: Torchrun(asked, root / "torchrun"))
-        for make in runs:
-            shutil.rmtree(root / ("coordinator" if make is runs[0] else "torchrun"), ignore_errors=True)
-            run = make()
+        makes: dict[str, Callable[[Path], Coordinated | Torchrun]] = {
+            "coordinator": lambda folder: Coordinated(asked, folder, link),
+            "torchrun": lambda folder: Torchrun(asked, folder),
+        }
+        for name in makes if asked.runs == "both" else [asked.runs]:
+            shutil.rmtree(root / name, ignore_errors=True)
+            run = makes[name](root / name)
             try:
                 seen = watch(run, asked, asked.fault, console)
             finally:

@@ -80,16 +80,17 @@ class Journal(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         numbers = pl_module.numbers if isinstance(pl_module, Network) else []
-        time.sleep(max(self.began + self.step_s - time.monotonic(), 0.0))
         strategy = trainer.strategy
-        if not isinstance(strategy, DiLoCoStrategy):
+        if isinstance(strategy, DiLoCoStrategy):
+            known = strategy.statistics
+            if known is not None and known.rounds != self.rounds:
+                self.rounds = known.rounds
+                weights = digest(strategy.lightning_module_state_dict())
+                self.write(round=int(strategy.progress()["round"]), sha256=weights)
+            self.write(numbers=numbers, loss=float(trainer.callback_metrics["loss"]))
+        else:
             self.write(step=trainer.global_step, samples=len(numbers))
-            return
-        known = strategy.statistics
-        if known is not None and known.rounds != self.rounds:
-            self.rounds = known.rounds
-            self.write(round=int(strategy.progress()["round"]), sha256=digest(strategy.lightning_module_state_dict()))
-        self.write(numbers=numbers, loss=float(trainer.callback_metrics["loss"]))
+        time.sleep(max(self.began + self.step_s - time.monotonic(), 0.0))
 
     def write(self, **what: Any) -> None:
         self.file.write(json.dumps({"t": time.time(), "pid": os.getpid(), **what}) + "\n")

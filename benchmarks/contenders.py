@@ -23,6 +23,7 @@ __all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "POLICIES", "Contender", "Power
 
 ALONE = "alone"
 _HALF = ", bf16-true"
+_BY_NODE = ", by node"
 DDP_BUCKETS = (1, 2, 4, 8)
 """Bucket sizes tried beside DDP's default of 25, in MB."""
 
@@ -121,10 +122,17 @@ def _contenders() -> list[Contender]:
         ),
         *(
             Contender(
-                name=f"bytescheduler, {servers} servers",
-                strategy=partial(ByteSchedulerStrategy, mode="overlapped", architecture="ps", servers=servers),
+                name=f"bytescheduler, {servers} servers{by_node}",
+                strategy=partial(
+                    ByteSchedulerStrategy,
+                    mode="overlapped",
+                    architecture="ps",
+                    servers=servers,
+                    group="node" if by_node else None,
+                ),
             )
             for servers in range(5)
+            for by_node in ("", _BY_NODE)
         ),
         Contender(name="ddp, norm clipping", strategy=DDPStrategy, trainer=_CLIP),
         Contender(
@@ -134,6 +142,11 @@ def _contenders() -> list[Contender]:
         ),
     ]
     return found
+
+
+def _first_layers(count: int) -> dict[str, str]:
+    """Of the emulated layers, the first ones of the forward pass in int4, and the others as they are."""
+    return {f"layers.{number}.*": "int4" for number in range(count)}
 
 
 class _Named(dict[str, Contender]):
@@ -149,7 +162,8 @@ class _Named(dict[str, Contender]):
             return replace(known, name=name, trainer={**known.trainer, "precision": "bf16-true"})
         found = re.fullmatch(
             r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?"
-            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?(?:, (\d+) servers)?",
+            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?(?:, (\d+) servers)?(?:, first (\d+) layers int4)?"
+            r"(, by node)?",
             name,
         )
         if found is None:
@@ -161,9 +175,10 @@ class _Named(dict[str, Contender]):
                 mode="overlapped",
                 partition_size=int(found[1]),
                 credit=int(found[2]),
-                compression=found[4],
+                compression=found[4] if found[6] is None else _first_layers(int(found[6])),
                 architecture="allreduce" if found[5] is None else "ps",
                 servers=int(found[5] or 0),
+                group=None if found[7] is None else "node",
             ),
             trainer=_CLIP if found[3] else {},
         )

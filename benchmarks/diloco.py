@@ -9,6 +9,8 @@ sleeping for what its arithmetic does not take. Figures:
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
 - ``wire``: the loss after N steps with each wire dtype.
 - ``sparse`` (root): on a link of a tenth of the rate, seconds to the loss that the best of int4 has after a minute.
+- ``overlap`` (root): on such a link, seconds to some losses for int4 in long rounds and sparse in short ones, each
+  without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
 - ``stall`` (root): the share of their time that workers wait for communication on a slow link, with the whole model
   sent after each round, and with fragments that are sent beside training.
 
@@ -39,9 +41,9 @@ from benchmarks.diloco_summary import conclude, draw
 from benchmarks.measure import free_port
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
-_ON_A_LINK = ("race", "stall", "sparse")
+_ON_A_LINK = ("race", "stall", "sparse", "overlap")
 _START_S = 90.0  # until all ranks train, and from their last step to their end
-_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "sparse": 1}
+_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "sparse": 1, "overlap": 1}
 
 
 def measure(
@@ -134,7 +136,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
     )
-    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in sparse, else 50)")
+    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in sparse and overlap, else 50)")
     parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
     parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
     parser.add_argument("--batch", type=int, default=1)
@@ -147,7 +149,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/diloco.json"))
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.mbit = options.mbit or (5.0 if options.figure == "sparse" else 50.0)
+    options.mbit = options.mbit or (5.0 if options.figure in ("sparse", "overlap") else 50.0)
     options.steps = options.steps or _STEPS[options.figure]
     return options
 

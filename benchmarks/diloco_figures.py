@@ -13,6 +13,7 @@ _VALIDATIONS = 12
 _WIRE_LENGTH = 20
 _SPARSE_S = 60
 _SPARSE = {"wire_dtype": "sparse"}
+_SNAPSHOT_S = 1.0
 _STALL_SAMPLES = 320  # of a round of the example
 _STALLS = (("example", 8, 0.5, 1, 0), ("example", 8, 0.5, 4, 2), ("5M", 1, 0.05, 1, 0), ("5M", 1, 0.05, 4, 10))
 
@@ -119,12 +120,34 @@ def sparse(options: argparse.Namespace) -> list[Group]:
     return made
 
 
+def overlap(options: argparse.Namespace) -> list[Group]:
+    """On a very slow link, int4 in long rounds and sparse in short ones, without and with overlap by itself.
+
+    A validation has all stand still at the end of a round, where nothing is overlapped: so there is none, and the
+    losses are those of global weights that were kept now and then, taken after the training.
+    """
+    averaging = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire_dtype": "int4"}
+    long, short = round(40 * options.batch * (1 + options.ratio)), round(8 * options.batch * (1 + options.ratio))
+    made: list[Group] = []
+    for name, samples, strategy in (
+        ("int4", long, {**_tuned(options), "wire_dtype": "int4"}),
+        ("int4, plain averaging", long, averaging),
+        ("sparse, density=0.01", short, {**_SPARSE, "density": 0.01}),
+    ):
+        for steps in (0, "auto"):
+            asked = {"samples_per_round": samples, "overlap_steps": steps, **strategy}
+            contender = _diloco(f"{name}, {samples} samples, overlap_steps={steps}", 2, asked)
+            made.append([{**contender, "seconds": _SPARSE_S, "validate": 10_000, "snapshot_s": _SNAPSHOT_S}])
+    return made
+
+
 FIGURES: dict[str, Callable[[argparse.Namespace], list[Group]]] = {
     "race": race,
     "gap": gap,
     "wire": wire,
     "stall": stall,
     "sparse": sparse,
+    "overlap": overlap,
 }
 
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -62,6 +63,8 @@ class Curve(L.Callback):
         self.steady = (0.0, 0.0)  # seconds trained and waited before the last step
         self.last: float | None = None
         self.steps_s: list[float] = []
+        self.kept: list[tuple[float, int, dict[str, torch.Tensor]]] = []  # seconds, samples, global weights
+        self.rounds = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         now = time.perf_counter()
@@ -70,9 +73,35 @@ class Curve(L.Callback):
         elif self.last is not None:
             self.steps_s.append(now - self.last)
         self.last = now
+        if "snapshot_s" in self.asked:
+            trained = self.trained + now - self.began
+            if trainer.global_rank == 0:
+                self._keep(trainer.strategy, trained)
+            if trained > self.asked["seconds"]:
+                trainer.should_stop = True
         spent = self.waited + _waited(trainer.strategy) - self.waited_before
         self.steady = (self.trained + now - self.began, spent)
         time.sleep(max(self.asked["step_s"][trainer.global_rank] - self.compute_s, 0.0))
+
+    def _keep(self, strategy: Any, trained: float) -> None:
+        """Keep the global weights, if a round has ended and the last ones are not of just now."""
+        if strategy.statistics.rounds == self.rounds:
+            return
+        self.rounds = strategy.statistics.rounds
+        state = strategy._runtime.state  # not public: whoever trains on needs no copy of the global weights
+        if state is not None and trained - (self.kept[-1][0] if self.kept else 0.0) >= self.asked["snapshot_s"]:
+            weights = {name: tensor.clone() for name, tensor in state.weights.items()}
+            self.kept.append((trained, strategy.statistics.merged_samples, weights))
+
+    def take_losses(self, model: Model, loader: Iterable[Any]) -> None:
+        """Take the losses of the weights that were kept."""
+        batches = list(loader)
+        for seconds, samples, weights in self.kept:
+            model.load_state_dict(weights)
+            with torch.no_grad():
+                losses = [float(model.training_step(batch, 0)) for batch in batches]
+            self.points.append((seconds, samples, sum(losses) / len(losses)))
+        self.points.sort()  # the end of the training has had a validation
 
     def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
         if self.began is not None:
@@ -128,11 +157,10 @@ def train(asked: dict[str, Any]) -> None:
         default_root_dir=asked["folder"],
     )
     apart = max(len(validation) // _VALIDATION_WINDOWS, 1)
-    trainer.fit(
-        Model(size, asked["learning_rate"]),
-        DataLoader(training, batch_size=asked["batch"], shuffle=True),
-        DataLoader(Subset(validation, range(0, apart * _VALIDATION_WINDOWS, apart)), batch_size=16),
-    )
+    validated = DataLoader(Subset(validation, range(0, apart * _VALIDATION_WINDOWS, apart)), batch_size=16)
+    model = Model(size, asked["learning_rate"])
+    trainer.fit(model, DataLoader(training, batch_size=asked["batch"], shuffle=True), validated)
+    curve.take_losses(model, validated)
     result = {
         "rank": trainer.global_rank,
         "points": curve.points,

@@ -19,6 +19,7 @@ __all__ = ["best", "conclude", "draw", "gaps", "slowed", "sooner", "times"]
 
 FIXED, PACED, DEFAULTS = "diloco, H=", "diloco by pace", "diloco, defaults"
 _SLOWED = 1.2
+_LOSSES = (2.7, 2.65, 2.6)
 
 
 Times = dict[str, dict[int, float | None]]
@@ -98,6 +99,8 @@ def conclude(console: Console, options: argparse.Namespace, rows: Sequence[Row])
         return {"loss": losses}
     if options.figure == "sparse":
         return _sparse(console, rows)
+    if options.figure == "overlap":
+        return _overlap(console, rows)
     shares = {row["name"]: [max(r["waited_in_rounds"]) for r in rows if r["name"] == row["name"]] for row in rows}
     _table(console, "share of its time that the worker that waits more has waited", shares)
     return {"waited": shares}
@@ -122,6 +125,19 @@ def _sparse(console: Console, rows: Sequence[Row]) -> dict[str, Any]:
                 part.append(value)
     _table(console, "sparse", found)
     return dict(found)
+
+
+def _overlap(console: Console, rows: Sequence[Row]) -> dict[str, Any]:
+    """Seconds to some losses, and what the worker that waits more has waited; the median of all seeds."""
+    table = Table("", *(f"s to a loss of {loss:.2f}" for loss in _LOSSES), "waited", title_justify="left")
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        reached = {f"{loss:.2f}": [at_loss(row["points"], loss) for row in own] for loss in _LOSSES}
+        found[name] = {"s to a loss": reached, "waited": [max(row["waited_in_rounds"]) for row in own]}
+        table.add_row(name, *(_spread(values, 1) for values in reached.values()), _spread(found[name]["waited"], 3))
+    console.print(table)
+    return found
 
 
 def _race(console: Console, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:

@@ -25,31 +25,58 @@ from benchmarks.configuration import Configuration
 from benchmarks.contenders import ALONE
 from benchmarks.measure import MeasurementFailed
 from benchmarks.shaped_link import ShapedLink, stop_sessions
+from lightning_bytescheduler.scheduler.placement import spare_share
 
 _REPOSITORY = Path(__file__).parents[1]
 _FIRST_PORT = 29_600
-_SERVERS = re.compile(r"bytescheduler.*, (\d+) servers")
+_SERVERS = re.compile(r"bytescheduler.*, (\d+) servers(, by node)?")
+
+
+def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
+    """How often a byte of gradients leaves a host, on average; for one rank on each, BytePS's formula.
+
+    Args:
+        workers: Ranks.
+        each: Ranks of a host.
+        servers: Spare ones.
+        by_node: Whether the ranks of a host add up gradients first.
+    """
+    pushers, own = (workers // each, 1) if by_node else (workers, each)
+    spare = spare_share(pushers, servers)
+    away = (pushers - own) / pushers  # of the ranks: what goes to these from one crosses the link, and back
+    return own * (spare + (1 - spare) * 2 * away)
 
 
 def measured_steps(
-    link: ShapedLink, configuration: Configuration, contenders: Sequence[str], *, steps: int, rounds: int
+    link: ShapedLink, configuration: Configuration, contenders: Sequence[str], *, steps: int, rounds: int, each: int = 1
 ) -> dict[str, list[float]]:
     """Medians of each round, in seconds, by contender.
+
+    Args:
+        link: Hosts for ranks, then for servers.
+        configuration: What is trained.
+        contenders: How.
+        steps: Of each fit, measured.
+        rounds: Fits of each contender.
+        each: Ranks of a host.
 
     Raises:
         MeasurementFailed: If a rank fails.
     """
     n = configuration.workers
     work = {"emulated": asdict(configuration), "contenders": [*contenders] * rounds, "steps": steps}
-    environment = {"NODES": str(n), "WORLD_SIZE": str(n), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    environment["MASTER_PORT"] = str(_FIRST_PORT)
+    hosts = n // each
+    environment = {"NODES": str(hosts), "WORLD_SIZE": str(n), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_PORT": str(_FIRST_PORT), "RANKS_PER_NODE": str(each)}
     found: dict[str, list[float]] = {name: [] for name in contenders}
     children: list[subprocess.Popen[bytes]] = []
     try:
-        for host in range(n):
+        for number in range(n):
+            host, local = divmod(number, each)
+            own = {**environment, "RANK": str(number), "LOCAL_RANK": str(local)}
             command = [sys.executable, "-m", "benchmarks.rank", json.dumps(work)]
-            out = subprocess.PIPE if host == 0 else subprocess.DEVNULL
-            rank = link.popen(host, command, env=environment, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=out)
+            out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
+            rank = link.popen(host, command, env=own, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=out)
             children.append(rank)
         # Each fit has a rendezvous of its own, and its servers wait for it there.
         for number, name in enumerate([*contenders] * rounds):
@@ -57,7 +84,9 @@ def measured_steps(
             for k in range(int(servers[1]) if servers else 0):
                 command = [sys.executable, "-m", "lightning_bytescheduler", "server", "--master-addr", link.address(0)]
                 command += ["--master-port", str(_FIRST_PORT + number), "--timeout", "600"]
-                children.append(link.popen(n + k, command, env=environment, cwd=_REPOSITORY, stdout=subprocess.DEVNULL))
+                children.append(
+                    link.popen(hosts + k, command, env=environment, cwd=_REPOSITORY, stdout=subprocess.DEVNULL)
+                )
         output = children[0].stdout
         for line in output or ():
             if line.startswith(b"{"):
@@ -74,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parameter_servers", description=__doc__)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="which share a link (default: 1)")
     parser.add_argument("--servers", type=int, nargs="+", default=[0, 2, 4])
     parser.add_argument("--mbit", type=float, default=300.0, help="of each link (default: %(default)s)")
     parser.add_argument("--megabytes", type=float, default=15.0, help="of gradients (default: %(default)s)")
@@ -87,24 +117,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
     contenders = [ALONE, "bytescheduler, overlapped", *(f"bytescheduler{sizes}, {k} servers" for k in asked.servers)]
+    each = asked.ranks_per_node
+    if each > 1:
+        contenders += [f"bytescheduler{sizes}, {k} servers, by node" for k in asked.servers]
     base = Configuration(
         network=asked.network, ratio=1.0, workers=asked.workers, mbit=asked.mbit, megabytes=asked.megabytes
     )
     n = asked.workers
     with (
-        ShapedLink(hosts=n + max(asked.servers), mbit=asked.mbit) as link,
+        ShapedLink(hosts=n // each + max(asked.servers), mbit=asked.mbit) as link,
         Progress(console=console, transient=True) as progress,
     ):
         for ratio in progress.track(asked.ratios, description="ratios"):
-            found = measured_steps(link, replace(base, ratio=ratio), contenders, steps=asked.steps, rounds=asked.rounds)
-            table = Table(title=f"{n} workers, {asked.mbit:g} Mbit/s, ratio {ratio:g}")
+            configuration = replace(base, ratio=ratio)
+            found = measured_steps(link, configuration, contenders, steps=asked.steps, rounds=asked.rounds, each=each)
+            table = Table(title=f"{n} workers, {each} on each host, {asked.mbit:g} Mbit/s, ratio {ratio:g}")
             for column in ("", "step, ms", "all-reduce's step / this one", "communication by formula, ms"):
                 table.add_column(column, justify="left" if not column else "right")
             first = statistics.median(found[contenders[1]])
             for name in contenders:
                 step, servers = statistics.median(found[name]), _SERVERS.fullmatch(name)
-                own = replace(base.link, architecture="ps", servers=int(servers[1])) if servers else base.link
-                formula = "" if name == ALONE else f"{1e3 * own.seconds_per_byte * asked.megabytes * 1e6:.0f}"
+                times = 2 * (n - 1) / n  # a ring crosses each host's link once
+                if servers:
+                    times = crossings(n, each, int(servers[1]), by_node=bool(servers[2]))
+                seconds = times * asked.megabytes * 1e6 / base.link.bandwidth
+                formula = "" if name == ALONE else f"{1e3 * seconds:.0f}"
                 table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", formula)
             console.print(table)
 

@@ -64,7 +64,7 @@ class Case:
 
 CASES: dict[str, Case] = {
     "1:3": Case(speeds=(1.0, 3.0), sample_ms=10.0, steps=50),
-    "1:8, four ranks": Case(speeds=(1.0, 8.0, 8.0, 8.0), sample_ms=16.0, steps=50),
+    "1:8, four ranks": Case(speeds=(1.0, 8.0, 8.0, 8.0), sample_ms=48.0, steps=40),
     "alike": Case(speeds=(1.0, 1.0), steps=120, contenders=("ranks", "samples", "balanced")),
     "one slows": Case(speeds=(1.0, 1.0), sample_ms=1.5, steps=140, slows=60, contenders=("balanced",)),
 }

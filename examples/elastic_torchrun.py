@@ -110,7 +110,7 @@ def samples_by_batch(folder: Path) -> dict[tuple[int, int], list[int]]:
 
 def strategy_of(asked: argparse.Namespace) -> Any:
     if asked.strategy == "diloco":
-        return DiLoCoStrategy(inner_steps=10)
+        return DiLoCoStrategy(inner_steps=10, equal_steps=True)  # so that a restart changes nothing
     return ByteSchedulerStrategy(weighting="samples", batch_size="global")
 
 

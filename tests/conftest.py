@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,10 @@ def no_traces_of_a_launch() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
+        pytest.fail("The default process group was left behind: train on a RankPool, not in the process of the tests.")
 
 
 @pytest.fixture(scope="session")

@@ -525,8 +525,8 @@ _COMMANDS = {
         "Run a parameter server for a training with ByteSchedulerStrategy(architecture='ps', servers=...), until that "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
-        partial(_add_from, "collectives.server_command"),
-        partial(_run_from, "collectives.server_command"),
+        partial(_add_from, "ddp.encoded_sums"),
+        partial(_run_from, "ddp.encoded_sums"),
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +50,7 @@ class Rank:
     def __init__(self, rank: int, group: dist.ProcessGroup, *, credit: int = 10_000) -> None:
         self.launched: list[str] = []
         self.errors: list[BaseException] = []
+        self.launch: Callable[[SubCommTask], None] = self._finish
         self.order: DecidingOrder | FollowingOrder = (
             DecidingOrder(group, self.failed, far=self.far)
             if rank == 0
@@ -68,12 +69,12 @@ class Rank:
         self, index: int, size: int, *, priority: int = 0, step: int = 1, cut: tuple[int, ...] | None = None
     ) -> CommTask:
         task = CommTask(
-            f"{step}.{index}", size, launch=self._launch, priority=priority, key=TaskKey(step, bucket=index), cut=cut
+            f"{step}.{index}", size, launch=self.launch, priority=priority, key=TaskKey(step, bucket=index), cut=cut
         )
         self.core.enqueue(task)
         return task
 
-    def _launch(self, sub_task: SubCommTask) -> None:
+    def _finish(self, sub_task: SubCommTask) -> None:
         self.launched.append(sub_task.name)
         sub_task.notify_finish()
 
@@ -222,6 +223,26 @@ def test_different_collectives_are_an_error_that_says_so() -> None:
         made[0].core.update_order(lambda: leading.submitted_everywhere(1))
         with pytest.raises(LaunchOrderError, match="As collective 1 of DDP's process group, rank 0 launches another"):
             tasks[1].wait(5.0)
+
+
+def test_followers_send_on_the_lane_that_rank_zero_chose(far: bool) -> None:
+    with ranks(2) as made:
+        leader, follower = made
+        held: list[SubCommTask] = []
+        leader.launch = held.append
+        mine = [leader.task(0, 200, priority=9), leader.task(1, 300, priority=1)]
+        theirs = [follower.task(0, 200), follower.task(1, 300)]
+        for task in theirs:
+            task.notify_ready()
+        for task in mine:
+            task.notify_ready()
+            leader.core.launch_allowed()
+        for task in theirs:
+            task.wait(10.0)
+        chosen = [sub.lane for task in mine for sub in task.sub_tasks]
+        assert [sub.lane for task in theirs for sub in task.sub_tasks] == chosen == [0, 0, *([int(far)] * 3)]
+        for sub in held:
+            sub.notify_finish()
 
 
 def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

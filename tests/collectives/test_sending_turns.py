@@ -22,7 +22,7 @@ class Link:
         self.sent.append((receiver, number))
         return self
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         assert self.open.wait(10)
         if self.broken:
             raise RuntimeError("Connection closed by peer")

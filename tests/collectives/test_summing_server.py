@@ -1,8 +1,7 @@
-"""A server adds up in the order of ranks, and refuses what does not fit; its port is hard to disturb."""
+"""A server adds up in the order of ranks, and refuses what does not fit; and says what it waits for."""
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -13,21 +12,26 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, abandon
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
-    ServerPort,
+    Doing,
     SignedOn,
     await_all,
     find_servers,
     fit_after,
     join_group,
     last_begun,
+    leave_sign,
     leave_word,
     next_fit,
     sign_on,
 )
+from lightning_bytescheduler.collectives.server_port import ServerPort
 from lightning_bytescheduler.collectives.summing_server import SummingServer
+from lightning_bytescheduler.compression.dense import Dense
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
@@ -38,7 +42,6 @@ from lightning_bytescheduler.exceptions import (
     ServerFailedError,
     UnsupportedError,
 )
-from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.scheduler.placement import server_weights
 
 
@@ -133,34 +136,28 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     for rank, (side, part) in enumerate(zip(sides, (torch.zeros(4), wrong), strict=True)):
         side.shares = ByteShares((1.0,))
         under_way.append(side.reduce(groups[rank], part, 1))
-    with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes"):
+    with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
         server.wait(lambda: False)
+    store, door = dist.HashStore(), ServerPort("127.0.0.1")
+    sign_on(store, signed(door))
+    found = find(store, servers=1)
+    leave_word(store, found.fit, 0, refused.value)
+    told = found.find_gone(within=0.0)
+    assert isinstance(told, ServerFailedError)
+    assert str(told).startswith("The parameter server 0 (process 1 at 127.0.0.1) has refused what it was sent: Rank ")
+    found.close()
+    door.close()
     for side in sides:
         side.close(idle=False)
         assert side._colocated is not None
         assert not any(thread.is_alive() for thread in side._colocated._threads)
 
 
-def test_the_port_hangs_up_on_who_talks() -> None:
-    door = ServerPort("127.0.0.1")
-    try:
-        presence = StorePresence("127.0.0.1", door.port)
-        for _ in range(200):
-            with socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as one:
-                one.sendall(b"\x00garbage" * 20)
-        assert not presence.gone()
-        assert len(door._open) <= 201
-    finally:
-        door.close()
-    assert presence.gone()
-    presence.close()
-
-
 def test_a_number_is_taken_over_from_a_dead_server() -> None:
     store = dist.HashStore()
 
     def signed(door: ServerPort, pid: int) -> SignedOn:
-        return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version="1")
+        return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version="1", token=door.token)
 
     doors = [ServerPort("127.0.0.1") for _ in range(3)]
     assert [sign_on(store, signed(doors[number], number)) for number in range(2)] == [0, 1]
@@ -179,15 +176,27 @@ def test_a_fit_that_has_its_servers_is_not_joined() -> None:
     assert last_begun(store) == 2
 
 
+class OwnCodec(Dense):
+    """Code of a user's, which a server does not have."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16")
+
+
 @pytest.mark.parametrize(
     "given",
     [
         {"architecture": "push_pull", "servers": 0},
         {"architecture": "allreduce", "servers": 2},
         {"architecture": "ps", "servers": -1},
-        {"architecture": "ps", "servers": 1, "compression": "int8"},
+        {"architecture": "ps", "servers": 0, "rules": CompressionRules.resolve("auto")},
+        {"architecture": "ps", "servers": 0, "rules": CompressionRules.resolve("powersgd")},
+        {"architecture": "ps", "servers": 1, "rules": CompressionRules.resolve(OwnCodec())},
         {"architecture": "ps", "servers": 1, "placement": "murmur"},
         {"architecture": "allreduce", "servers": 0, "placement": "balanced"},
+        {"architecture": "allreduce", "servers": 0, "group": "node"},
+        {"architecture": "ps", "servers": 0, "group": "machine"},
+        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("int8")},
     ],
 )
 def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
@@ -197,7 +206,7 @@ def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
 
 
 def signed(door: ServerPort, *, pid: int = 1, version: str = __version__) -> SignedOn:
-    return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version=version)
+    return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version=version, token=door.token)
 
 
 def find(store: dist.Store, *, servers: int, say: Any = None, timeout: float = 20.0) -> Any:
@@ -242,9 +251,9 @@ def test_connections_are_closed_where_servers_are_not_to_be_had() -> None:
     with pytest.raises(SchedulerTimeoutError, match="1 of 2 parameter servers"):
         find(store, servers=2, timeout=0.0)
     deadline = time.monotonic() + 20.0
-    while door._open and time.monotonic() < deadline:
+    while door.connections and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not door._open
+    assert not door.connections
     door.close()
 
 
@@ -292,4 +301,55 @@ def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
     assert asked.wait(20.0)
     leave([PushPull(group, workers=2, servers=1) for group in groups[:2]])
     waits.join(20.0)
+    assert server._failure is None
+
+
+def test_a_server_that_stands_still_is_told_from_one_that_waits() -> None:
+    store, door = dist.HashStore(), ServerPort("127.0.0.1")
+    sign_on(store, signed(door, pid=7))
+    found = find(store, servers=1)
+    leave_sign(store, 0, Doing(beat=1))
+    silent = found.find_silent(within=0.1)
+    assert isinstance(silent, ServerFailedError)
+    assert "parameter server 0 (process 7 at 127.0.0.1) is silent" in str(silent)
+    beats = threading.Thread(target=leave_sign, args=(store, 0, Doing(beat=2, lacks=(1, 3), since=12.3)))
+    threading.Timer(0.1, beats.start).start()
+    assert found.find_silent(within=20.0) is None
+    assert found.whereabouts().endswith("has waited for 12 s for what rank 1, 3 pushes")
+    found.close()
+    door.close()
+
+
+def test_a_server_knows_whose_push_is_missing() -> None:
+    groups = world(3)
+    server = SummingServer(groups[3], workers=3)
+    sides = [PushPull(group, workers=3, servers=1, shares=ByteShares((1.0,))) for group in groups[:3]]
+    assert not server.waits_for[0]
+    started = [sides[rank].reduce(groups[rank], torch.ones(5), 1) for rank in (0, 2)]
+    deadline = time.monotonic() + 20.0
+    while server.waits_for[0] != (1,) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.waits_for[0] == (1,)
+    started.append(sides[1].reduce(groups[1], torch.ones(5), 1))
+    for one in started:
+        one.works[0].wait()
+    assert not server.waits_for[0]
+    leave(sides)
+    server.wait(lambda: False)
+
+
+def test_a_worker_that_dies_while_all_connect_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the time to connect in is not that of messages."""
+    monkeypatch.setattr(server_meeting, "_CONNECTING_S", 0.5)
+    store, patience = dist.HashStore(), timedelta(seconds=20)
+    with pytest.raises(RuntimeError, match="imeout"):
+        join_group(store, 1, rank=1, size=2, timeout=timedelta(days=30))
+    groups = world(1)
+    server = SummingServer(groups[1], workers=1)
+    side = PushPull(groups[0], workers=1, servers=1, timeout=patience)
+    time.sleep(0.7)  # nothing is sent
+    part = torch.ones(4)
+    side.reduce(groups[0], part, 1).works[0].wait()
+    side.close(idle=True)
+    server.wait(lambda: False)
     assert server._failure is None

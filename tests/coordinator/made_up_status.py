@@ -70,6 +70,7 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             quarantined=1,
             returned=14,
             stolen=6,
+            ahead=960_000,
         ),
         counters={
             "joined": 14,

@@ -67,6 +67,12 @@ def test_what_is_refused(tmp_path, wrong):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_time_that_no_certificate_can_have_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"days=1000000000000.0 is not allowed.*36500 at most"):
+        make_certificates(tmp_path / "made", days=1e12)
+    assert not (tmp_path / "made").exists()
+
+
 def test_an_authority_that_cannot_be_used_is_named(tmp_path):
     make_certificates(tmp_path / "a")
     make_certificates(tmp_path / "b")

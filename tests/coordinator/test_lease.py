@@ -145,6 +145,43 @@ def test_a_renewal_that_fails_is_tried_again_until_the_lease_ends(folder, world,
     assert first.left == pytest.approx(SECONDS / 1.25)
 
 
+class OfAClient(Exception):
+    """What the client of an object store raises, which is no OSError."""
+
+
+def test_whatever_a_store_raises_the_lease_is_renewed_next_time_and_a_standby_looks_again(folder, monkeypatch):
+    holder = Lease(folder, holder="anna", seconds=1.0)
+    assert holder.try_take()
+    rewrite, names = StateFolder.rewrite, StateFolder.names
+    fails = [OfAClient("timed out"), OfAClient("timed out")]
+
+    def flaky(self, name, content):
+        if fails:
+            raise fails.pop()
+        rewrite(self, name, content)
+
+    monkeypatch.setattr(StateFolder, "rewrite", flaky)
+    lost = threading.Event()
+    holder.keep(lost.set)
+    assert not lost.wait(1.5)  # longer than the lease it began with
+    assert holder.held
+    assert not fails
+    looks = []
+
+    def unreachable(self):
+        looks.append(self)
+        if len(looks) < 3:
+            raise OfAClient("timed out")
+        return names(self)
+
+    monkeypatch.setattr(StateFolder, "names", unreachable)
+    standby = Lease(folder, holder="berta", seconds=0.1)
+    standby._is_standby = True
+    holder.release()
+    assert standby.wait(threading.Event())
+    standby.release()
+
+
 def test_a_half_written_file_is_no_lease_that_ends(folder, world):
     first, second = lease(folder, world), lease(folder, world, "berta", standby=True)
     assert first.try_take()
@@ -282,8 +319,8 @@ def test_files_are_created_by_one_of_many_threads(folder):
         assert folder.read(f"file-{attempt}") == b"%d" % won[0]
 
 
-class _Taken(Exception):
-    """A contender is to stop at its next turn."""
+class _Taken(BaseException):
+    """A contender is to stop at its next turn; no error of a store, which a lease would try again after."""
 
 
 class _Contender(threading.Thread):

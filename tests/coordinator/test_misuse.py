@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch
 import xxhash
 from aiohttp import WSMsgType
 
+from lightning_bytescheduler.coordinator import spool
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.coordinator.runs import ELEMENTS, in_a_run, options_of, updates_of
 from tests.coordinator.small_worker import SmallWorker, described
@@ -82,6 +86,17 @@ def test_a_wrong_frame_ends_the_connection_and_nothing_else(text: str, reason: s
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
         assert server.status().counters["wrong_frames"] == 1
+
+
+@pytest.mark.parametrize("name", ["anna\n", "an na", "anna\x1b[2J", ""])
+def test_a_name_that_would_spoil_a_log_is_no_name(name: str) -> None:
+    with pytest.raises(OptionError):
+        protocol.decode_frame(
+            protocol.encode_frame(
+                protocol.Hello(protocol=protocol.PROTOCOL, package="1", worker=name, model=described({}))
+            ),
+            sender="a worker",
+        )
 
 
 def test_updates_that_are_wrong_add_nothing() -> None:
@@ -157,6 +172,33 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     options = dataclasses.replace(options_of(), spool=str(tmp_path))
     with CoordinatorServer(options) as server:
         in_a_run(server, 1, work)
+
+
+def test_a_disk_that_is_full_refuses_an_update_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is reserved before anything is written: a file with holes on a full disk would be the process's end."""
+    reserve = os.posix_fallocate
+    asked: list[int] = []
+
+    def full(file: int, start: int, length: int) -> None:
+        asked.append(length)
+        if len(asked) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, start, length)
+
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        round = await one.start()
+        status, answer = await one.push(round, torch.ones(30), samples=1)
+        assert (status, "No space left" in answer["error"]) == (503, True)
+        assert (await one.push(round, torch.ones(30), samples=1))[1]["verdict"] == "added"
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(spool, "_SMALL", 0)
+    options = dataclasses.replace(options_of(), spool=str(tmp_path), spool_memory=0)
+    with CoordinatorServer(options) as server:
+        in_a_run(server, 1, work)
+        assert server.status().spool_bytes == 0
+    assert asked == [120, 120]
 
 
 def test_an_upload_that_dies_leaves_nothing() -> None:

@@ -191,6 +191,40 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     assert store.counts._replace(seconds=0, size=0) == (1, 1, 0, 2, 0, 0)
 
 
+def test_a_state_whose_last_file_has_no_room_leaves_nothing_that_takes_room(folder, monkeypatch):
+    store = StateStore(folder)
+    store.save_now(a_state(1))
+    before = folder.names()
+    publish = StateFolder.publish
+
+    def full(self, name, chunks):
+        if name.endswith(".json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return publish(self, name, chunks)
+
+    monkeypatch.setattr(StateFolder, "publish", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.save_now(a_state(2))
+    assert folder.names() == before
+
+
+def test_a_state_that_is_there_keeps_its_tensors_though_saving_it_has_failed(folder, monkeypatch):
+    """As on an object store whose last answer was lost."""
+    publish = StateFolder.publish
+
+    def lost(self, name, chunks):
+        written = publish(self, name, chunks)
+        if name.endswith(".json"):
+            raise ConnectionError("the answer was lost")
+        return written
+
+    monkeypatch.setattr(StateFolder, "publish", lost)
+    store = StateStore(folder)
+    with pytest.raises(ConnectionError):
+        store.save_now(a_state(2))
+    assert StateStore(folder).load().version == 2
+
+
 def test_the_newest_state_wins_where_saving_is_slow_and_a_stop_saves_the_last(folder, monkeypatch):
     saving, go_on = threading.Event(), threading.Event()
     real = StateFolder.publish

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -13,8 +14,11 @@ import pytest
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.coordinator.run_status import RunStatus
+from lightning_bytescheduler.coordinator.status_report import summary_of
+from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 from tests.coordinator.made_up_status import made_up_status
+from tests.coordinator.runs import options_of
 
 web = pytest.importorskip("aiohttp.web")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -71,7 +75,7 @@ def test_the_table_shows_everything(capsys, monkeypatch):
         "7 of 8 workers are connected",
         "anna (leads)",
         "lost, away",
-        "Epoch 2 of the data: 32 %, 812 slices to go, 1 quarantined.",
+        "Epoch 2 of the data: 32 %, 812 slices to go, 1 quarantined; 10 % of the next one.",
         "45 GB in, 61 GB out; round 40 saved; term 3; 4 refused.",
         "▁",
     ):
@@ -220,3 +224,38 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script():
     assert "//" not in text.replace("http://www.w3.org/2000/svg", "").split("<script>")[0]
     for forbidden in ("innerHTML", "src=", "@import", "url(", "eval(", "localStorage", "document.cookie", "style="):
         assert forbidden not in text
+
+
+def test_what_is_no_http_is_said(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["status", f"http://127.0.0.1:{server.getsockname()[1]}", "--once"]) != 0
+        thread.join(10)
+    assert "does not answer as a coordinator does (BadStatusLine)" in capsys.readouterr().err
+
+
+def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
+    """The command asks twice a second; a loop that does not answer in time is no reason to end."""
+    server_module = pytest.importorskip("lightning_bytescheduler.coordinator.server")
+    monkeypatch.setattr(server_module, "_ASK_SECONDS", 0.05)
+    with server_module.CoordinatorServer(options_of()) as server:
+        held = threading.Event()
+        server._loop.call_soon_threadsafe(held.wait, 10)
+        assert not server.over
+        held.set()
+        assert not server.over
+
+
+def test_a_round_has_the_time_that_it_had() -> None:
+    record = RoundRecord(round=1, start=5.0, end=9.0, decided=None, workers=())
+    assert summary_of(record, {}, 0.0).deadline is None
+    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), {}, 0.0)
+    assert (waited.seconds, waited.deadline) == (4.0, 20.0)

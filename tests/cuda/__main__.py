@@ -25,6 +25,7 @@ SECTIONS = (
     ("streams, one rank on NCCL", ("tests/cuda/test_streams.py", "-k", "nccl")),
     ("one order, fp16, bf16, torch.compile, over gloo", ("tests/cuda/test_kinds.py", "-k", "not nccl")),
     ("one order, fp16, bf16, torch.compile, on NCCL", ("tests/cuda/test_kinds.py", "-k", "nccl")),
+    ("what a batch takes the GPU, for balanced batches", ("tests/ddp/test_device_time.py", "-k", "gpu_tells")),
 )
 
 

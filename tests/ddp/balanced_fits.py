@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -15,7 +19,7 @@ from tests.ddp.fits import trainer_with
 from tests.support.fit import SIZES
 from tests.support.models import Tower
 
-__all__ = ["Balanced", "Numbered", "Seen", "fit_balanced"]
+__all__ = ["Balanced", "Numbered", "Seen", "fit_balanced", "numbered"]
 
 BALANCED = {**SIZES, "weighting": "samples", "batch_size": "balanced", "mode": "overlapped"}
 
@@ -32,6 +36,11 @@ class Numbered(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
         return torch.randn(12, generator=generator), torch.randn(3, generator=generator), index
+
+
+def numbered(row: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The sample that a row of a slice is the number of."""
+    return Numbered(0)[int(row[0])]
 
 
 @dataclass(kw_only=True)
@@ -61,6 +70,7 @@ class Balanced(Tower):
     def __init__(self, size: int, seen: Seen, clock: Any, seconds: float, **loader: Any) -> None:
         super().__init__(dropout=0.0)
         self.size, self.seen, self.clock, self.seconds, self.loader = size, seen, clock, seconds, loader
+        self.change: tuple[int, float] | None = None
 
     def on_train_epoch_start(self) -> None:
         self.seen.batches.append([])
@@ -69,6 +79,8 @@ class Balanced(Tower):
         if not self.seen.batches:  # an epoch that goes on does not start
             self.seen.batches.append([])
         self.seen.batches[-1].append(batch[2].tolist())
+        if self.change is not None and len(self.seen.batches[-1]) > self.change[0]:
+            self.seconds = self.change[1]
         self.clock.now += self.seconds * len(batch[2])
         return super().training_step(batch[:2], batch_idx)
 
@@ -95,6 +107,18 @@ class SaveOnce(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@contextmanager
+def _may_fork() -> Iterator[None]:
+    """Allow a process of the pool what one that a launcher starts does: to have children, forked at once."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 def fit_balanced(
     rank: int,
     *,
@@ -106,14 +130,19 @@ def fit_balanced(
     save: tuple[str, int] | None = None,
     resume: str | None = None,
     trainer: dict[str, Any] | None = None,
+    slices: dict[str, Any] | None = None,
+    change: tuple[int, list[float]] | None = None,
 ) -> Seen:
-    """Fits on this rank, where a sample takes ``seconds[rank]`` by a clock that shows nothing else."""
-    from lightning_bytescheduler import ByteSchedulerStrategy
+    """Fits on this rank, where a sample takes ``seconds[rank]`` by a clock that shows nothing else.
+
+    With ``slices``, on these rather than on a DataLoader; after the batch of ``change`` its seconds count.
+    """
+    from lightning_bytescheduler import ByteSchedulerStrategy, SliceDataModule
 
     seen, clock = Seen(), _Clock()
     torch.manual_seed(7)
     strategy = ByteSchedulerStrategy(**{**BALANCED, **(options or {})})
-    callbacks = [] if save is None else [SaveOnce(*save)]
+    callbacks = [*(trainer or {}).pop("callbacks_extra", []), *([] if save is None else [SaveOnce(*save)])]
     made = trainer_with(
         rank,
         strategy,
@@ -130,8 +159,12 @@ def fit_balanced(
 
     sample_weights.SampleWeights.__init__ = on_own_clock  # type: ignore[method-assign]
     model = Balanced(size, seen, clock, seconds[rank], **(loader or {}))
+    if change is not None:
+        model.change = (change[0], change[1][rank])
     try:
-        made.fit(model, ckpt_path=resume)
+        data = None if slices is None else SliceDataModule(**{"transform": numbered, **slices})
+        with _may_fork():  # loaders may have processes
+            made.fit(model, datamodule=data, ckpt_path=resume, weights_only=False)
     except Exception as error:
         seen.error = f"{type(error).__name__}: {error}"
     finally:
@@ -139,6 +172,7 @@ def fit_balanced(
     seen.plan = repr(strategy.plan)
     seen.metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     seen.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-    shares = None if strategy._batches is None else strategy._batches.shares
+    batches = strategy._sharing.batches
+    shares = None if batches is None else batches.shares
     seen.changes = shares.balance.changes if isinstance(shares, AgreedShares) else 0
     return seen

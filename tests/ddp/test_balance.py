@@ -146,7 +146,15 @@ def test_a_short_batch_is_shared_in_proportion(shares: list[int], data: st.DataO
     size = data.draw(st.integers(0, sum(shares)))
     parts = part_of(shares, size)
     assert sum(parts) == size
-    assert all(abs(part - share * size / sum(shares)) < 1 for part, share in zip(parts, shares, strict=True))
+    above_proportion = [part - share * size / sum(shares) for part, share in zip(parts, shares, strict=True)]
+    assert max(above_proportion) < 1
+    if size < len(shares) or size * min(shares) >= sum(shares):
+        assert min(above_proportion) > -1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.data())
+def test_a_short_batch_has_a_sample_for_each_rank_if_it_can(shares: list[int], data: st.DataObject) -> None:
+    assert min(part_of(shares, data.draw(st.integers(len(shares), sum(shares))))) >= 1
 
 
 def test_a_pace_forgets_what_was_before_a_change() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,9 +136,8 @@ def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
 
 
 def test_how_far_ahead() -> None:
-    assert drawn_ahead(DataLoader(Numbered(4)), 1) == 3
-    workers: Any = SimpleNamespace(num_workers=4, prefetch_factor=3)
-    assert drawn_ahead(workers, 2) == 15
+    assert drawn_ahead(0, 1) == 3
+    assert drawn_ahead(12, 2) == 15
 
 
 # ---------------------------------------------------------------------- fits
@@ -151,7 +149,8 @@ def used(found: Sequence[Seen], epoch: int, size: int) -> list[int]:
 
 
 def test_shares_follow_pace_and_every_sample_is_used_once(two_ranks: RankPool) -> None:
-    found = two_ranks.run(fit_balanced, size=16 * 25 + 7, seconds=[3.0, 1.0], epochs=2)
+    again = {"reload_dataloaders_every_n_epochs": 2}
+    found = two_ranks.run(fit_balanced, size=16 * 25 + 7, seconds=[3.0, 1.0], epochs=3, trainer=again)
     for seen in found:
         assert not seen.error
         assert "batches of 16 samples, by rank (4, 12), which saves 1.2e+04 ms a step" in seen.plan
@@ -162,7 +161,9 @@ def test_shares_follow_pace_and_every_sample_is_used_once(two_ranks: RankPool) -
     assert sizes[0][0] == sizes[1][0] == 8
     assert [sizes[0][24], sizes[1][24]] == [4, 12]
     assert [sizes[0][25], sizes[1][25]] == [2, 5]
-    for epoch in range(2):
+    for epoch in range(1, 3):
+        assert [len(seen.batches[epoch][0]) for seen in found] == [4, 12], "paces are kept, also by a loader made anew"
+    for epoch in range(3):
         assert used(found, epoch, 407) == list(range(407))
     assert found[0].batches[0] != found[0].batches[1]
 
@@ -173,6 +174,11 @@ def test_the_training_does_not_depend_on_the_shares(two_ranks: RankPool) -> None
     assert (unequal.changes, equal.changes) == (1, 0)
     for name, weight in equal.weights.items():
         assert (unequal.weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_epochs_of_one_batch_are_balanced_too(two_ranks: RankPool) -> None:
+    found = two_ranks.run(fit_balanced, size=16, seconds=[3.0, 1.0], epochs=10)
+    assert [len(seen.batches[9][0]) for seen in found] == [4, 12]
 
 
 def test_a_rank_for_which_no_sample_is_left_trains_along(two_ranks: RankPool) -> None:
@@ -231,6 +237,21 @@ def test_an_epoch_that_cannot_go_on_is_refused(two_ranks: RankPool, three_ranks:
         assert "(on 2 ranks)" in seen.error
         assert "This training has batches of 24 samples (on 3 ranks)" in seen.error
         assert "with batch_size='global' its batch_size counts for all ranks" in seen.error
+
+
+def test_one_rank_alone_goes_on_with_the_same_batches_or_not_at_all(tmp_path: Path) -> None:
+    """Lightning would begin the epoch's loader anew: samples would count twice, and others not at all."""
+    path = str(tmp_path / "middle.ckpt")
+    one: dict[str, Any] = {"size": 160, "seconds": [1.0]}
+    larger: dict[str, Any] = {**one, "loader": {"batch_size": 16}}
+    with RankPool(1) as alone:
+        (before,) = alone.run(fit_balanced, **larger, options={"batch_size": "global"}, save=(path, 4))
+        (after,) = alone.run(fit_balanced, **larger, resume=path)
+        (refused,) = alone.run(fit_balanced, **one, resume=path)
+    assert not after.error
+    assert after.batches == [before.batches[0][4:]]
+    assert "after 4 of its batches of 16 samples (on 1 rank)" in refused.error
+    assert "This training has batches of 8 samples (on 1 rank)" in refused.error
 
 
 def test_batches_that_are_too_small_for_all_ranks_are_refused(two_ranks: RankPool) -> None:
@@ -317,12 +338,13 @@ def test_what_has_no_batches_to_share_is_refused(loader: Any, words: str) -> Non
         require_balanceable(loader(), CPU)
 
 
-def test_a_gpu_is_refused_as_its_time_is_not_taken() -> None:
-    with pytest.raises(UnsupportedError, match="measured on a CPU so far, and this trains on cuda"):
-        require_balanceable(DataLoader(Numbered(8), sampler=distributed()), torch.device("cuda"))
+def test_a_device_whose_time_is_not_taken_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="measured on CPUs and CUDA GPUs, and this trains on mps"):
+        require_balanceable(DataLoader(Numbered(8), sampler=distributed()), torch.device("mps"))
     loader = DataLoader(Numbered(8), sampler=distributed())
-    assert require_balanceable(loader, CPU) is loader
-    assert require_balanceable(loader, torch.device("cuda"), "global") is loader, "equal shares ask for no time"
+    for device in (CPU, torch.device("cuda")):
+        assert require_balanceable(loader, device) is loader
+    assert require_balanceable(loader, torch.device("mps"), "global") is loader, "equal shares ask for no time"
 
 
 def test_one_rank_may_have_the_loader_of_one_process() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +20,16 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
+from lightning_bytescheduler.collectives.server_meeting import join_group
+from lightning_bytescheduler.collectives.summing_server import SummingServer
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
+from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, room_for_answer
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -49,6 +58,7 @@ class Result:
     norms: list[list[float]]
     statistics: SchedulerStatistics
     kept: dict[str, Array] = field(default_factory=dict)  # residuals when the step after an overflow begins
+    at_servers: dict[str, Array] = field(default_factory=dict)  # what they have left; on rank 0
 
 
 def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
@@ -83,6 +93,62 @@ def scripted(bucket: CompressedBucket, sub_task: SubCommTask) -> int:
     return (step + sub_task.index) % 4 if bucket.has_choice and step > 1 else 0
 
 
+class InTurn(ByteShares):
+    """One part at one server, the next at the next: the owners of shards."""
+
+    def expect(self, tensor: int, part: int) -> None:
+        self.part = part
+
+    def next(self, nbytes: int) -> int:
+        return self.part % 2
+
+
+class Served:
+    """One rank's side of parameter servers; the spare ones run in rank 0's process."""
+
+    fits = itertools.count(1)
+
+    def __init__(self, rank: int, servers: int) -> None:
+        fit = next(self.fits)
+        join = partial(join_group, fit=fit, size=2 + servers, timeout=timedelta(seconds=20))
+        # Each with a connection of its own: who waits for a key keeps others from asking.
+        ranks = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            self._kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            ranks.set(f"served {fit}", str(self._kept.port))
+        connect = partial(dist.TCPStore, "127.0.0.1", int(ranks.get(f"served {fit}")), is_master=False)
+        store, *stores = [connect() for _ in range(1 + (servers if rank == 0 else 0))]
+        threads = [
+            threading.Thread(target=self._serve, args=(partial(join, one), 2 + n)) for n, one in enumerate(stores)
+        ]
+        for thread in threads:
+            thread.start()
+        shares = PlacedParts("balanced", workers=2, servers=servers, kept=True).shares
+        shares = shares if servers else InTurn(shares.weights)
+        self.push_pull = PushPull(join(store, rank=rank), workers=2, servers=servers, shares=shares)
+        self._threads = threads
+        self._rank = rank
+
+    def _serve(self, join: Callable[..., dist.ProcessGroup], rank: int) -> None:
+        SummingServer(join(rank=rank), workers=2, encoded=EncodedSums(rank)).wait(lambda: False)
+
+    def left(self, loss_scale: float) -> dict[str, Array]:
+        found = {}
+        for name, size in _SIZES.items() if self._rank == 0 else ():
+            question = described(LeftQuestion(name=name, size=size))
+            answers = self.push_pull.ask(question, partial(room_for_answer, size))
+            left = [one for answer in answers if (one := left_in(answer, loss_scale)) is not None]
+            if left:
+                found[name] = torch.stack(left).sum(0).numpy()
+        return found
+
+    def leave(self) -> None:
+        self.push_pull.close(idle=True)
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def reduce_steps(
     rank: int,
     group: dist.ProcessGroup,
@@ -94,8 +160,15 @@ def reduce_steps(
     min_size: int = _MIN_SIZE,
     overflow: int = 0,
     weighted: bool = False,
+    servers: int | None = None,
+    cut: tuple[int, ...] | None = None,
 ) -> Result:
-    """Average some buckets, of gradients that only step and rank tell, and return all of it."""
+    """Average some buckets, of gradients that only step and rank tell, and return all of it.
+
+    Args:
+        servers: Parameter servers, of which rank 0 runs the spare ones; ``None`` for a reduction in shards.
+        cut: Sizes of parts, if not of the partition size.
+    """
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
     residuals, statistics = Residuals(), SchedulerStatistics()
     rules = CompressionRules.resolve(compression, min_size)
@@ -116,7 +189,8 @@ def reduce_steps(
     if isinstance(order, FollowingOrder):
         order.start(core.update_order)
 
-    transport = GradientTransport(group, failed, device)
+    served = None if servers is None else Served(rank, servers)
+    transport = GradientTransport(group, failed, device, None if served is None else served.push_pull)
     result = Result([], {}, [], statistics)
     try:
         for step in range(1, steps + 1):
@@ -129,6 +203,7 @@ def reduce_steps(
             if spoil and step in spoil and rank == 1:
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
+            bucket.cut = cut
             plain = AllReduction if compression == "auto" else CompressedReduction
             weight = Counts(step, rank) if weighted else None
             if weight is not None and not weight.factor:
@@ -142,6 +217,8 @@ def reduce_steps(
                 reduction.norms.wait(20)
                 result.norms.append([reduction.norm(parameter) for parameter in parameters.values()])
             result.means.append(buffer.numpy())
+        if served is not None:
+            result.at_servers = served.left(residuals.loss_scale)
     finally:
         core.shutdown(timeout=10)
         if isinstance(order, DecidingOrder):
@@ -151,6 +228,8 @@ def reduce_steps(
             order.wait_closed(10)
             order.stop(5)
         transport.stop_encoding(5)
+        if served is not None:
+            served.leave()
         transport.stop(5)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}
     return result
@@ -208,6 +287,9 @@ def by_numpy(steps: int) -> tuple[list[Array], list[Array]]:
 
 _STEPS = 12
 _MIXED: list[Any] = ["bf16", "onebit", "topk:0.05", "randomk:0.1", "dithering", {"a": "int8:stochastic", "c": "int4"}]
+_LOSSLESS = {"steps": 3, "compression": {"a": "lossless", "c": "lossless"}, "min_size": 0}
+_PARTS = (312, 311, 310, 310)
+_AS_SHARDS = tuple(half for part in _PARTS for half in (-(-part // 2), part // 2))
 _SPOILED = {2: float("inf"), 3: float("nan")}
 
 
@@ -218,12 +300,21 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "numpy": {"steps": 50, "compression": "int8"},
         **{str(mixed): {"steps": _STEPS, "compression": mixed} for mixed in _MIXED},
         "spoiled": {"steps": 3, "compression": "int8", "sharded": True, "spoil": _SPOILED},
-        "lossless": {"steps": 3, "compression": {"a": "lossless", "c": "lossless"}, "min_size": 0},
+        "lossless": _LOSSLESS,
         "sharded": {"steps": 1, "compression": "int8", "sharded": True},
         "auto": {"steps": _STEPS, "compression": "auto"},
         "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
         "left out": {"steps": 4, "compression": "int4", "overflow": 3},
         "three": {"steps": 2, "compression": "int4"},
+        "shards": {"steps": _STEPS, "compression": "int8", "cut": _PARTS},
+        "colocated": {"steps": _STEPS, "compression": "int8", "servers": 0, "cut": _AS_SHARDS},
+        "served": {"steps": 50, "compression": "int8", "servers": 2},
+        **{f"served {mixed}": {"steps": _STEPS, "compression": mixed, "servers": 2} for mixed in _MIXED},
+        "served lossless": {**_LOSSLESS, "servers": 2},
+        "colocated lossless": {**_LOSSLESS, "servers": 0},
+        "served, spoiled": {"steps": 3, "compression": "int8", "servers": 2, "spoil": _SPOILED},
+        "served, left out": {"steps": 3, "compression": "int4", "servers": 2, "overflow": 2},
+        "served, before": {"steps": 1, "compression": "int4", "servers": 2, "overflow": 9},
         "weighted": {"steps": _STEPS, "compression": "int4", "weighted": True},
         "weighted, in shards": {"steps": _STEPS, "compression": "topk:0.05", "weighted": True, "sharded": True},
         "weighted, auto": {"steps": _STEPS, "compression": "auto", "weighted": True},
@@ -241,6 +332,80 @@ def test_it_is_the_algorithm_as_numpy_has_it(results: dict[str, list[Result]]) -
     for rank, result in enumerate((first, second)):
         assert np.allclose(result.residuals["a"], residuals[rank][:700], rtol=1e-5, atol=1e-4)
         assert np.allclose(result.residuals["c"], residuals[rank][730:], rtol=1e-5, atol=1e-4)
+
+
+def at_a_server(steps: int) -> list[Array]:
+    """Means by step, of sums that are formed by a server: error feedback in both directions, written down once more."""
+    size = sum(_SIZES.values())
+    residuals, servers = [np.zeros(size, np.float32) for _ in range(2)], np.zeros(size, np.float32)
+    edges = np.cumsum([0, *_SIZES.values()])
+    part = -(-size // -(-size // _PARTITION))
+    means = []
+    for step in range(1, steps + 1):
+        halves = [gradient(step, rank) * np.float32(0.5) for rank in range(2)]
+        mean = halves[0] + halves[1]
+        for name, first, end in zip(_SIZES, edges[:-1], edges[1:], strict=True):
+            for low in range(0, size, part):
+                here = slice(max(first, low), min(end, low + part, size))
+                if _SIZES[name] < _MIN_SIZE or here.start >= here.stop:
+                    continue
+                total = np.zeros_like(mean[here])
+                for rank in range(2):
+                    share = halves[rank][here] + residuals[rank][here]
+                    residuals[rank][here] = share - int8(share)
+                    total += int8(share)
+                total += servers[here]
+                mean[here] = int8(total)
+                servers[here] = total - mean[here]
+        means.append(mean)
+    return means
+
+
+def test_servers_encode_sums_with_what_they_had_left(results: dict[str, list[Result]]) -> None:
+    first, second = results["served"]
+    for step, mean in enumerate(at_a_server(50)):
+        assert np.array_equal(first.means[step], second.means[step])
+        assert np.allclose(first.means[step], mean, rtol=1e-5, atol=1e-5)
+
+
+def test_where_ranks_are_the_servers_parts_are_shards(results: dict[str, list[Result]]) -> None:
+    for ours, shards in zip(results["colocated"], results["shards"], strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours.means, shards.means, strict=True))
+        assert all(np.array_equal(left, shards.residuals[name]) for name, left in ours.residuals.items())
+
+
+@pytest.mark.parametrize("compression", _MIXED)
+def test_nothing_is_lost_between_ranks_and_servers(results: dict[str, list[Result]], compression: Any) -> None:
+    ours = results[f"served {compression}"]
+    assert all(np.array_equal(a, b) for a, b in zip(ours[0].means, ours[1].means, strict=True))
+    applied = np.sum([mean.astype(np.float64) for mean in ours[0].means], axis=0)
+    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, _STEPS + 1) for rank in range(2)], axis=0)
+    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
+        at_server = ours[0].at_servers[name].astype(np.float64)
+        left = at_server + ours[0].residuals[name] + ours[1].residuals[name]
+        assert np.allclose(applied[here] + left, gradients[here], rtol=1e-5, atol=1e-5)
+        # At random, but the same elements in both directions: all that comes goes.
+        assert np.abs(at_server).max() > 0 or compression == "randomk:0.1"
+
+
+def test_a_server_takes_back_what_a_step_that_is_left_out_changed(results: dict[str, list[Result]]) -> None:
+    """Step 2 is found to have overflowed when step 3 begins, under half the loss scale."""
+    after, before = results["served, left out"], results["served, before"]
+    mean = gradient(3, 0).astype(np.float64) / 2 + gradient(3, 1) / 2
+    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
+        left, had = (
+            sum(one.residuals[name].astype(np.float64) for one in each) + each[0].at_servers[name]
+            for each in (after, before)
+        )
+        assert np.allclose(after[0].means[2][here] + left, mean[here] + had / 2, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_finite_passes_a_server_and_leaves_it_as_it_was(results: dict[str, list[Result]]) -> None:
+    for result in results["served, spoiled"]:
+        for step in (1, 2):
+            assert not np.isfinite(result.means[step][5])
+            assert np.isfinite(result.means[step][700:]).all()
+        assert all(np.isfinite(left).all() for left in (*result.residuals.values(), *result.at_servers.values()))
 
 
 @pytest.mark.parametrize("compression", _MIXED)
@@ -273,8 +438,9 @@ def test_what_ranks_count_is_counted_once(results: dict[str, list[Result]], job:
     assert all(np.array_equal(first, second) for first, second in zip(ours[0].means, ours[1].means, strict=True))
 
 
-def test_lossless_is_the_sum_to_the_last_bit(results: dict[str, list[Result]]) -> None:
-    for result in results["lossless"]:
+@pytest.mark.parametrize("job", ["lossless", "served lossless", "colocated lossless"])
+def test_lossless_is_the_sum_to_the_last_bit(results: dict[str, list[Result]], job: str) -> None:
+    for result in results[job]:
         for step, mean in enumerate(result.means, 1):
             halves = [gradient(step, rank) * np.float32(0.5) for rank in range(2)]
             assert np.array_equal(mean, halves[0] + halves[1])

@@ -42,6 +42,8 @@ def test_the_defaults_of_bytescheduler() -> None:
         "architecture": "allreduce",
         "servers": 0,
         "placement": None,
+        "staleness": None,
+        "group": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }
@@ -51,7 +53,10 @@ def test_the_defaults_of_bytescheduler() -> None:
 def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BYTESCHEDULER_BATCH_SIZE", raising=False)
     given = defaults(DiLoCoStrategy)
-    assert {name: value for name, value in given.items() if value is not None} == {"lead_steps": 3}
+    assert {name: value for name, value in given.items() if value is not None} == {
+        "lead_steps": 3,
+        "worker_states": True,
+    }
     options = DiLoCoStrategy()._options  # what is left out is the coordinator's, where there is one
     without_coordinator = {
         "equal_steps": False,

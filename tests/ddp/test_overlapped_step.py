@@ -56,6 +56,7 @@ def step(parameter: nn.Parameter) -> OverlappedStep:
     transport: Any = SimpleNamespace(
         group=SimpleNamespace(size=lambda: 2),
         streams=None,
+        push_pull=None,
         all_reduce=None,
         wire_share=1.0,
         join=lambda task, timeout: task.wait(timeout),

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ __all__ = [
     "Result",
     "calm_tower",
     "diloco_trainer",
+    "fit_alone",
     "fit_diloco",
     "plain_sgd",
 ]
@@ -151,3 +153,10 @@ def fit_diloco(
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         seen=[getattr(callback, "seen", None) for callback in trainer.callbacks if hasattr(callback, "seen")],
     )
+
+
+def fit_alone(rank: int, **arguments: Any) -> Result | None:
+    """On rank 0, as if nobody else was there."""
+    alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with patch.dict(os.environ, alone):
+        return fit_diloco(rank, devices=1, **arguments) if rank == 0 else None

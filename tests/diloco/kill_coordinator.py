@@ -47,6 +47,9 @@ def main() -> int:
     parser.add_argument(
         "--standby", action="store_true", help="another coordinator stands by, and takes over each time"
     )
+    parser.add_argument(
+        "--state-lease-s", type=float, default=15.0, help="that a standby waits for (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shards", type=int, default=1, help="of the coordinator; each is killed as often as it")
     asked = parser.parse_args()
@@ -56,7 +59,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         state = str(Path(folder) / "state")
-        pair = Coordinators(ports, state, log, asked.shards)
+        pair = Coordinators(ports, state, log, asked.shards, asked.state_lease_s)
         try:
             pair.until_there()
             workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
@@ -97,11 +100,13 @@ class Coordinators:
         state: Their folder.
         log: File for what they say.
         shards: Processes of each, that are killed too.
+        lease_s: Seconds without a word of one after which another one takes over.
     """
 
-    def __init__(self, ports: list[int], state: str, log: Path, shards: int) -> None:
+    def __init__(self, ports: list[int], state: str, log: Path, shards: int, lease_s: float) -> None:
         self._state = state
         self._shards = shards
+        self._lease_s = lease_s
         self._log = log
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._acting = ports[0]
@@ -160,7 +165,7 @@ class Coordinators:
             "--samples-per-round": "20",
             "--outer-lr": "1",
             "--outer-momentum": "0",
-            "--state-lease-s": "15",
+            "--state-lease-s": str(self._lease_s),
             "--shards": str(self._shards),
         }
         words = [word for pair in options.items() for word in pair]

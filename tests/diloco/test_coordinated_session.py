@@ -16,6 +16,11 @@ import torch
 from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession
+from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
+from lightning_bytescheduler.diloco.transport import Contribution
+from lightning_bytescheduler.diloco.unsent_work import Sent
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -48,9 +53,9 @@ def assert_same(workers: list[ThreadWorker]) -> None:
 
 def test_a_late_worker_takes_the_state_and_all_end_with_the_same_weights(serve: Any) -> None:
     server = serve(inner_steps=5, outer_steps=12, outer_momentum=0.9)
-    first = ThreadWorker(server.url, "first")
+    first = ThreadWorker(server.url, "first", seconds=0.03)  # on a busy machine the other one is in time, too
     until(lambda: first.version >= 2, "the second round")
-    late = ThreadWorker(server.url, "late")
+    late = ThreadWorker(server.url, "late", seconds=0.03)  # a faster one would take more steps
     assert_same([first.checked(), late.checked()])
     assert first.version == late.version == 12
     assert late.taken < first.taken
@@ -112,6 +117,33 @@ def test_work_of_rounds_without_a_quorum_is_carried(serve: Any) -> None:
     alone.checked()
 
 
+def test_a_leader_that_leads_no_more_when_its_wish_to_end_all_comes_leaves_alone(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others train on, and for them there may be no end."""
+    server = serve(inner_steps=5)
+    first = ThreadWorker(server.url, "first", seconds=0.01)
+    until(lambda: bool(first.validated), "a validation of the first")
+    second = ThreadWorker(server.url, "second", seconds=0.01)
+    until(lambda: bool(second.versions), "a round of the second")
+    run, session = server.service.run, first.runtime.session
+    leave, wished = session.leave, threading.Event()
+
+    def ignored(wish: object) -> None:  # as another one leads
+        wished.set()
+        run._post("first", LeaderAppointed(worker="second"))
+
+    server.call(lambda: setattr(run, "_take_wish", ignored))
+    monkeypatch.setattr(session, "leave", lambda **_: leave(quickly=False, for_all=True))
+    first.end()
+    first.checked()
+    assert wished.is_set()
+    version = second.version
+    until(lambda: second.version > version + 2, "rounds of the second")
+    second.end()
+    second.checked()
+
+
 class ValidatesMerged(ThreadWorker):
     """Validates each version of the global weights once, as the leader of a fit does: not when it only has sent."""
 
@@ -120,13 +152,79 @@ class ValidatesMerged(ThreadWorker):
             super()._validate(session)
 
 
-def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(serve: Any) -> None:
-    server = serve(inner_steps=10, overlap_steps=3, outer_steps=6)
+@pytest.mark.parametrize("overlap_steps", [3, "auto"])
+def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(overlap_steps: int | str, serve: Any) -> None:
+    server = serve(inner_steps=10, overlap_steps=overlap_steps, outer_steps=6)
     worker = ValidatesMerged(server.url, "one").checked()
     assert len(worker.validated) >= 5
     rounds = server.status().rounds
     assert [one.samples for one in rounds] == [20] * 6
     assert sum(one.samples for one in rounds) <= 2 * worker.taken
+
+
+class TrainsOnly(ThreadWorker):
+    def _validate(self, session: Any) -> None:
+        pass
+
+
+def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that trains may get no time between sending and looking: the weights are not to depend on it."""
+    start = CoordinatorTransport.start
+
+    def start_and_sleep(transport: CoordinatorTransport, contribution: Contribution) -> CoordinatedExchange:
+        exchange = start(transport, contribution)
+        transport.wait(lambda: transport.ended >= contribution.round, "the end of the round", 10.0)
+        return exchange
+
+    monkeypatch.setattr(CoordinatorTransport, "start", start_and_sleep)
+    server = serve(inner_steps=5, equal_steps=True, overlap_steps=2, outer_steps=3)
+    assert TrainsOnly(server.url, "one").checked().taken_at == [5, 7, 10, 12, 15, 17]
+
+
+def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoordinatedExchange, "is_there", lambda exchange: False)
+    server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
+    assert TrainsOnly(server.url, "one").checked().taken_at == [10, 15, 20, 25, 30, 35]
+
+
+def test_a_worker_merges_at_the_step_after_which_the_mean_is_there(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_concluded, looks = CoordinatedSession._is_concluded, [0]
+
+    def after_three(session: CoordinatedSession, sent: Sent) -> bool:
+        looks[0] += 1
+        if looks[0] % 3:
+            return False
+        return session._transport.changed.wait_for(lambda: is_concluded(session, sent), 20.0)
+
+    monkeypatch.setattr(CoordinatedSession, "_is_concluded", after_three)
+    server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
+    # Looked at where it sends, and after each step: two steps are beside each mean, and part of the next round.
+    assert TrainsOnly(server.url, "one").checked().taken_at == [10, 12, 20, 22, 30, 32]
+
+
+def test_workers_of_unequal_pace_that_follow_the_mean_have_the_same_weights(serve: Any) -> None:
+    server = serve(samples_per_round=80, overlap_steps="auto", outer_steps=8, fragments=2, rounds={"start_workers": 2})
+    fast = TrainsOnly(server.url, "fast", seconds=0.002)
+    slow = TrainsOnly(server.url, "slow", seconds=0.02)
+    assert_same([fast.checked(), slow.checked()])
+    assert fast.version == slow.version == 9
+    assert fast.taken > slow.taken
+
+
+def test_a_worker_that_follows_the_mean_goes_on_without_a_coordinator(serve: Any, stack: ExitStack) -> None:
+    server = serve(inner_steps=10, overlap_steps="auto", outer_steps=12, rounds={"start_workers": 2})
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut, stays = TrainsOnly(link.url, "cut", seconds=0.01), TrainsOnly(server.url, "stays", seconds=0.03)
+    until(lambda: cut.version >= 2, "the second round")
+    link.cut()
+    taken = cut.taken
+    until(lambda: cut.taken >= taken + 30, "thirty steps without a coordinator")
+    link.heal()
+    assert_same([cut.checked(), stays.checked()])
+    assert cut.version == stays.version == 12
 
 
 def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
@@ -193,6 +291,7 @@ def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: 
     [
         ({"given": {"inner_steps": 7}}, "inner_steps=7 .* inner_steps=5"),
         ({"given": {"wire_dtype": "bf16"}}, "wire_dtype='bf16'"),
+        ({"given": {"overlap_steps": "auto"}}, "overlap_steps='auto' .* overlap_steps=0"),
         ({"width": 6}, "shape of parameter 0"),
     ],
 )

@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
+from lightning_bytescheduler.coordinator.run_status import SliceStatus
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
-from lightning_bytescheduler.diloco.coordinated_slices import _CoordinatorTracker
+from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices, StoreRanks, _CoordinatorTracker
 from lightning_bytescheduler.diloco.coordinator_client import Answer
-from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.messages import (
+    Assignment,
+    BeginSlice,
     JoinAgain,
     Joined,
     JoinTracker,
@@ -31,6 +34,7 @@ from lightning_bytescheduler.slices.messages import (
     encode,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
 from tests.slices.fits import Remembers, make_rows
@@ -59,6 +63,13 @@ def rows(tmp_path: Path) -> str:
     return make_rows(tmp_path / "rows", COUNTS)
 
 
+def check_epochs(trained: Counter[int], status: SliceStatus) -> None:
+    """Each sample once in each epoch before the running one, and at most once in that and the next."""
+    assert sum(trained.values()) == status.epoch * status.samples + status.trained + status.ahead
+    assert min(trained.values()) >= status.epoch
+    assert max(trained.values()) <= status.epoch + 2
+
+
 def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     slices = SliceRoutes([rows], TrackerOptions())
     options = coordinator_options(inner_steps=4, outer_steps=12, rounds={"start_workers": 2})
@@ -68,22 +79,46 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     assert status is not None
     trained = Counter(number for worker in batches for batch in worker for number in batch)
     assert set(trained) == set(range(SAMPLES))  # at least one epoch was gone through
-    assert max(trained.values()) - min(trained.values()) <= 1  # each once in each
-    # The next epoch has begun if all of the last one was trained on.
-    assert status.epoch in (max(trained.values()) - 1, min(trained.values()))
+    check_epochs(trained, status)
     assert all(batches)
     assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
 
 def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    """The first round is to have two workers, and there is one slice: one of them waits for what the other one has."""
-    slices = SliceRoutes([make_rows(tmp_path / "one", [24])], TrackerOptions())
+    """The first round is to have two workers, and there is one slice for them: one waits for what others have."""
+    slices = SliceRoutes([make_rows(tmp_path / "one", [48])], TrackerOptions())
+    ghost = slices.tracker.join(JoinTracker(worker="ghost", incarnation="1"))
+    slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
     options = coordinator_options(inner_steps=4, outer_steps=4, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(
             fit_slices, url=server.url, rows=str(tmp_path / "one"), folder=str(tmp_path), timeout=30.0
         )
-    assert any(batches)
+    assert sorted(map(bool, batches)) == [False, True]
+
+
+def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
+    diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    """A member in no hurry has begun one of the first epoch; the workers train on all of the next one meanwhile."""
+    slices = SliceRoutes([rows], TrackerOptions())
+    ghost = slices.tracker.join(JoinTracker(worker="ghost", incarnation="1"))
+    held = slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
+    assert isinstance(held, Assignment)
+    # One that it had not begun would be taken from it at the epoch's end.
+    assert slices.tracker.begin(BeginSlice(session=ghost.session, grant=held.grant)).verdict is Verdict.ACCEPTED
+    options = coordinator_options(inner_steps=4, outer_steps=7, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server:
+        batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path), timeout=60.0)
+        status = server.status().slices
+    assert status is not None
+    assert status.epoch == 0
+    assert status.ahead > 0
+    trained = Counter(number for worker in batches for batch in worker for number in batch)
+    first = sum(COUNTS[: held.slice_index])
+    missing = set(range(first, first + held.slice.samples))
+    assert all(count <= (1 if number in missing else 2) for number, count in trained.items())
+    assert sum(trained.values()) == status.trained + status.ahead
 
 
 class Trained(NamedTuple):
@@ -153,13 +188,11 @@ def test_the_ranks_of_a_worker_share_its_batches(
     trained = Counter(samples_of_steps(first.batches, second.batches))
     trained.update(number for batch in alone.batches for number in batch)
     assert set(trained) == set(range(sum(counts)))
-    assert max(trained.values()) - min(trained.values()) <= 1  # each once in each epoch
-    # The next epoch has begun if all of the last one was trained on.
-    assert status.epoch in (max(trained.values()) - 1, min(trained.values()))
+    check_epochs(trained, status)
     assert first.waits == second.waits
     assert first.batches
     assert alone.batches
-    if len(counts) == 2:  # there is nothing to have while the slow worker trains on its slice
+    if len(counts) == 2:  # the next epoch is over, too, while the slow worker trains on its slice
         assert first.waits
 
 
@@ -251,3 +284,36 @@ def test_a_worker_that_is_not_let_in_again_says_so() -> None:
     refusing = tracker_of(Answer(status=404, headers={}, body=b'{"error": "no data"}'))
     with pytest.raises(CoordinatorError, match=r"hands out no slices to this worker: .*no data"):
         refusing.request(RequestSlice(session=1, epoch=0))
+
+
+def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
+    """Not that the connection ended, or that there was no answer for as long as nobody has waited."""
+
+    class Ended(Answering):
+        def start(self, answer: Answer) -> Future[Answer]:
+            future: Future[Answer] = Future()
+            future.cancel()
+            return future
+
+    def fail() -> None:
+        raise RankFailedError(1, "on purpose")
+
+    ended = _CoordinatorTracker(Ended(GIVEN_UP), timeout=30.0, check=fail)  # type: ignore[arg-type]
+    with pytest.raises(RankFailedError, match="on purpose"):
+        ended.request(RequestSlice(session=1, epoch=0))
+    closed = tracker_of(GIVEN_UP)
+    closed.closed = True
+    with pytest.raises(SchedulerTimeoutError, match="training ended before"):
+        closed.join(JoinTracker(worker="w0", incarnation="1"))
+
+
+@pytest.mark.parametrize("halts", [True, False])
+def test_a_plan_that_does_not_end_keeps_no_other_thread(halts: bool) -> None:
+    training, ranks = Mock(spec=TrackedTraining), Mock(spec=StoreRanks)
+    training.halt.return_value, ranks.stop.return_value = halts, True
+    slices = CoordinatedSlices(
+        Mock(training=training), Mock(), idle=Mock(), timeout=1.0, check=lambda: None, ranks=ranks
+    )
+    slices.connect(Mock())
+    assert slices.close(failed=True) is halts
+    ranks.stop.assert_called_once()

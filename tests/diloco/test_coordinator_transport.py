@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -121,3 +123,29 @@ def test_one_that_is_over_is_not(sender: Sender) -> None:
     sender.send(draw(1), (409, "no such round"), total=0)
     assert not sender.counts
     assert len(sender.client.bodies) == 1
+
+
+def test_an_encoding_under_way_does_not_hold_up_the_end() -> None:
+    sender, begun, goes_on = Sender("int8"), threading.Event(), threading.Event()
+
+    def encode(contribution: Contribution, encoded: Any) -> tuple[bytes, str]:
+        begun.set()
+        goes_on.wait(30.0)
+        return b"", ""
+
+    sender.transport._encode = encode  # type: ignore[method-assign, assignment]
+    sender.client.answers = [(200, "added")]
+    sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0))))
+    sending.start()
+    assert begun.wait(10.0)
+    began = time.monotonic()
+    assert not sender.transport.stop(0.1)
+    assert time.monotonic() - began < 10.0
+    goes_on.set()
+    sending.join(10.0)
+    assert sender.transport.stop(10.0)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
+
+
+def update(values: Tensor) -> Contribution:
+    return Contribution(worker="w", round=1, fragment=0, pseudo_gradient=values, samples=8)

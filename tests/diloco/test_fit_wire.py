@@ -25,10 +25,18 @@ def same_weights(results: list[Result]) -> bool:
 
 @pytest.mark.parametrize(
     ("wire_dtype", "fragments", "overlap_steps"),
-    [("bf16", 3, 0), ("int8", 1, 2), ("fp32", 3, 2), ("int4", 3, 2), ("sparse", 3, 2)],
+    [
+        ("bf16", 3, 0),
+        ("int8", 1, 2),
+        ("fp32", 3, 2),
+        ("int4", 3, 2),
+        ("sparse", 3, 2),
+        ("int4", 1, "auto"),
+        ("sparse", 3, "auto"),
+    ],
 )
 def test_all_workers_hold_the_same_bits(
-    wire_dtype: str, fragments: int, overlap_steps: int, diloco_ranks: RankPool, tmp_path: Path
+    wire_dtype: str, fragments: int, overlap_steps: int | str, diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
     results = diloco_ranks.run(
         fit_diloco,
@@ -49,10 +57,11 @@ def test_all_workers_hold_the_same_bits(
     assert max(result.global_step for result in results) == 20
 
 
-def test_epochs_and_validations_with_overlap(diloco_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap_steps", [2, "auto"])
+def test_epochs_and_validations_with_overlap(overlap_steps: int | str, diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 3, "fragments": 2, "overlap_steps": 2},
+        options={"inner_steps": 3, "fragments": 2, "overlap_steps": overlap_steps},
         model=calm_tower,
         pauses={1: 0.004},
         max_epochs=3,

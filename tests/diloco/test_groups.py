@@ -106,8 +106,10 @@ class NotesWeights(Callback):
     [
         {**GROUPS, "inner_steps": 4},
         {**SCHEDULED, "inner_steps": 5, "fragments": 2, "overlap_steps": 2, "wire_dtype": "bf16"},
+        {**GROUPS, "inner_steps": 5, "fragments": 2, "overlap_steps": "auto"},
+        {**SCHEDULED, "inner_steps": 5, "overlap_steps": "auto"},
     ],
-    ids=["ddp", "bytescheduler"],
+    ids=["ddp", "bytescheduler", "ddp-auto", "bytescheduler-auto"],
 )
 def test_a_round_ends_at_the_same_step_on_all_ranks_of_a_worker(
     options: dict[str, Any], diloco_four_ranks: RankPool, tmp_path: Path

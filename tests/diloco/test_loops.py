@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.optim.lr_scheduler import StepLR
 
-from tests.diloco.fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_diloco, plain_sgd
+from tests.diloco.fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_alone, fit_diloco, plain_sgd
 from tests.support.rank_pool import RankPool
 
 ROUNDS = {"inner_steps": 4}
@@ -154,16 +154,6 @@ def test_training_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Pa
     assert kept["rounds"]["samples"] == 128
     assert [result.rounds for result in [*whole, *rest]] == [8, 8, 4, 4]
     assert same_weights([*whole, *rest])
-
-
-def fit_alone(rank: int, **arguments: Any) -> Result | None:
-    """On rank 0, as if nobody else was there."""
-    import os
-    from unittest.mock import patch
-
-    alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with patch.dict(os.environ, alone):
-        return fit_diloco(rank, devices=1, **arguments) if rank == 0 else None
 
 
 def test_training_goes_on_with_another_number_of_workers(diloco_ranks: RankPool, tmp_path: Path) -> None:

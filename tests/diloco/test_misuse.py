@@ -45,6 +45,9 @@ from lightning_bytescheduler.diloco.options import common_options
         ("weighting", "loss"),
         ("fragments", 0),
         ("overlap_steps", -1),
+        ("overlap_steps", True),
+        ("overlap_steps", "soon"),
+        ("overlap_steps", 1.5),
         ("mixing", 1.5),
         ("wire_dtype", "fp16"),
         ("density", 0.1),
@@ -158,6 +161,17 @@ def test_overlap_ends_before_the_next_send() -> None:
     DiLoCoStrategy(overlap_steps=100, samples_per_round=10_000)
 
 
+def test_overlap_by_itself_needs_rounds_of_several_steps() -> None:
+    for options in ({"inner_steps": 1}, {"inner_steps": 1, "equal_steps": True}):
+        with pytest.raises(OptionError, match="overlap_steps must be left out with inner_steps=1"):
+            DiLoCoStrategy(overlap_steps="auto", **options)
+    for options in ({"inner_steps": 2}, {"samples_per_round": 1}, {}):
+        made = DiLoCoStrategy(overlap_steps="auto", **options)._options
+        assert made.outer(None).overlap.follows_mean
+        assert made.fragment_options.mixing == 0.5
+    assert DiLoCoStrategy()._options.overlap_steps == 0
+
+
 @pytest.mark.parametrize(
     ("options", "target"),
     [
@@ -180,7 +194,8 @@ def test_each_name_makes_the_strategy(suffix: str) -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
-def test_options_come_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap_steps", [2, "auto"])
+def test_options_come_from_a_config(overlap_steps: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.setattr("sys.argv", ["train.py"])
     path = tmp_path / "config.yaml"
@@ -188,10 +203,12 @@ def test_options_come_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:\n"
         "    class_path: lightning_bytescheduler.DiLoCoStrategy\n"
         "    init_args:\n      samples_per_round: 64\n      wire_dtype: int8\n      batch_size: [8, 2]\n"
+        f"      overlap_steps: {overlap_steps}\n"
     )
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
     options = cli.trainer.strategy._options
     assert (options.samples_per_round, options.wire_dtype, list(options.batch_size)) == (64, "int8", [8, 2])
+    assert options.overlap_steps == overlap_steps
 
 
 def test_a_loader_gets_another_batch_size() -> None:

@@ -31,6 +31,14 @@ def test_rank_zero_takes_the_store_with_it_and_is_named(
 
 
 @pytest.mark.parametrize(("failed", "says"), [(1, "Rank 1 failed: it shows no sign of life"), (0, "Rank 0 failed")])
+def test_a_death_with_gradients_on_two_lanes(failed: int, says: str, nursery: Nursery, tmp_path: Path) -> None:
+    """As over long round trips; each lane has connections and threads of its own."""
+    options = {"where": "sending", "kind": "SIGKILL", "ranks": [failed], "far": True}
+    ranks = run(nursery, Scenario(world_size=3, options=options), tmp_path)
+    check_end(ranks, failed=failed, code=-9, says=says, quiet=failed != 0)
+
+
+@pytest.mark.parametrize(("failed", "says"), [(1, "Rank 1 failed: it shows no sign of life"), (0, "Rank 0 failed")])
 def test_a_death_while_credit_and_partition_are_tuned(failed: int, says: str, nursery: Nursery, tmp_path: Path) -> None:
     options = {
         "where": "training_step",

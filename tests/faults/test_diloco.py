@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def test_whoever_fails_is_named(kind: str, says: list[str], nursery: Nursery, tm
         assert survivor.ended - start < _BOUND_S, survivor.log
         assert says[failed] in survivor.log, survivor.log
         assert "THREADS []" in survivor.log, survivor.log
+
+
+def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path: Path) -> None:
+    """Also who waits for another one's part of the round: that has ended for the same reason, and not failed."""
+    options = {"kind": "SIGTERM", "rank": 0, "step": 10, "inner_steps": 2, "everybody": str(tmp_path)}
+    for rank in nursery.run(_SCRIPT, options, world_size=2, folder=tmp_path, timeout=60.0):
+        assert rank.code == 0, rank.log
+        # Torch's store says so of its connections, where rank 0 has gone first.
+        log = re.sub(r".*failed on SocketImpl.*", "", rank.log)
+        assert "failed" not in log.replace("Rank 0 failed: SIGTERMException", ""), rank.log
+        assert "RankFailedError" not in rank.log
+        assert "THREADS []" in rank.log, rank.log
 
 
 def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
+from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp import overlapped_step
+from lightning_bytescheduler.ddp import overlapped_step, runtime
 from lightning_bytescheduler.ddp.gates import GatedParameter
 
 __all__: list[str] = []
@@ -165,6 +167,17 @@ def report(name: str) -> None:
     say(f"{name} {time.time()} threads={threads} gated={gated} groups={groups}")
 
 
+def kill_in_mid_sum(boom: Boom) -> None:
+    """Let ``boom`` happen on the thread that adds up a node's parts, when one of them is about to be pushed."""
+    push = NodePushPull.push
+
+    def broken_off(*arguments: Any) -> Any:
+        boom("adding up")
+        return push(*arguments)
+
+    NodePushPull.push = broken_off  # type: ignore[method-assign, assignment]
+
+
 def kill_in_mid_communication(boom: Boom) -> None:
     """Let ``boom`` happen on the dispatcher thread, when part of a step's gradients has been sent."""
     send = GradientTransport.send
@@ -214,9 +227,11 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
             credit_tuning="tuner" in options,
             partition_tuning="tuner" in options,
             **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),
+            **options.get("served", {}),
         )
     return Trainer(
         accelerator="cpu",
+        num_nodes=options.get("nodes", 1),
         devices=options.get("devices") or int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_steps=options.get("steps", 8),
@@ -235,8 +250,16 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if "nodes" in options:
+        each = int(os.environ["WORLD_SIZE"]) // options["nodes"]
+        node, local = divmod(own_rank(), each)
+        place = {"NODE_RANK": node, "GROUP_RANK": node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each}
+        os.environ.update({name: str(value) for name, value in place.items()})
+    if options.get("far"):
+        runtime._FAR_S = 0.0  # as over a link whose messages are long under way
     boom = Boom(options)
     kill_in_mid_communication(boom)
+    kill_in_mid_sum(boom)
     fail_in_mid_step(boom)
     callbacks: list[Callback] = [BatchEnd(boom)]
     if "checkpoint" in options:
@@ -250,6 +273,9 @@ def main(options: Options) -> None:
         callbacks += [CreditTuner(**options["tuner"]), Trials()]
     model = Model(boom, options)
     trainer = make_trainer(options, boom, callbacks)
+    if options.get("served", {}).get("servers") and own_rank() == 0:
+        command = [sys.executable, "-m", "lightning_bytescheduler", "server"]
+        subprocess.Popen(command, env={**os.environ, "COVERAGE_PROCESS_START": ""})  # ends with the training
     try:
         for _ in range(options.get("fits", 1)):
             trainer.fit(model)

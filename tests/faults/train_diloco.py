@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,17 @@ def say(line: str) -> None:
 
 
 class Fails(Callback):
-    """Does what ``kind`` says at step ``step`` of rank ``rank``; every other rank is slow or waits for it."""
+    """Does what ``kind`` says at step ``step`` of rank ``rank``; every other rank is slow or waits for it.
 
-    def __init__(self, kind: str, rank: int, step: int) -> None:
-        self.kind, self.rank, self.step = kind, rank, step
+    With ``everybody``, a folder, the other ranks get the same signal before: they wait for this one by then.
+    """
+
+    def __init__(self, kind: str, rank: int, step: int, everybody: str | None) -> None:
+        self.kind, self.rank, self.step, self.everybody = kind, rank, step, everybody
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.everybody is not None:
+            Path(self.everybody, f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         time.sleep(0.02)
@@ -37,6 +45,11 @@ class Fails(Callback):
         say(f"FAILED_AT {time.time()}")
         if self.kind == "raise":
             raise ValueError("boom")
+        if self.everybody is not None:
+            time.sleep(1.0)
+            for file in sorted(Path(self.everybody).glob("pid-*")):
+                if int(file.read_text()) != os.getpid():
+                    os.kill(int(file.read_text()), getattr(signal, self.kind))
         os.kill(os.getpid(), getattr(signal, self.kind))
 
 
@@ -53,7 +66,7 @@ def main(options: dict[str, Any]) -> None:
         strategy=DiLoCoStrategy(
             inner_steps=options["inner_steps"], timeout=timedelta(seconds=16), **options.get("groups", {})
         ),
-        callbacks=[Fails(options["kind"], options["rank"], options["step"])],
+        callbacks=[Fails(options["kind"], options["rank"], options["step"], options.get("everybody"))],
         max_steps=options.get("max_steps", 2000),
         logger=False,
         enable_checkpointing=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_bytescheduler.checks import ARCHITECTURES
 from tests.lightning_suite.checkout import Checkout, CheckoutError
 from tests.lightning_suite.processes import CollectedTest, Runner
+from tests.lightning_suite.record import ARCHITECTURE_VARIABLE
 from tests.lightning_suite.report import SuiteReport
 from tests.lightning_suite.skips import Skip, SkipFileError, read_skips, skip_of, stale_skips
 
@@ -21,6 +24,7 @@ _SKIPS = Path(__file__).with_name("skips.txt")
 
 def main() -> int:
     options = _parse()
+    os.environ[ARCHITECTURE_VARIABLE] = options.architecture  # for the processes that tests run in
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the test's processes end too
     console = Console()
     try:
@@ -90,6 +94,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("checkout", type=Path, help="a checkout of Lightning's repository")
     parser.add_argument("--any-version", action="store_true", help="take a checkout of another version too")
     parser.add_argument("--only", metavar="TEXT", help="only tests whose id contains this")
+    parser.add_argument(
+        "--architecture",
+        choices=ARCHITECTURES,
+        default=ARCHITECTURES[0],
+        help="of the strategy (default: %(default)s)",
+    )
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds that a test may take (default 180)")
     return parser.parse_args()
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASELINE_VARIABLE", "RECORD_VARIABLE", "Record", "read_events"]
+__all__ = ["ARCHITECTURE_VARIABLE", "BASELINE_VARIABLE", "RECORD_VARIABLE", "Record", "read_events"]
 
 RECORD_VARIABLE = "LIGHTNING_SUITE_RECORD"
 BASELINE_VARIABLE = "LIGHTNING_SUITE_BASELINE"  # set: ddp stays ddp
+ARCHITECTURE_VARIABLE = "LIGHTNING_SUITE_ARCHITECTURE"  # of the strategy, where tests do not say one
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Tests look for the class name in reports of the profiler and in messages; that i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from lightning.pytorch import strategies
 from lightning.pytorch.strategies import StrategyRegistry, ddp
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from tests.lightning_suite.record import Record
+from tests.lightning_suite.record import ARCHITECTURE_VARIABLE, Record
 
 __all__ = ["DDPStrategy", "name_test", "take_the_place_of_ddp"]
 
@@ -24,7 +25,9 @@ class DDPStrategy(ByteSchedulerStrategy):
     """Notes that it was made, and how much it scheduled."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"mode": "overlapped", **kwargs})  # else steps on loopback are taken as DDP's
+        architecture = os.environ.get(ARCHITECTURE_VARIABLE, "allreduce")
+        # By itself it would take steps on loopback as DDP's.
+        super().__init__(*args, **{"mode": "overlapped", "architecture": architecture, **kwargs})
         self.record = _current
         self._note("made")
 

@@ -6,7 +6,7 @@ is no reference to the last bit. Everything else is DDP's: its buckets, its step
 No postponed annotations here: DDP looks at those of a comm hook as objects.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler.scheduler.task import part_size
 
-__all__ = ["SynchronousPartitions", "same_sizes"]
+__all__ = ["SumsOfNodes", "SynchronousPartitions", "same_sizes"]
 
 
 class SynchronousPartitions(DDPStrategy):
@@ -44,6 +44,36 @@ def _average(partition_size: int, bucket: dist.GradBucket) -> torch.futures.Futu
         dist.all_reduce(part)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)
+    return future
+
+
+class SumsOfNodes(DDPStrategy):
+    """DDP with a comm hook that adds up the ranks of each node, in their order, and then the nodes' sums.
+
+    Where a tensor is cut makes no difference then.
+
+    Args:
+        nodes: The ranks of each.
+        options: Of DDPStrategy.
+    """
+
+    def __init__(self, *, nodes: tuple[tuple[int, ...], ...], **options: Any) -> None:
+        super().__init__(**options)
+        self._nodes = nodes
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._nodes, _sum_by_node)
+
+
+def _sum_by_node(nodes: tuple[tuple[int, ...], ...], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    buffer.mul_(1.0 / dist.get_world_size())
+    gathered = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, buffer)
+    sums = [reduce(torch.add, [gathered[rank] for rank in ranks]) for ranks in nodes]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer.copy_(reduce(torch.add, sums)))
     return future
 
 

@@ -213,15 +213,25 @@ AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}
 
 
 def train_chosen(rank: int, recipe: Recipe, runs: list[Run], every: int = 2) -> list[Outcome]:
-    """As if one of ``every`` parts came too late, on the rank that is asked; and the others go by what it says."""
-    asked = itertools.count(1)
+    """As if one of ``every`` parts came too late, and one of twice as many whole buckets, on the rank that is asked.
 
-    def is_late(*_: Any) -> bool:
+    The others go by what it says.
+    """
+    asked, whole = itertools.count(1), itertools.count(1)
+
+    def is_late(late: LateTransfers, bucket: int, *_: Any) -> bool:
         assert rank == 0, "one rank decides"
-        return next(asked) % every == 0
+        return late.is_whole(bucket) or next(asked) % every == 0
+
+    def whole_is_late(late: LateTransfers, bucket: int, *_: Any) -> bool:
+        assert rank == 0, "one rank decides"
+        if next(whole) % (2 * every) == 0:
+            late._whole.add(bucket)
+        return late.is_whole(bucket)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LateTransfers, "is_late", is_late)
+        patch.setattr(LateTransfers, "whole_is_late", whole_is_late)
         patch.setattr(LinkPace, "helps", lambda *_: True)  # parts as small as these take no less time compressed
         return train_all(rank, recipe, runs)
 
@@ -255,7 +265,8 @@ def test_auto_compresses_what_rank_0_says(two_ranks: RankPool, trainer: dict[str
         for outcome in outcomes:
             assert outcome.error is None
             assert outcome.statistics is not None
-            assert 0.2 < outcome.statistics.compressed_share < 0.6
+            share, in_shards = outcome.statistics.compressed_share, trainer and outcomes is overlapped
+            assert 0.2 < share < 0.6 if in_shards else 0.5 < share < 0.8, "whole buckets, too, but not in shards"
 
 
 def test_auto_stops_at_max_error(two_ranks: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -151,6 +152,23 @@ def fit_again_as_it_is(trainer: Trainer, module: Any) -> None:
 def test_fit_that_fails_and_is_followed_by_another(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=fit_again_as_it_is)
     assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=nothing_lands_after_a_failure)
+
+
+class FallsBehind(Evaluated):
+    """Rank 0 comes to the step that fails long after the other rank has failed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.global_rank == 0 and self.trainer.global_step == STEPS + 5:
+            time.sleep(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "ddp"])
+def test_a_rank_that_is_behind_fails_where_the_others_have(two_ranks: RankPool, mode: str) -> None:
+    recipe = Recipe(model=partial(FallsBehind, optimizer=adamw), steps=STEPS, after=fit_again_as_it_is)
+    ours = Run(options={**SIZES, "mode": mode})
+    ddp, overlapped = train_on(two_ranks, recipe, DDP, ours)
+    assert_same(ddp, overlapped)
 
 
 class Interrupted(Evaluated):

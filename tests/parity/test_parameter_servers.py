@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 from torch.optim import Adam
 
+from lightning_bytescheduler.timeline.picture import draw_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, PULL, PUSH, REPLY, SUM
+from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
-from tests.support.fit import SIZES, Recipe, Run
+from tests.support.fit import SIZES, Outcome, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
@@ -16,22 +22,43 @@ from tests.support.servers import train_with_servers
 PS = {**SIZES, "architecture": "ps"}
 
 
-def test_one_server_gives_ddps_bits(two_ranks: RankPool) -> None:
+def test_one_server_that_is_slow_for_a_while_gives_ddps_bits(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)))
     (expected,) = train_on(two_ranks, recipe, DDP)
     run = Run(options={**PS, "servers": 1}, network="held")
-    served = two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1)
+    served = two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1, pause_at=3, pause_s=1.5)
     ours = [one.outcome for one in served]
     assert all(one is not None for one in ours)
     assert_same(expected, [one for one in ours if one is not None])
     assert_overlapped([one for one in ours if one is not None])
 
 
-def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: RankPool) -> None:
+def bytes_of(trace: Trace, stage: str) -> float:
+    return sum(float(span.args["bytes"]) for span in trace.select(stage))
+
+
+def assert_stages_are_true(path: Path, outcome: Outcome) -> None:
+    """Of a rank whose parts are all added up elsewhere."""
+    trace, statistics = read_timeline(path), outcome.statistics
+    assert statistics is not None
+    assert bytes_of(trace, PUSH) == bytes_of(trace, PULL) == statistics.bytes_sent
+    under_way = {(s.name, s.args["step"], s.args["partition"]): s for s in trace.select(COMMUNICATION)}
+    assert len(trace.select(PUSH)) == len(trace.select(PULL)) == len(under_way) == statistics.sub_tasks
+    for push, pull in zip(trace.select(PUSH), trace.select(PULL), strict=True):
+        for stage in (push, pull):
+            whole = under_way[stage.name, stage.args["step"], stage.args["partition"]]
+            assert whole.start - 1e-3 <= stage.start <= stage.end <= whole.end + 1e-3
+            assert 3 <= stage.args["server"] < 6, "three workers, then three servers"
+    assert not trace.select(SUM)
+    assert not trace.select(REPLY)
+
+
+def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=8)
     (colocated,) = train_on(three_ranks, recipe, Run(options=PS))
     for servers, placement in ((1, "djb2"), (3, "balanced")):
-        run = Run(options={**PS, "servers": servers, "placement": placement})
+        path = tmp_path / f"{servers}.json"
+        run = Run(options={**PS, "servers": servers, "placement": placement, "timeline": str(path)})
         served = three_ranks.run(train_with_servers, recipe=recipe, run=run, servers=servers)
         outcomes = [one.outcome for one in served if one.outcome is not None]
         assert_same(colocated, outcomes)
@@ -43,6 +70,49 @@ def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: R
         assert tables[0].spare_servers == servers
         assert all(tables[0].bytes_per_server[:servers])
         assert f"spare server {servers - 1}" in repr(outcomes[0].plan)
+        if servers == 3:
+            assert_stages_are_true(path, outcomes[0])
+            continue
+        trace = read_timeline(path)
+        assert trace.select(SUM), "a rank is a server besides"
+        replies = sum(tables[0].bytes_per_server[1] for _ in range(2))  # to each of the others
+        assert bytes_of(trace, REPLY) == replies
+        draw_timeline(trace, tmp_path / "stages.png")
+
+
+def save_to(path: str, trainer: Trainer, model: object) -> None:
+    trainer.save_checkpoint(path)
+
+
+def test_compressed_gradients_are_added_up_by_servers(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Half of the bytes at a spare server, half at the ranks; what all of them have left is in the checkpoint."""
+    model, path = partial(Tower, optimizer=partial(Adam, lr=0.005)), tmp_path / "after.ckpt"
+    int8 = {**PS, "compression": "int8", "compression_min_size": 40}
+    recipe = Recipe(model=model, steps=8, after=partial(save_to, str(path)))
+    run = Run(options={**int8, "servers": 1}, network="held")
+    served = [one.outcome for one in two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1)]
+    ours = [one for one in served if one is not None]
+    assert_overlapped(ours, share=0.85)
+    ddp, waiting, as_ddp = train_on(
+        two_ranks,
+        Recipe(model=model, steps=8),
+        DDP,
+        Run(options={**int8, "cross_barrier": False}),
+        Run(options={**int8, "mode": "ddp"}),
+    )
+    assert_same(waiting, as_ddp)
+    for one in (ours, waiting):
+        for name, weight in one[0].weights.items():
+            assert torch.equal(weight, one[1].weights[name]), "ranks drift apart"
+            assert torch.allclose(weight, ddp[0].weights[name], atol=0.02)
+        assert not all(torch.equal(weight, ddp[0].weights[name]) for name, weight in one[0].weights.items())
+    statistics, plan = ours[0].statistics, ours[0].plan
+    assert statistics is not None
+    assert plan is not None
+    assert 2 < statistics.compression_ratio < plan.compression_ratio, "descriptions are small"
+    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
+    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
+    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
 
 
 def test_a_dead_server_is_named_on_all_ranks(two_ranks: RankPool) -> None:
@@ -51,6 +121,19 @@ def test_a_dead_server_is_named_on_all_ranks(two_ranks: RankPool) -> None:
         assert one.outcome is None
         assert "arameter server 0 (process" in one.error
         assert "has ended" in one.error
+
+
+@pytest.mark.parametrize("timeouts", [(15.0, 15.0), (15.0, 120.0)], ids=["all", "one"])
+def test_a_server_that_stands_still_for_too_long_is_named_on_all_ranks(
+    two_ranks: RankPool, timeouts: tuple[float, ...]
+) -> None:
+    """Also where one's time is up first, which breaks its connections to the others, who still wait."""
+    recipe, run = Recipe(model=Tower), Run(options={**PS, "servers": 1}, network="plain")
+    for one in two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1, pause_at=5, timeouts=timeouts):
+        assert one.outcome is None
+        assert "arameter server 0 (process" in one.error
+        assert "is silent" in one.error
+        assert one.seconds < 60
 
 
 @pytest.mark.parametrize(

@@ -75,18 +75,21 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "options"),
     [
-        Recipe(model=partial(Tower, optimizer=adamw), steps=36),
-        Recipe(model=partial(MixedTypes, optimizer=adamw), steps=24),
-        Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24),
+        (Recipe(model=partial(Tower, optimizer=adamw), steps=36), {}),
+        (Recipe(model=partial(Tower, optimizer=adamw), steps=24), {"architecture": "ps"}),
+        (Recipe(model=partial(MixedTypes, optimizer=adamw), steps=24), {}),
+        (Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24), {}),
         # Reduce-scatter, and nothing is really clipped.
-        Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24),
-        Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=24),
+        (Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24), {}),
+        (Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=24), {}),
     ],
 )
-def test_every_bit_is_ddps_while_everything_changes(two_ranks: RankPool, recipe: Recipe) -> None:
-    results = two_ranks.run(run_restlessly, recipe=recipe, options={})
+def test_every_bit_is_ddps_while_everything_changes(
+    two_ranks: RankPool, recipe: Recipe, options: dict[str, Any]
+) -> None:
+    results = two_ranks.run(run_restlessly, recipe=recipe, options=options)
     ours = [outcome for outcome, _ in results]
     (ddp,) = train_on(two_ranks, recipe, DDP)
     assert_same(ddp, ours)

@@ -18,11 +18,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from lightning_bytescheduler import OptionError, UnsupportedError
 from tests.ray_train.conftest import MACHINE
 from tests.ray_train.trainings import (
-    BATCH,
     EPOCHS,
+    EVERY,
     OPTIONS,
     SAMPLES,
     STEPS,
+    attempts,
     numbers_of_ranks,
     on_worker,
     taken,
@@ -71,13 +72,17 @@ def test_what_ray_decides_is_refused_and_so_is_a_place_without_it() -> None:
             strategy(**({} if strategy is RayByteSchedulerStrategy else OPTIONS["diloco"]))
 
 
-def assert_each_sample_once(folder: Path) -> None:
-    steps = taken(folder)
-    assert list(steps) == list(range(STEPS))
+def assert_each_sample_once(folder: Path, steps: int | None = None) -> None:
+    """In the order of steps, the first so many samples are an epoch, and the next, too."""
+    by_step = taken(folder)
+    assert list(by_step) == list(range(len(by_step)))
+    if steps is not None:
+        assert len(by_step) == steps
+        assert all(len(batch) == EPOCHS * SAMPLES // steps for batch in by_step.values())
+    samples = [sample for batch in by_step.values() for sample in batch]
+    assert len(samples) == EPOCHS * SAMPLES
     for epoch in range(EPOCHS):
-        batches = [steps[step] for step in range(epoch * STEPS // EPOCHS, (epoch + 1) * STEPS // EPOCHS)]
-        assert all(len(batch) == BATCH for batch in batches)
-        assert Counter(sample for batch in batches for sample in batch) == Counter(range(SAMPLES))
+        assert Counter(samples[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == Counter(range(SAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -91,24 +96,24 @@ def plain(two_plain_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("strategy", list(OPTIONS))
-def test_weights_are_those_of_a_plain_run(strategy: str, plain: dict[str, Path], tmp_path: Path) -> None:
-    with_ray = run(tmp_path, strategy=strategy)
+def test_a_worker_is_killed(strategy: str, plain: dict[str, Path], tmp_path: Path) -> None:
+    """All begin anew from a checkpoint of the middle of an epoch: weights are those of a run without that, and Ray."""
+    broken = run(tmp_path, failures=1, strategy=strategy, reports=True, dies=True)
+    assert_each_sample_once(broken, STEPS if strategy == "bytescheduler" else STEPS // WORKERS)
     for rank in range(WORKERS):
         expected = weights(plain[strategy], rank)
-        assert all(torch.equal(value, expected[name]) for name, value in weights(with_ray, rank).items())
+        assert all(torch.equal(value, expected[name]) for name, value in weights(broken, rank).items())
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_worker_is_killed(plain: dict[str, Path], tmp_path: Path) -> None:
-    broken = run(tmp_path, failures=1, strategy="bytescheduler", reports=True, dies=True)
-    assert_each_sample_once(broken)
-    expected = weights(plain["bytescheduler"])
-    assert all(torch.equal(value, expected[name]) for name, value in weights(broken).items())
+@pytest.mark.parametrize("strategy", list(OPTIONS))
+def test_machines_go_and_come(
+    strategy: str, cluster: Any, plain: dict[str, Path], two_plain_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Two workers, then one, then two: the training that the same numbers of workers come to without Ray.
 
-
-def test_machines_go_and_come(cluster: Any, plain: dict[str, Path], tmp_path: Path) -> None:
-    """Two workers, then one, then two: the same training as on two throughout, but for the order of sums."""
-    asked = {"strategy": "bytescheduler", "reports": True, "waits_alone": True}
+    With bytescheduler that is the training of two throughout, but for the order of sums.
+    """
+    asked = {"strategy": strategy, "reports": True, "waits_alone": True}
     folder = folder_of(tmp_path, asked)
 
     def wait_for(condition: Callable[[], bool]) -> None:
@@ -120,12 +125,29 @@ def test_machines_go_and_come(cluster: Any, plain: dict[str, Path], tmp_path: Pa
 
     with ThreadPoolExecutor(1) as pool:  # machines can be started on this thread alone
         training = pool.submit(run, tmp_path, workers=(1, 2), failures=3, **asked)
-        wait_for(lambda: len(taken(folder)) > STEPS // 4)
+        wait_for(lambda: len(taken(folder)) > EVERY[strategy] + 1)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         wait_for(lambda: numbers_of_ranks(folder)[-1:] == [1])
         cluster.add_node(**MACHINE)
         training.result()
     assert numbers_of_ranks(folder) == [2, 1, 2]
-    assert_each_sample_once(folder)
-    for name, value in weights(plain["bytescheduler"]).items():
-        assert (weights(folder)[name] - value).norm() <= 1e-5 * value.norm(), name
+    assert_each_sample_once(folder, STEPS if strategy == "bytescheduler" else None)
+    if strategy == "bytescheduler":
+        for name, value in weights(plain[strategy]).items():
+            assert (weights(folder)[name] - value).norm() <= 1e-5 * value.norm(), name
+        return
+    saved = None
+    for ranks, step in attempts(folder):
+        replayed = tmp_path / f"replayed from {step}"
+        replayed.mkdir()
+        resume = None if saved is None else next(str(file) for file in saved.glob("*.ckpt") if step_of(file) == step)
+        two_plain_ranks.run(without_ray, strategy=strategy, folder=str(replayed), resume=resume, ranks=ranks)
+        saved = replayed
+    assert saved is not None
+    assert all(torch.equal(value, weights(saved)[name]) for name, value in weights(folder).items())
+
+
+def step_of(file: Path) -> int:
+    """Of which step a checkpoint is."""
+    step: int = torch.load(file, weights_only=True)["global_step"]
+    return step

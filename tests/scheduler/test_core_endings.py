@@ -81,11 +81,11 @@ def test_an_error_on_the_dispatcher_aborts_instead_of_leaving_anyone_waiting(cul
             if culprit == "decided":
                 raise LOST
 
-        def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+        def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
             self.pops += 1
             if culprit == "pop" and self.pops == 2:
                 raise LOST
-            return super().pop(credit_left=credit_left)
+            return super().pop(credit_left=credit_left, overtaking=overtaking)
 
     transport = ManualTransport()
 

@@ -144,6 +144,29 @@ def test_another_link_is_noticed() -> None:
     assert steps.step()[1] > 0.3
 
 
+def test_a_bucket_that_is_to_be_smaller_is_so_as_a_whole() -> None:
+    """Where only parts are looked at, as many begin as they are as could still come in time if nothing else did so."""
+    steps = Steps(2.0)
+    for _ in range(5):
+        steps.step()
+    late, last = steps.late, Steps.LAYERS - 1
+    late.begin("overlapped", steps.now)
+    at, whole, small_part = steps.now, {}, steps.BYTES / 4
+    for layer in range(last, 3, -1):
+        at += 2 / 3 / Steps.LAYERS
+        late.ready(layer, steps.BYTES, layer, at, last=False)
+        whole[layer] = late.whole_is_late(layer, steps.BYTES, at)
+    assert not whole[last], "there is time yet"
+    settled = [layer for layer in whole if whole[layer]]
+    assert settled
+    assert all(late.is_whole(layer) for layer in settled)
+    assert late.is_late(settled[0], 0, small_part, at), "however small what is left of it"
+    before = next(layer for layer in whole if not whole[layer])
+    assert not late.is_late(before, 0, small_part, at), "the others could all be smaller"
+    late.begin("overlapped", at)
+    assert not late.is_whole(settled[0])
+
+
 def test_codecs_that_cannot_keep_up_are_not_used() -> None:
     pace = LinkPace({0: 1.0, 1: 8.0})
     for n in range(10):

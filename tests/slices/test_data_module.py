@@ -81,6 +81,12 @@ def test_limits_cut_an_epoch_and_the_next_one_has_another_order(tmp_path: Path) 
     assert model.batches == [*whole.batches[:2], *whole.batches[6:8], *whole.batches[12:14]]
 
 
+def test_to_overfit_is_to_train_on_the_same_batches_again(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [6, 6, 6])
+    batches = fit(SliceDataModule(rows, batch_size=4, shuffle_samples=True), max_epochs=3, overfit_batches=2).batches
+    assert batches == 3 * batches[:2]
+
+
 def test_samples_are_shuffled_within_slices_too(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [50, 50])
     data = SliceDataModule(rows, batch_size=100, shuffle_samples=True)

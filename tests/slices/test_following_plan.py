@@ -17,6 +17,7 @@ from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceB
 from lightning_bytescheduler.slices.following_plan import FollowingPlan
 from lightning_bytescheduler.slices.plan_thread import PlanThread
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.worker_ranks import LeadingRank, cut_batch, read
 from tests.slices.tracker_workers import make_tracker
 
@@ -167,13 +168,17 @@ def test_what_another_rank_finds_corrupt_is_left_out_at_once(plans: list[PlanThr
     assert len(tracker.report().quarantined) == 1
 
 
+def hold_all(tracker: SliceTracker, plans: list[PlanThread]) -> None:
+    """Have others hold the only slice, in the running epoch and in the next one, which has begun by then."""
+    for name in ("holder", "next holder"):
+        slices = tuple(tracker.catalogue)
+        plans.append(PlanThread(TrackerPlan(tracker, worker=name, incarnation="a", batch_size=4, slices=slices)))
+        next(iter(plans[-1]))
+
+
 def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[PlanThread]) -> None:
     tracker, worker = make_tracker([4]), Worker(2)
-    holder = PlanThread(
-        TrackerPlan(tracker, worker="holder", incarnation="a", batch_size=4, slices=tuple(tracker.catalogue))
-    )
-    plans.append(holder)
-    next(iter(holder))
+    hold_all(tracker, plans)
     idle = [IdleCalls(), IdleCalls()]
     first = leading(plans, worker.ranks[0], tracker, (1, 1), idle=idle[0])
     second = FollowingPlan(worker.ranks[1], batch_size=1, idle=idle[1])
@@ -181,7 +186,7 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Pl
     thread = threading.Thread(target=lambda: found.append(next(iter(first))))
     thread.start()
     assert idle[0].waiting.wait(LIMIT_S)
-    holder.leave()
+    plans[0].leave()
     found.append(next(iter(second)))
     thread.join(LIMIT_S)
     assert sorted(sample for batch in found for sample in samples(batch)) == [(0, 0), (0, 1)]
@@ -191,11 +196,7 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Pl
 
 def test_all_give_up_together(plans: list[PlanThread]) -> None:
     tracker, worker = make_tracker([4]), Worker(2)
-    holder = PlanThread(
-        TrackerPlan(tracker, worker="holder", incarnation="a", batch_size=4, slices=tuple(tracker.catalogue))
-    )
-    plans.append(holder)
-    next(iter(holder))
+    hold_all(tracker, plans)
     first = leading(plans, worker.ranks[0], tracker, (1, 1), idle=IdleCalls(gives_up=True))
     second = FollowingPlan(worker.ranks[1], batch_size=1, idle=IdleCalls(gives_up=True))
     assert list(first) == list(second) == []

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.lock_step import LockStepEpoch, Stage
+from lightning_bytescheduler.slices.epoch_line import Stage
+from lightning_bytescheduler.slices.lock_step import LockStepEpoch
 
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=6) | st.lists(st.just(1), min_size=1, max_size=8)

@@ -122,6 +122,9 @@ def test_a_worker_that_waits_for_others_can_be_stopped(made: list[PlanThread]) -
     holder = plan_of(made, tracker, slices, worker="holder", batch_size=1)
     next(iter(holder))
     idle = plan_of(made, tracker, slices, worker="idle", batch_size=1)
+    assert len(list(idle)) == 3  # of the next epoch
+    for _ in range(3):
+        idle.trained()
     timer = threading.Timer(0.3, idle.stop)
     timer.start()
     assert list(idle) == []

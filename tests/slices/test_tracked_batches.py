@@ -127,20 +127,44 @@ def test_each_sample_once_in_any_order_of_fetching_and_training(data):
         Trains(tracker, clock, f"w{number}", trained, batch_size=data.draw(st.integers(1, 5)), ahead=ahead)
         for number, ahead in enumerate(data.draw(st.lists(st.sampled_from([None, 0, 3]), min_size=1, max_size=4)))
     ]
-    for _ in range(data.draw(st.integers(0, 30))):
+    for _ in range(data.draw(st.integers(0, 60))):
         worker = data.draw(st.sampled_from(workers))
         getattr(worker, data.draw(st.sampled_from(["fetch", "train", "train", "begin"])))()
-        if tracker.epoch:
-            break
+    wanted = tracker.epoch + 1
     for _ in range(1000):
-        if tracker.over or tracker.epoch:
+        if tracker.epoch >= wanted:
             break
         for worker in workers:
             if not worker.fetched and not worker.fetch():
                 worker.begin()
             worker.train()
-    first = Counter({sample: count for sample, count in trained.items() if sample[0] == 0})
-    assert first == all_of(counts)
+    assert tracker.epoch >= wanted
+    done = Counter({sample: count for sample, count in trained.items() if sample[0] < tracker.epoch})
+    assert done == all_of(counts, epochs=tracker.epoch)
+    assert set(trained.values()) == {1}
+
+
+def test_a_pass_is_of_one_epoch_and_of_what_came_back_of_the_one_before():
+    clock = Clock()
+    trained: Counter = Counter()
+    tracker = make_tracker([4, 4, 4], clock)
+    slow, fast = (Trains(tracker, clock, name, trained, batch_size=3, ahead=0) for name in ("slow", "fast"))
+    slow.fetch()
+    slow.train()
+    assert fast.epoch() == [3, 3, 2]
+    fast.begin()
+    fast.fetch()
+    fast.fetch()
+    assert [batch.epoch for batch in fast.fetched] == [1, 1]
+    tracker.release("slow")  # what it has not trained on is a batch of its own
+    found = []
+    while fast.fetched or fast.fetch():
+        found.append(fast.fetched[0].epoch)
+        fast.train()
+    assert sorted(found) == [0, 1, 1, 1, 1, 1]
+    assert tracker.epoch == 1
+    assert tracker.over
+    assert trained == all_of([4, 4, 4], epochs=2)
 
 
 def test_who_dies_is_continued_where_it_was():
@@ -153,8 +177,8 @@ def test_who_dies_is_continued_where_it_was():
     dead.fetch()  # and is never trained
     other.epoch()
     clock.now += 11.0
-    other.epoch()
-    assert trained == all_of([6, 6])
+    other.epoch()  # the next one, and what the dead one had
+    assert trained == all_of([6, 6], epochs=2)
 
 
 def test_who_leaves_gives_back_and_may_come_again():
@@ -246,8 +270,10 @@ def test_stop_ends_a_wait():
     clock = Clock()
     trained: Counter = Counter()
     tracker = make_tracker([4], clock)
-    holder, waits = (Trains(tracker, clock, name, trained) for name in "ab")
+    holder, waits = (Trains(tracker, clock, name, trained, batch_size=4) for name in "ab")
     holder.fetch()
+    assert waits.epoch() == [4]  # of the next epoch
+    waits.begin()
     with pytest.raises(_Waits):
         next(waits.batches)
     waits.plan.stop()

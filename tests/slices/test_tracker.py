@@ -298,6 +298,18 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     assert tracker.report().trained == 8
 
 
+def test_where_nothing_can_be_read_whoever_asks_is_told_instead_of_going_from_epoch_to_epoch():
+    tracker = make_tracker([4, 4])
+    worker = Worker(tracker, "0", Counter())
+    for key in ("slice0", "slice1"):
+        tracker.quarantine(QuarantineSlice(session=worker.session, key=key, reason="wrong checksum"))
+    with pytest.raises(OptionError, match=r"2 slices.*all are quarantined"):
+        worker.ask()
+    tracker.lift_quarantine("slice0")
+    worker.epoch = 1
+    assert worker.ask().slice.key == "slice0"
+
+
 def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_once():
     tracker = make_tracker([4, 4])
     worker = Worker(tracker, "0", Counter())
@@ -309,19 +321,100 @@ def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_onc
     finish(tracker, [worker], Clock())
 
 
-def test_the_next_epoch_starts_when_somebody_asks_for_it_and_others_learn_that_theirs_is_over():
+def test_the_next_epoch_opens_while_the_last_slices_of_this_one_are_held():
+    tracker = make_tracker([2, 2])
+    first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())
+    first.epoch = 1
+    assert first.ask().epoch == 0  # before anything of the next one
+    second.ask()
+    second.train(1)
+    first.train(2)
+    assert first.ask().epoch == 1
+    first.train(2)
+    second.train(1)
+    assert second.ask() == EpochOver(epoch=0)
+    second.epoch = 1
+    assert second.ask().epoch == 1
+
+
+def test_nobody_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_is_given_out():
+    clock, trained = Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker([2, 2], clock)
+    slow, fast = Worker(tracker, "slow", trained), Worker(tracker, "fast", trained)
+    slow.ask()
+    slow.train(1)
+    fast.ask()
+    fast.train(2)
+    assert fast.ask().reason is WaitReason.HELD
+    fast.epoch = 1
+    for _ in range(2):
+        assert fast.ask().epoch == 1
+        fast.train(2)
+    assert (tracker.epoch, tracker.over, tracker.report().trained, tracker.report().ahead) == (0, False, 3, 4)
+    assert fast.ask().reason is WaitReason.HELD
+    fast.epoch = 2
+    assert fast.ask().reason is WaitReason.EPOCH  # two are open
+    assert tracker.wanted
+    grant = slow.held[0].grant
+    slow.train(1)
+    assert (tracker.epoch, tracker.over, tracker.report().trained, tracker.report().ahead) == (1, True, 4, 0)
+    assert tracker.begin(BeginSlice(session=slow.session, grant=grant)).verdict is Verdict.EPOCH_OVER
+    assert fast.ask().epoch == 2
+    assert trained == exactly([2, 2], times=2)
+
+
+def test_what_comes_back_of_an_epoch_is_handed_out_before_anything_of_the_next_one():
+    counts, clock, trained = [4, 4, 4], Clock(), Counter[tuple[str, int]]()
+    tracker = make_tracker(counts, clock, prefetch=1)
+    dead, *others = (Worker(tracker, name, trained) for name in "abc")
+    for worker in (dead, *others):
+        worker.ask()
+    dead.train(1)
+    for worker in others:
+        worker.train(4)
+        worker.epoch = 1
+        assert worker.ask().epoch == 1
+    key = dead.held[0].key
+    assert tracker.release("a")
+    others[0].train(4)
+    answer = others[0].ask()
+    assert (answer.epoch, answer.slice.key, answer.first) == (0, key, 1)
+    others[0].train(4)
+    assert (tracker.epoch, tracker.report().trained) == (1, 4)
+    finish(tracker, others, clock)
+    assert trained == exactly(counts, times=2)
+
+
+def test_a_corrupt_slice_leaves_both_open_epochs():
     tracker = make_tracker([2, 2])
     first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())
     first.ask()
     second.ask()
     first.train(2)
     first.epoch = 1
-    assert first.ask().reason is WaitReason.EPOCH
-    second.train(2)
-    assert first.ask().epoch == 1
-    assert second.ask() == EpochOver(epoch=0)
+    first.ask()
+    key = second.held[0].key
+    tracker.quarantine(QuarantineSlice(session=second.session, key=key, reason="broken"))
+    assert (tracker.epoch, tracker.report().dropped) == (1, 2)
     second.epoch = 1
-    assert second.ask().epoch == 1
+    finish(tracker, [first, second], Clock())
+    assert (tracker.epoch, tracker.report().trained, tracker.report().dropped) == (1, 2, 2)
+
+
+def test_an_epoch_can_be_abandoned_while_the_next_one_is_open():
+    tracker = make_tracker([2, 2])
+    first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())
+    first.ask()
+    second.ask()
+    first.train(2)
+    first.epoch = 1
+    ahead = first.ask().grant
+    assert not tracker.start_epoch(1)
+    assert tracker.start_epoch(1, abandon=True)
+    assert tracker.epoch == 1
+    assert not second.train(2)
+    assert first.held[0].grant == ahead
+    assert first.train(2) == 2
 
 
 def test_an_epoch_can_be_abandoned():

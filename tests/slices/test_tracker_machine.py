@@ -11,15 +11,29 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_bytescheduler.slices.messages import FinishSlice, QuarantineSlice, ReportProgress
+from lightning_bytescheduler.slices.messages import (
+    AskLater,
+    EpochOver,
+    FinishSlice,
+    QuarantineSlice,
+    ReportProgress,
+    WaitReason,
+)
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 LEASE = 50.0
 NAMES = st.sampled_from("abcd")
 
 
+class Trains(Worker):
+    """Tells the epochs of what it trains on apart."""
+
+    def count(self, held, sample):
+        self.trained[held.epoch, held.key, sample] += 1
+
+
 class TrackerMachine(RuleBasedStateMachine):
-    """Beside the tracker: what was really trained on in this epoch, and whether anybody died in it."""
+    """Beside the tracker: what was really trained on in each epoch, and in which ones anybody died."""
 
     @initialize(
         counts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
@@ -35,7 +49,8 @@ class TrackerMachine(RuleBasedStateMachine):
         self.trained: Counter = Counter()
         self.workers: dict[str, Worker] = {}
         self.dead: set[str] = set()  # the tracker has not noticed yet
-        self.deaths = False
+        self.deaths: set[int] = set()  # epochs
+        self.checked = 0  # epochs
         self.mail: list[tuple[str, object]] = []
         self.processes = 0
         self.saved: Any = None
@@ -52,8 +67,13 @@ class TrackerMachine(RuleBasedStateMachine):
     def expire(self):
         """Nobody's lease ends unnoticed; those who have not joined since a state was loaded did not die."""
         names = self.tracker.expire()
-        self.deaths |= any(name in self.workers or name in self.dead for name in names)
+        if any(name in self.workers or name in self.dead for name in names):
+            self.mourn()
         self.dead -= set(names)
+
+    def mourn(self):
+        """What was held may be of any epoch that is open, or was a moment ago."""
+        self.deaths |= {self.tracker.epoch - 1, self.tracker.epoch, self.tracker.epoch + 1}
 
     @rule(name=NAMES, cached=st.sets(st.integers(0, 7)))
     def join(self, name, cached):
@@ -61,9 +81,10 @@ class TrackerMachine(RuleBasedStateMachine):
         if name in self.workers:
             return
         self.processes += 1
-        self.deaths |= name in self.dead
+        if name in self.dead:
+            self.mourn()
         self.dead.discard(name)
-        self.workers[name] = Worker(
+        self.workers[name] = Trains(
             self.tracker,
             name,
             self.trained,
@@ -73,7 +94,10 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), lose=st.booleans())
     def ask(self, data, lose):
-        self.worker(data).ask(lose_answer=lose)
+        worker = self.worker(data)
+        answer = worker.ask(lose_answer=lose)
+        if isinstance(answer, EpochOver) or (isinstance(answer, AskLater) and answer.reason is WaitReason.HELD):
+            worker.epoch += data.draw(st.integers(0, 1))
 
     @rule(data=st.data(), samples=st.integers(1, 12), copies=st.integers(0, 2))
     def train(self, data, samples, copies):
@@ -120,8 +144,8 @@ class TrackerMachine(RuleBasedStateMachine):
         name = self.worker(data).name
         del self.workers[name]
         if noticed:
+            self.mourn()
             self.tracker.release(name)
-            self.deaths = True
         else:
             self.dead.add(name)
 
@@ -138,10 +162,10 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data):
         worker = self.worker(data)
-        if len(self.tracker.report().quarantined) < 2:
+        if len(self.tracker.report().quarantined) < min(2, len(self.counts) - 1):
             index = data.draw(st.integers(0, len(self.counts) - 1))
+            self.mourn()  # its holder may train on a batch or two more, which nobody counts
             self.tracker.quarantine(QuarantineSlice(session=worker.session, key=f"slice{index}", reason="broken"))
-            self.deaths = True  # its holder may train on a batch or two more, which nobody counts
 
     @rule()
     def save(self):
@@ -152,13 +176,13 @@ class TrackerMachine(RuleBasedStateMachine):
         self.deliver_all(list(self.workers))
         file = io.BytesIO()
         torch.save(self.tracker.state_dict(), file)
-        self.saved = (file.getvalue(), self.trained.copy(), self.deaths)
+        self.saved = (file.getvalue(), self.trained.copy(), self.deaths.copy())
 
     @precondition(lambda self: self.saved)
     @rule(stay=st.none() | st.sets(NAMES))
     def load(self, stay):
-        state, trained, self.deaths = self.saved
-        self.trained = trained.copy()
+        state, trained, deaths = self.saved
+        self.trained, self.deaths = trained.copy(), deaths.copy()
         self.workers, self.dead, self.mail = {}, set(), []
         self.tracker = make_tracker(self.counts, self.clock, **self.options)
         self.tracker.load_state_dict(torch.load(io.BytesIO(state), weights_only=True), workers=stay)
@@ -166,31 +190,46 @@ class TrackerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tracker.over)
     @rule()
     def next_epoch(self):
-        self.check_end()
+        self.check_end(self.tracker.epoch)
         assert self.tracker.start_epoch(self.tracker.epoch + 1)
-        self.trained.clear()
-        self.deaths, self.saved = False, None
-        for worker in self.workers.values():
-            worker.epoch, worker.held = self.tracker.epoch, []
+
+    def of(self, epoch):
+        return {sample: count for sample, count in self.trained.items() if sample[0] == epoch}
 
     @invariant()
     def counts_add_up(self):
-        report = self.tracker.report()
-        slices = self.tracker._slices
-        left = sum(slices.left(index) for index in range(len(self.counts)) if slices.states[index] < 2)
-        assert report.trained + report.dropped + left == report.samples == sum(self.counts)
-        assert report.trained <= len(self.trained)  # nothing counts that was not trained on
-        if self.delivery == "at_most_once" or not self.deaths:
-            assert not self.trained or max(self.trained.values()) == 1
+        open_ = list(self.tracker._epochs)
+        assert [one.slices.epoch for one in open_] == [self.tracker.epoch, self.tracker.epoch + 1][: len(open_)]
+        for one in open_:
+            slices, trained = one.slices, self.of(one.slices.epoch)
+            left = sum(slices.left(index) for index in range(len(self.counts)) if slices.states[index] < 2)
+            assert slices.trained + slices.dropped + left == sum(self.counts)
+            assert slices.trained <= len(trained)  # nothing counts that was not trained on
+            assert slices.available == sum(state == 0 for state in slices.states)
+            assert slices.unfinished == slices.available + len(one.holders)
+            if self.delivery == "at_most_once" or slices.epoch not in self.deaths:
+                assert not trained or max(trained.values()) == 1
+        assert max((sample[0] for sample in self.trained), default=0) <= self.tracker.epoch + 1
+        for epoch in range(self.checked, self.tracker.epoch):  # that have ended since
+            self.check_ended(epoch)
+        self.checked = self.tracker.epoch
 
-    def check_end(self):
+    def check_ended(self, epoch):
+        trained = self.of(epoch)
+        if epoch not in self.deaths and not self.tracker.report().quarantined:
+            assert len(trained) == sum(self.counts)
+            assert max(trained.values()) == 1
+        elif self.delivery == "at_most_once":
+            assert not trained or max(trained.values()) == 1
+        elif not self.tracker.report().quarantined:
+            assert len(trained) == sum(self.counts)
+
+    def check_end(self, epoch):
         report = self.tracker.report()
-        assert len(self.trained) >= report.samples - report.dropped
-        if self.delivery == "at_least_once" and not report.quarantined:
-            assert report.dropped == 0
-        if not self.deaths and not report.quarantined:
-            assert len(self.trained) == report.trained == report.samples
-            assert sum(self.trained.values()) == report.samples
+        assert len(self.of(epoch)) >= report.samples - report.dropped
+        self.check_ended(epoch)
+        if epoch not in self.deaths and not report.quarantined:
+            assert report.trained == report.samples
 
     def teardown(self):
         if not hasattr(self, "tracker"):
@@ -200,10 +239,11 @@ class TrackerMachine(RuleBasedStateMachine):
         if not self.workers:
             self.join("d", set())
         # Workers whose lease ends now are dead, or not there since the state was loaded.
-        self.deaths |= bool(self.dead)
+        if self.dead:
+            self.mourn()
         finish(self.tracker, list(self.workers.values()), self.clock)
         self.counts_add_up()
-        self.check_end()
+        self.check_end(self.tracker.epoch)
 
 
 TestTrackerMachine = TrackerMachine.TestCase

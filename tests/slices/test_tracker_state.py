@@ -11,13 +11,33 @@ import torch
 
 from lightning_bytescheduler.exceptions import TrackerStateError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import FinishSlice, QuarantineSlice
+from lightning_bytescheduler.slices.messages import Assignment, FinishSlice, QuarantineSlice
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, slices
 
 COUNTS = [5, 9, 2, 7, 4, 6]
+
+
+def with_two_epochs(**options):
+    """The same, when a third worker has gone on to the next epoch, and has trained on some of it."""
+    tracker, workers, trained = in_mid_epoch(**options)
+    fast = EachEpoch(tracker, "2", trained)
+    while isinstance(fast.ask(), Assignment):
+        fast.train(9)
+    fast.epoch = 1
+    for _ in range(2):
+        assert fast.ask().epoch == 1
+        fast.train(1)
+    return tracker, [*workers, fast], trained
+
+
+class EachEpoch(Worker):
+    """Tells the epochs of what it trains on apart."""
+
+    def count(self, held, sample):
+        self.trained[held.key, sample, held.epoch] += 1
 
 
 def round_trip(state):
@@ -91,6 +111,28 @@ def test_the_rest_of_the_epoch_and_the_next_come_in_the_same_order():
     assert keys(workers) == keys(others)
 
 
+@pytest.mark.parametrize("names", [["2"], ["x", "y"], ["0", "1", "2"]])
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+def test_two_open_epochs_go_on_exactly(names, delivery):
+    tracker, before, trained = with_two_epochs(delivery=delivery)
+    state = round_trip(tracker.state_dict())
+    clock = Clock()
+    resumed = make_tracker(COUNTS, clock, delivery=delivery)
+    resumed.load_state_dict(state)
+    assert resumed.report() == tracker.report()
+    assert resumed.report().ahead > 0
+    workers = [EachEpoch(resumed, name, trained, incarnation="b") for name in names]
+    if "2" in names:
+        held = [workers[-1].ask() for _ in before[2].held]
+        assert [(one.epoch, one.slice.key, one.first) for one in held] == [
+            (one.epoch, one.key, one.position) for one in before[2].held
+        ]
+    finish(resumed, workers, clock, batch=2)
+    assert (resumed.epoch, resumed.report().dropped) == (1, 0)
+    assert set(trained.values()) == {1}
+    assert len(trained) == 2 * sum(COUNTS)
+
+
 def test_sessions_and_grants_of_before_do_not_count():
     tracker, workers, _ = in_mid_epoch()
     old = FinishSlice(session=workers[0].session, grant=workers[0].held[0].grant)
@@ -160,10 +202,11 @@ def test_a_state_of_another_order_is_refused(options):
 
 
 DAMAGE = {
-    "version": [None, 2, True],
+    "version": [None, 1, True],
     "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}, {"slices": 6, "samples": 33, "blocks": [1]}],
     "seed": [None, "0"],
     "shuffle": [None, 1],
+    "epochs": [None, []],
     "epoch": [-1, None, 0.5],
     "states": [
         None,
@@ -197,10 +240,26 @@ DAMAGE = {
 def test_a_damaged_state_is_refused_and_changes_nothing(name, value):
     tracker, workers, _ = in_mid_epoch()
     state = tracker.state_dict()
-    assert len(state["partial"]) == 2
+    (epoch,) = state["epochs"]
+    assert len(epoch["partial"]) == 2
     before = str(tracker.state_dict())
     with pytest.raises(TrackerStateError):
-        tracker.load_state_dict({**state, name: value})
+        tracker.load_state_dict(
+            {**state, "epochs": [{**epoch, name: value}]} if name in epoch else {**state, name: value}
+        )
     assert str(tracker.state_dict()) == before
     assert workers[0].ask() is not None
     assert len(workers[0].held) == 3
+
+
+@pytest.mark.parametrize("damage", ["skips", "repeats", "names others"])
+def test_open_epochs_that_do_not_belong_together_are_refused(damage):
+    tracker, _, _ = with_two_epochs()
+    state = tracker.state_dict()
+    first, second = state["epochs"]
+    if damage == "names others":
+        second = {**second, "workers": {**second["workers"], "x": []}}
+    else:
+        second = {**second, "epoch": 2 if damage == "skips" else 0}
+    with pytest.raises(TrackerStateError, match="do not follow each other"):
+        make_tracker(COUNTS).load_state_dict({**state, "epochs": [first, second]})

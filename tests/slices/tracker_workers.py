@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
@@ -48,6 +49,7 @@ class Held:
 
     def __init__(self, assignment: Assignment) -> None:
         self.grant = assignment.grant
+        self.epoch = assignment.epoch
         self.key = assignment.slice.key
         self.samples = assignment.slice.samples
         self.position = assignment.first
@@ -57,9 +59,7 @@ class Held:
 class Worker:
     """Trains on what it is given, and writes every sample into ``trained``."""
 
-    def __init__(
-        self, tracker: SliceTracker, name: str, trained: Counter[tuple[str, int]], incarnation: str = "a", **join
-    ) -> None:
+    def __init__(self, tracker: SliceTracker, name: str, trained: Counter[Any], incarnation: str = "a", **join) -> None:
         self.tracker, self.name, self.trained, self.incarnation = tracker, name, trained, incarnation
         self.held: list[Held] = []
         self._join = join
@@ -83,8 +83,6 @@ class Worker:
             self.held = [held for held in self.held if held.grant not in answer.revoked]
         if isinstance(answer, Assignment):
             self.held.append(Held(answer))
-        if isinstance(answer, EpochOver):
-            self.held = []
         return answer
 
     def train(self, samples: int, *, report: bool = True) -> int:
@@ -94,11 +92,14 @@ class Worker:
             return 0
         count = min(samples, held.samples - held.position)
         for sample in range(held.position, held.position + count):
-            self.trained[held.key, sample] += 1
+            self.count(held, sample)
         held.position += count
         if report:
             self.report()
         return count
+
+    def count(self, held: Held, sample: int) -> None:
+        self.trained[held.key, sample] += 1
 
     def current(self) -> Held | None:
         """The first slice that the tracker still leaves to this worker, begun."""
@@ -136,7 +137,8 @@ def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: in
         if tracker.over:
             return
         for worker in workers:
-            worker.ask()
+            if isinstance(worker.ask(), EpochOver):
+                worker.epoch = tracker.epoch
             worker.train(batch)
         clock.now += 1.0
     raise AssertionError(f"The epoch does not end: {tracker.report()}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from unittest.mock import patch
 
 from tests.support.fit import Outcome, Recipe, Run, train
 
-__all__ = ["ServedOutcome", "started_servers", "train_with_servers"]
+__all__ = ["ServedOutcome", "on_nodes", "started_servers", "train_with_servers"]
 
 _CLEAN = {"COVERAGE_PROCESS_START": ""}
 
@@ -35,6 +39,15 @@ def started_servers(count: int) -> Iterator[list[subprocess.Popen[str]]]:
                 server.wait()
 
 
+@contextmanager
+def on_nodes(rank: int, nodes: int) -> Iterator[None]:
+    """Have a rank of the pool be one of several nodes', as many on each, for whoever looks at the environment."""
+    each = int(os.environ["LOCAL_WORLD_SIZE"]) // nodes  # of the pool; Lightning takes WORLD_SIZE away after a fit
+    place = {"NODE_RANK": str(rank // each), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
+    with patch.dict(os.environ, place):
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedOutcome:
     """What :func:`train_with_servers` ends with on one rank."""
@@ -44,7 +57,18 @@ class ServedOutcome:
     seconds: float
 
 
-def train_with_servers(rank: int, recipe: Recipe, run: Run, servers: int, *, kill_at: int = 0) -> ServedOutcome:
+def train_with_servers(
+    rank: int,
+    recipe: Recipe,
+    run: Run,
+    servers: int,
+    *,
+    kill_at: int = 0,
+    pause_at: int = 0,
+    pause_s: float = 0.0,
+    nodes: int = 1,
+    timeouts: tuple[float, ...] = (),
+) -> ServedOutcome:
     """Train with servers of their own.
 
     Args:
@@ -53,23 +77,34 @@ def train_with_servers(rank: int, recipe: Recipe, run: Run, servers: int, *, kil
         run: How.
         servers: Started by rank 0.
         kill_at: Batch after which rank 0 kills the last of them.
+        pause_at: Batch after which rank 0 stops the last of them, as a machine without time for it would.
+        pause_s: For how long; for good if 0.
+        nodes: On which the pool's ranks count as being, as many on each.
+        timeouts: Of the strategy on each rank, in seconds, where they differ.
     """
     from lightning.pytorch import Callback
 
     begin, error, outcome = time.monotonic(), "", None
-    with started_servers(servers if rank == 0 else 0) as processes:
+    with started_servers(servers if rank == 0 else 0) as processes, on_nodes(rank, nodes):
 
         class Kill(Callback):
             def on_train_batch_end(self, trainer: object, module: object, out: object, batch: object, n: int) -> None:
                 if n == kill_at and kill_at and processes:
                     processes[-1].kill()
                     processes[-1].wait()
+                if n == pause_at and pause_at and processes:
+                    processes[-1].send_signal(signal.SIGSTOP)
+                    if pause_s:
+                        threading.Timer(pause_s, processes[-1].send_signal, (signal.SIGCONT,)).start()
 
-        recipe = replace(recipe, callbacks=(*recipe.callbacks, Kill))
+        if timeouts:
+            run = replace(run, options={**run.options, "timeout": timedelta(seconds=timeouts[rank])})
+        trainer = {"num_nodes": nodes, **recipe.trainer}
+        recipe = replace(recipe, callbacks=(*recipe.callbacks, Kill), trainer=trainer)
         try:
             outcome = train(rank, recipe, run)
         except Exception as raised:
-            if not kill_at:
+            if not (kill_at or (pause_at and not pause_s)):
                 raise
             error = f"{type(raised).__name__}: {raised}"
         if rank == 0:

@@ -103,16 +103,16 @@ def test_a_busy_processor_is_given_more_at_once(alpha: float, partition: int, pa
     assert sizes.bucket_bytes == 128 * KIB
 
 
-@pytest.mark.parametrize(("alpha", "megabytes"), [(0.04, 4.1), (0.1, 9.35)])
+@pytest.mark.parametrize(("alpha", "megabytes"), [(0.04, 3.2), (0.09, 6.575)])
 def test_over_long_ways_an_eighth_of_what_hides_them_travels_at_once(alpha: float, megabytes: float) -> None:
     link = LinkEstimate(alpha=alpha, beta=2e-8)
     sizes = default_sizes(parameters=10**9, bytes_per_parameter=4, link=link, far=True, busy_processor=True)
     assert sizes.credit * 4 == pytest.approx(megabytes * 1e6, rel=1e-3)
     assert sizes.credit == 8 * sizes.partition_size
     # A small model's partitions are smaller, and more of them are under way.
-    small = default_sizes(parameters=2 * 10**6, bytes_per_parameter=4, link=link, far=True)
-    assert small.partition_size == 125_000
-    assert small.credit == math.ceil(megabytes * 2) * small.partition_size
+    small = default_sizes(parameters=10**6, bytes_per_parameter=4, link=link, far=True)
+    assert small.partition_size == 62_500
+    assert small.credit == math.ceil(megabytes * 4) * small.partition_size
     slow = default_sizes(parameters=10**6, bytes_per_parameter=4, link=LinkEstimate(alpha=100.0, beta=2e-8), far=True)
     assert slow.credit == 32 * slow.partition_size
 

@@ -79,12 +79,12 @@ def check_arguments(options: argparse.Namespace) -> LinkModel | None:
         if options.workers is None:
             raise OptionError("--workers", None, "given with --bandwidth")
         return link_of(options)
-    described = options.latency or options.overhead or options.messages or options.servers
+    described = options.latency or options.overhead or options.messages or options.servers or options.idle
     if described or options.algorithm != "ring" or options.architecture != "allreduce":
         raise OptionError(
             "--bandwidth",
             None,
-            "given with --latency, --overhead, --messages, --architecture, --servers and --algorithm",
+            "given with --latency, --overhead, --messages, --architecture, --servers, --idle and --algorithm",
         )
     return None
 

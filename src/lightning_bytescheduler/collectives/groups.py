@@ -7,8 +7,9 @@ broadcast was seen to take 100 ms instead of one).
 Two groups, made by every rank in this order: *data* for gradients, on the default group's backend, touched under
 the core's launching lock alone; *control* for launch decisions, always gloo, touched under the launching lock of rank 0
 and by the follower thread of the others. Where ranks count by their samples there is a third, *counts*, always gloo,
-touched by the training thread alone. Two threads never launch on one group at a time, and the lock hands over what
-is next in the order, so each group sees one order per rank.
+touched by the training thread alone. Over long round trips there is a second lane for gradients, made when the link is
+known (:func:`create_overtaking`), and touched as the data group is. Two threads never launch on one group at a time,
+and the lock hands over what is next in the order, so each group sees one order per rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["SchedulerGroups", "keep", "leave"]
+__all__ = ["SchedulerGroups", "create_overtaking", "keep", "leave"]
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,19 @@ class SchedulerGroups:
         """
         leave(self.data, idle=data_idle)
         leave(self.control, idle=control_idle)
+
+
+def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Create the second lane's group, see ``scheduler/lanes.py``; every rank must call this at the same point.
+
+    Args:
+        device: Where gradients live.
+        timeout: As of the data group.
+    """
+    with short_turns():
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # opens every connection
+    return group
 
 
 def leave(group: dist.ProcessGroup, *, idle: bool) -> None:

@@ -16,6 +16,9 @@ Why the ranks agree, and why nobody waits forever:
   for what is above before it comes to submit one: so the induction takes more, see below.
 * In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
   decision itself: a follower learns of both at once, before it can launch either way.
+* So does rank 0 with the lane that it travels on (``scheduler/lanes.py``, over long ways). Each lane is a group of its
+  own. What is launched on it is a part of the one sequence, so it is one sequence on all ranks too. What overtakes may
+  take a second credit, on followers whatever rank 0 says; for the induction a credit of any size is enough.
 * How a task is cut, where its parts are not equal, is told once, ahead of the first decision that names the cut:
   broadcasts on one group arrive in order.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
@@ -62,6 +65,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
+from lightning_bytescheduler.scheduler.lanes import LANES, LaneChoice
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, MixedOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
@@ -69,7 +73,7 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKe
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
 _CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
-_FIELDS = 7  # of the key, then partition size, index, task size and form
+_FIELDS = 7  # of the key, then partition size, index, task size, and form and lane in one
 _CLOSE = -1
 _CUT = -2  # then its number, how many sizes are in this message, and the sizes; more of a cut may follow
 _SIZES = _FIELDS * (_CAPACITY + 1) - 3  # of a cut that one message holds
@@ -102,6 +106,7 @@ class DecidingOrder(MixedOrder):
         self._control = control
         self._on_error = on_error
         self._far = far
+        self._lanes = LaneChoice() if far else None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # kept alive until gloo has sent them
         self._cuts: dict[tuple[int, ...], int] = {}  # numbers of those that the other ranks know, from 1
         self._cuts_told = 0
@@ -112,11 +117,14 @@ class DecidingOrder(MixedOrder):
             forms = sub.parent.forms
             if forms is not None:
                 sub.take(forms.choose(sub))
+            if self._lanes is not None:
+                sub.lane = self._lanes.choose(sub)
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
             records = [[len(part), *_REST]]
             records += [
-                [*sub.parent.key, self._cut_of(sub.parent), sub.index, sub.parent.size, sub.form] for sub in part
+                [*sub.parent.key, self._cut_of(sub.parent), sub.index, sub.parent.size, sub.form * LANES + sub.lane]
+                for sub in part
             ]
             self._send(chain.from_iterable(records))
 
@@ -232,7 +240,7 @@ class FollowingOrder(AnnouncedOrder):
             del self._cuts[next(iter(self._cuts))]
 
     def _decision(
-        self, step: int, phase: int, bucket: int, size: int, index: int, task_size: int, form: int
+        self, step: int, phase: int, bucket: int, size: int, index: int, task_size: int, way: int
     ) -> Decision:
         cut = self._cuts[-size] if size < 0 else None
         return Decision(
@@ -240,8 +248,9 @@ class FollowingOrder(AnnouncedOrder):
             partition_size=max(cut) if cut else size,
             index=index,
             task_size=task_size,
-            form=form,
+            form=way // LANES,
             cut=cut,
+            lane=way % LANES,
         )
 
     def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:

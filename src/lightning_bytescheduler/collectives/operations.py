@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.scheduler.passage import Passage
+
 __all__ = [
     "Averaging",
     "Operation",
@@ -90,13 +92,15 @@ class StartedOperation:
         closing: What is started by a ``finish`` and begins nothing itself. All that others wait for has been sent with
             it, so whoever waits may see first to what was launched meanwhile.
         lane: What is started on one lane ends in that order, but may end before what was started earlier on another.
+        passage: By way of a parameter server.
     """
 
     works: Sequence[Any]
     finish: Callable[[], StartedOperation | None] | None = None
     messages: bool = False
     closing: bool = False
-    lane: int | None = None
+    lane: int | str | None = None
+    passage: Passage | None = None
 
 
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]

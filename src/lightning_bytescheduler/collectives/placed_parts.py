@@ -6,10 +6,16 @@ number of the bucket and of the part, so that a part is at one server for as lon
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Sequence
+
 from lightning_bytescheduler.collectives.push_pull import ByteShares
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Placement, server_of_part, weights_of
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Nodes, Placement, server_of_part, weights_of
 
 __all__ = ["PlacedParts"]
+
+_BY_PART, _BY_TENSOR = 0.6180339887498949, 0.7548776662466927
 
 
 class _HashedShares(ByteShares):
@@ -35,6 +41,31 @@ class _HashedShares(ByteShares):
         return server
 
 
+class _KeptShares(ByteShares):
+    """Places a part by its numbers alone, spread by the shares: a server keeps some of it, and counts for the bits.
+
+    In the order of launches it could be at another server in the next run. Multiples of an irrational number are spread
+    more evenly than any hash.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        super().__init__(weights)
+        self._edges = [*itertools.accumulate(weights)]
+        self._last = max(server for server, weight in enumerate(weights) if weight)
+        self._part = 0, 0
+
+    def expect(self, tensor: int, part: int) -> None:
+        """See :class:`ByteShares`."""
+        self._part = tensor, part
+
+    def next(self, nbytes: int) -> int:
+        """The server of the part that was said to come."""
+        tensor, part = self._part
+        server = min(bisect.bisect(self._edges, (part * _BY_PART + tensor * _BY_TENSOR) % 1.0), self._last)
+        self.bytes_per_server[server] += nbytes
+        return server
+
+
 class PlacedParts:
     """Places the parts of one fit.
 
@@ -42,21 +73,25 @@ class PlacedParts:
         how: One of ``scheduler.placement.PLACEMENTS``.
         workers: n.
         servers: k, no more than n.
+        kept: Whether servers keep something of what they add up, so that parts stay where they are.
+        nodes: The ranks of each, where one of them pushes for all; these are the workers then.
 
     Attributes:
         shares: For :class:`PushPull`.
     """
 
-    def __init__(self, how: str, *, workers: int, servers: int) -> None:
+    def __init__(self, how: str, *, workers: int, servers: int, kept: bool = False, nodes: Nodes = ()) -> None:
         self._how = how
         self._workers = workers
         self._servers = servers
-        by_bytes = how == PLACEMENTS[0]
-        self.shares = (
-            ByteShares(weights_of(how, workers, servers)) if by_bytes else _HashedShares(how, workers, servers)
-        )
+        self._nodes = nodes
+        if how == PLACEMENTS[0]:
+            weights = weights_of(how, workers, servers)
+            self.shares = _KeptShares(weights) if kept else ByteShares(weights)
+        else:
+            self.shares = _HashedShares(how, workers, servers)
 
     @property
     def so_far(self) -> Placement:
         """Bytes that this worker has pushed to each server, all steps together."""
-        return Placement(self._how, self._workers, self._servers, {}, tuple(self.shares.bytes_per_server))
+        return Placement(self._how, self._workers, self._servers, {}, tuple(self.shares.bytes_per_server), self._nodes)

@@ -22,21 +22,34 @@ launches; those of two need not, so each has a thread that waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation, scale
-from lightning_bytescheduler.collectives.sending_turns import SendingTurns
-from lightning_bytescheduler.collectives.summing_server import CLOSING, DTYPES, HEADER_TAG, SummingServer, abandon
+from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns
+from lightning_bytescheduler.collectives.summing_server import (
+    CLOSING,
+    DTYPES,
+    ENCODED,
+    HEADER_TAG,
+    QUESTION,
+    OnReply,
+    OwnSum,
+    SummingServer,
+    abandon,
+)
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.scheduler.passage import Passage
 from lightning_bytescheduler.scheduler.placement import server_weights
 
-__all__ = ["ByteShares", "PushPull", "abandon"]
+__all__ = ["ByteShares", "Pull", "PushPull", "abandon"]
 
 _CLOSE = timedelta(seconds=5)
+_QUESTIONS = 1 << 30  # operations have lower numbers
 _THREADS_S = 2.0  # a group without connections ends its threads' waits at once
 
 
@@ -61,10 +74,25 @@ class ByteShares:
 
     def next(self, nbytes: int) -> int:
         """The server of the next part; the same on all ranks that ask for the same parts in the same order."""
-        held, weights = self.bytes_per_server, self.weights
-        server = min(self._usable, key=lambda server: ((held[server] + nbytes) / weights[server], server))
-        held[server] += nbytes
+        server = self.least_full(self.bytes_per_server, nbytes)
+        self.bytes_per_server[server] += nbytes
         return server
+
+    def least_full(self, held: Sequence[int], nbytes: int) -> int:
+        """The server that is least full with ``nbytes`` besides what it has."""
+        return min(self._usable, key=lambda server: ((held[server] + nbytes) / self.weights[server], server))
+
+
+class Pull:
+    """A message that is waited for no longer than ``timeout``: the group's own is shorter, for who connects."""
+
+    def __init__(self, work: dist.Work, timeout: timedelta) -> None:
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> bool:
+        """As of ``torch.distributed.Work``."""
+        return self._work.wait(self._timeout)
 
 
 class PushPull:
@@ -75,22 +103,38 @@ class PushPull:
         workers: n.
         servers: k, no more than n.
         shares: Says which server has a part next; by bytes when left out.
+        ranks: The workers', as errors name them; 0 to n-1 when left out.
+        timeout: Longest wait for a sum.
 
     Attributes:
         group: As given.
         shares: What went where.
     """
 
+    hands_on = False
+    """Whether what has been pulled is sent on to others from here."""
+
     def __init__(
-        self, group: dist.ProcessGroup, *, workers: int, servers: int, shares: ByteShares | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        workers: int,
+        servers: int,
+        shares: ByteShares | None = None,
+        ranks: Sequence[int] = (),
+        timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.group = group
+        self._timeout = timeout
         self.shares = ByteShares(server_weights(workers, servers)) if shares is None else shares
         self._workers = workers
         self._servers = servers
         self._rank = group.rank()
+        self._questions = itertools.count(_QUESTIONS)
         self._colocated = (
-            SummingServer(group, workers=workers, own=self._rank) if any(self.shares.weights[servers:]) else None
+            SummingServer(group, workers=workers, own=self._rank, ranks=ranks)
+            if any(self.shares.weights[servers:])
+            else None
         )
         spare = [workers + server for server in range(servers)]
         colocated = [rank for rank in range(workers) if rank != self._rank] if self._colocated is not None else []
@@ -101,6 +145,11 @@ class PushPull:
             first = self._rank % len(self._receivers)
             turns = self._receivers[first:] + self._receivers[:first]
             self._pushes = SendingTurns(group, turns, name="pushes", on_error=lambda _: abandon(group))
+
+    @property
+    def ranks_in_all(self) -> int:
+        """How many ranks a mean is of."""
+        return self._workers
 
     @property
     def wire_share(self) -> float:
@@ -128,20 +177,86 @@ class PushPull:
                 f"Parameter servers do not add up gradients of {part.dtype}. Use architecture='allreduce'."
             )
         if factor is None:
-            part.mul_(1.0 / self._workers)
+            part.mul_(1.0 / self.ranks_in_all)
         else:
             scale(part, factor)
-        owner = self.shares.next(part.numel() * part.element_size())
-        rank = self._workers + owner if owner < self._servers else owner - self._servers
-        if rank == self._rank and self._colocated is not None:
-            return StartedOperation([self._colocated.push_own(number, part)], messages=True, lane=rank)
+        return self.start(part, number)
+
+    def start(self, part: torch.Tensor, number: int) -> StartedOperation:
+        """Begin to add up ``part``, which has been scaled; called in the order of launches."""
+        rank = self.next_server(part.nbytes)
+        travels = 0 if self.adds_up(rank) else part.nbytes
+        passage = Passage(rank, pushed=travels, pulled=travels)
+        return StartedOperation([self.push(part, number, rank, passage)], messages=True, lane=rank, passage=passage)
+
+    def push(self, part: torch.Tensor, number: int, server: int, passage: Passage) -> OwnSum | Pull:
+        """Push ``part`` to ``server``; what is returned ends when the sum is in its place."""
+        if self._colocated is not None and server == self._rank:
+            return self._colocated.push_own(number, part)
+        pull = Pull(self.group.recv([part], server, number), self._timeout)
+        self._push(part, server, number, DTYPES.index(part.dtype), passage.sent)
+        return pull
+
+    def next_server(self, nbytes: int) -> int:
+        """Rank in the group of who has the next part, of so many bytes; see :meth:`ByteShares.next`."""
+        owner = self.shares.next(nbytes)
+        return self._workers + owner if owner < self._servers else owner - self._servers
+
+    def adds_up(self, server: int) -> bool:
+        """Whether ``server``, from :meth:`next_server`, is in this process."""
+        return self._colocated is not None and server == self._rank
+
+    def combine(self, number: int, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> OwnSum:
+        """Add up a part that travels encoded, where :meth:`adds_up`; see :meth:`SummingServer.combine`."""
+        if self._colocated is None:
+            raise RuntimeError("A part was given to a server that is not here.")
+        return self._colocated.combine(number, combine)
+
+    def exchange(self, server: int, number: int, message: torch.Tensor, reply: torch.Tensor, on_sent: OnSent) -> Pull:
+        """Push what is encoded to ``server``, and pull what comes of it.
+
+        Args:
+            server: From :meth:`next_server`.
+            number: Of the operation, the same on all workers.
+            message: What is pushed, of uint8.
+            reply: Memory for what is pulled, of uint8; what comes may be shorter.
+            on_sent: Told when the push has left.
+        """
+        pull = Pull(self.group.recv([reply], server, number), self._timeout)
+        self._push(message, server, number, ENCODED, on_sent)
+        return pull
+
+    def ask(self, question: torch.Tensor, room: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """What the spare servers answer to a question, while nothing is under way.
+
+        Args:
+            question: Of uint8.
+            room: Makes memory for an answer, which may be shorter.
+
+        Raises:
+            RuntimeError: If a connection has ended.
+        """
+        number = next(self._questions)
+        answers = [room() for _ in range(self._servers)]
+        works = []
+        for server, answer in enumerate(answers, self._workers):
+            works.append(self.group.recv([answer], server, number))
+            self._push(question, server, number, QUESTION)
+        for work in works:
+            work.wait(self._timeout)
+        return answers
+
+    def watch_replies(self, on_reply: OnReply) -> None:
+        """Have each sum that leaves this process told of, where workers are servers besides."""
+        if self._colocated is not None:
+            self._colocated.on_reply = on_reply
+
+    def _push(self, message: torch.Tensor, server: int, number: int, kind: int, on_sent: OnSent | None = None) -> None:
         pushes = self._pushes
         if pushes is None:
             raise RuntimeError("A part was given to a server that is not there.")
-        header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
-        pull = self.group.recv([part], rank, number)
-        pushes.put(part, rank, number, self.group.send([header], rank, HEADER_TAG))
-        return StartedOperation([pull], messages=True, lane=rank)
+        header = torch.tensor([number, message.numel(), kind])
+        pushes.put(message, server, number, self.group.send([header], server, HEADER_TAG), on_sent)
 
     def close(self, *, idle: bool) -> None:
         """Tell the servers that no more comes from here, and leave the group; bounded.

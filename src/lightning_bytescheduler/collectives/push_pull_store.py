@@ -36,7 +36,7 @@ from lightning_bytescheduler.exceptions import (
     TaskStateError,
     UnsupportedError,
 )
-from lightning_bytescheduler.failures.messages import brief, is_communication_error
+from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Placement, chosen_placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
@@ -131,9 +131,11 @@ class PushPullStore:
         self._order_is_closed = False
         self._groups = groups = SchedulerGroups.create(timeout=timeout, counts=True)
         servers = min(servers, groups.world_size)
-        self._found, group = meet_servers(groups, servers, timeout=timeout, failure=lambda: None, say=say)
+        self._found, group, _ = meet_servers(groups, servers, timeout=timeout, failure=lambda: None, say=say)
         self._placed = PlacedParts(how, workers=groups.world_size, servers=servers)
-        self._push_pull = PushPull(group, workers=groups.world_size, servers=servers, shares=self._placed.shares)
+        self._push_pull = PushPull(
+            group, workers=groups.world_size, servers=servers, shares=self._placed.shares, timeout=timeout
+        )
         self._order = (
             DecidingOrder(groups.control, self._on_error)
             if groups.rank == 0
@@ -338,7 +340,9 @@ class PushPullStore:
         cause: BaseException | None = self._core.abort_cause or self._found.find_gone()
         if cause is None:
             cause = error
-            if is_communication_error(error):
+            if is_timeout(error):
+                cause = self._found.find_silent() or error
+            if is_communication_error(cause):
                 cause = RankFailedError(None, f"it could not be told which; here that broke: {brief(error)}")
         if cause is not error:
             cause.__cause__ = error

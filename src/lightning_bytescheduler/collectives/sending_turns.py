@@ -11,15 +11,23 @@ nothing to post a receive: a server does so for what was announced to it, a work
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = ["SendingTurns"]
+__all__ = ["PATIENCE", "OnSent", "SendingTurns"]
+
+PATIENCE = timedelta(days=30)
+"""Of who waits for a message in any case: that ends when a connection does. Connecting has a shorter one."""
+
+OnSent = Callable[[float, float], object]
+"""Told from when to when a message has left, in seconds of ``time.perf_counter``; on the thread that sends."""
 
 _AHEAD = 2  # messages handed to gloo at once: the next begins when one has left, without waking anybody
 
@@ -43,7 +51,7 @@ class SendingTurns:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._group = group
-        self._waiting: dict[int, deque[tuple[torch.Tensor, int, dist.Work | None]]] = {
+        self._waiting: dict[int, deque[tuple[torch.Tensor, int, dist.Work | None, OnSent | None]]] = {
             rank: deque() for rank in receivers
         }
         self._turns = list(receivers)
@@ -54,13 +62,20 @@ class SendingTurns:
         self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, message: torch.Tensor, receiver: int, number: int, header: dist.Work | None = None) -> None:
+    def put(
+        self,
+        message: torch.Tensor,
+        receiver: int,
+        number: int,
+        header: dist.Work | None = None,
+        on_sent: OnSent | None = None,
+    ) -> None:
         """Send ``message`` as ``number`` when it is the receiver's turn; its header has been sent.
 
-        Messages to one receiver leave in the order in which they came here.
+        Messages to one receiver leave in the order in which they came here. When one has left, ``on_sent`` is told.
         """
         with self._work:
-            self._waiting[receiver].append((message, number, header))
+            self._waiting[receiver].append((message, number, header, on_sent))
             self._work.notify()
 
     def close(self) -> None:
@@ -87,25 +102,30 @@ class SendingTurns:
 
     def _run(self) -> None:
         prefer_short_turns()
-        under_way: deque[tuple[dist.Work, dist.Work | None]] = deque()
+        under_way: deque[tuple[dist.Work, dist.Work | None, OnSent | None, float]] = deque()
+        left = 0.0  # when the message before had
         try:
             while True:
                 taken = self._take(wait=not under_way)
                 if taken is None and not under_way:
                     return
                 if taken is not None:
-                    receiver, message, number, header = taken
-                    under_way.append((self._group.send([message], receiver, number), header))
+                    receiver, message, number, header, on_sent = taken
+                    start = time.perf_counter()
+                    under_way.append((self._group.send([message], receiver, number), header, on_sent, start))
                 if taken is None or len(under_way) >= _AHEAD:
-                    sent, header = under_way.popleft()
-                    sent.wait()
+                    sent, header, on_sent, start = under_way.popleft()
+                    sent.wait(PATIENCE)
+                    start, left = max(start, left), time.perf_counter()
+                    if on_sent is not None:
+                        on_sent(start, left)
                     if header is not None:
-                        header.wait()
+                        header.wait(PATIENCE)
         except BaseException as error:
             self.stop()
             self._on_error(error)
 
-    def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None] | None:
+    def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None, OnSent | None] | None:
         """The next message of who is next in turn and has one; ``None`` if there is none, or there will be none."""
         with self._work:
             while True:

@@ -16,21 +16,26 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import require_seconds, require_whole
+from lightning_bytescheduler.collectives.delta_server import DeltaServer
 from lightning_bytescheduler.collectives.interface import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
-    ServerPort,
+    Doing,
     SignedOn,
     await_all,
     fit_after,
     join_group,
     last_begun,
+    leave_sign,
     leave_word,
     meeting_store,
+    rail_name,
     sign_on,
 )
-from lightning_bytescheduler.collectives.summing_server import SummingServer
+from lightning_bytescheduler.collectives.server_port import ServerPort
+from lightning_bytescheduler.collectives.summing_server import RailServers, SummingServer, SumsOfEncoded
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.store import StorePresence
 
 __all__ = ["add_arguments", "run", "serve"]
@@ -39,7 +44,11 @@ _CONNECTING_S = 120.0  # all have found each other before
 _FOREVER = timedelta(days=30)  # a validation may take long; whether workers live is seen by their connections
 _LINGER_S = 6.0  # longer than workers need to find the one that has died
 _LOOK_EVERY_S = 0.1
+_SIGN_EVERY_S = 1.0
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
+
+
+_Serving = SummingServer | DeltaServer | RailServers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve until the training is over; returns the exit code."""
+def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded] | None = None) -> int:
+    """Serve until the training is over; returns the exit code.
+
+    Args:
+        options: The command's.
+        sums: See :func:`serve`.
+    """
     host = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or os.environ.get("MASTER_PORT")
     if not host or not port:
@@ -61,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # sums of different parts run beside each other
     code = 0
     try:
-        serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say)
+        serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say, sums=sums)
     except RankFailedError as error:
         _say(f"The training has ended: {error}")
         code = 1
@@ -79,7 +93,14 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str], object]) -> None:
+def serve(
+    host: str,
+    port: int,
+    *,
+    timeout: float = 1800.0,
+    say: Callable[[str], object],
+    sums: Callable[[int], SumsOfEncoded] | None = None,
+) -> None:
     """Serve one fit after the other, until the training's rendezvous store is gone.
 
     Args:
@@ -87,6 +108,7 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
         port: ``MASTER_PORT`` of the training.
         timeout: Longest wait for the training to begin, in seconds.
         say: Called with what is worth knowing.
+        sums: Makes, for each fit, what adds up encoded pushes, of this process's rank among workers and servers.
 
     Raises:
         SchedulerTimeoutError: If there is no training there in time.
@@ -103,7 +125,7 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
     fit = last_begun(store)
     door = ServerPort(own)
     try:
-        signed = SignedOn(host=own, port=door.port, pid=os.getpid(), version=__version__)
+        signed = SignedOn(host=own, port=door.port, pid=os.getpid(), version=__version__, token=door.token)
         number = sign_on(store, signed)
         say(f"Parameter server {number} at {own} is ready for the training at {host}:{port}.")
         while True:
@@ -116,13 +138,35 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
             rank, size = announced.workers + number, announced.workers + announced.servers
             try:
                 await_all(store, fit, rank=rank, size=size, timeout=_CONNECTING_S, failure=partial(_gone, presence))
+                rails = [
+                    join_group(
+                        store,
+                        fit,
+                        rank=len(rail) + number,
+                        size=len(rail) + announced.servers,
+                        timeout=_FOREVER,
+                        name=rail_name(one),
+                    )
+                    for one, rail in enumerate(announced.rails)
+                ]
+                group = None if rails else join_group(store, fit, rank=rank, size=size, timeout=_FOREVER)
             except SchedulerTimeoutError as error:
                 say(f"{error} The next fit is waited for.")
                 continue
-            group = join_group(store, fit, rank=rank, size=size, timeout=_FOREVER)
+            except RuntimeError as error:  # one has died since
+                say(f"The workers of fit {fit} could not be connected to: {brief(error)}. The next fit is waited for.")
+                continue
             say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
             try:
-                SummingServer(group, workers=announced.workers).wait(presence.gone)
+                encoded = None if sums is None else sums(rank)
+                serving: _Serving
+                if group is None:
+                    serving = RailServers(rails, announced.rails)
+                elif announced.staleness is None:
+                    serving = SummingServer(group, workers=announced.workers, encoded=encoded)
+                else:
+                    serving = DeltaServer(group, workers=announced.workers, staleness=announced.staleness)
+                serving.wait(_Signs(store, number, serving, presence).gone)
             except Exception as error:
                 if not presence.gone():
                     leave_word(store, fit, number, error)
@@ -131,6 +175,36 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
     finally:
         door.close()
         presence.close()
+
+
+class _Signs:
+    """Leaves word of what a server does, each second, while it is asked whether the training is gone."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        number: int,
+        serving: _Serving,
+        presence: StorePresence,
+    ) -> None:
+        self._store = store
+        self._number = number
+        self._serving = serving
+        self._presence = presence
+        self._beats = 0
+        self._next = 0.0
+
+    def gone(self) -> bool:
+        """Whether the rendezvous store is gone."""
+        if self._presence.gone():
+            return True
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _SIGN_EVERY_S
+            self._beats += 1
+            lacks, since = self._serving.waits_for
+            leave_sign(self._store, self._number, Doing(beat=self._beats, lacks=lacks, since=since))
+        return False
 
 
 def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> tuple[int, Announcement] | None:

@@ -3,16 +3,13 @@
 Each server signs on once, and gets a number. Before each fit rank 0 of the workers says what that is going to be: how
 many workers and servers, and which version of this package. Then all of them connect in one gloo group, workers first.
 
-A server keeps a port open for as long as it lives, on which it never says anything: connections to it close when its
-process ends, which is how workers tell a dead server from a dead worker. Whoever sends something there is hung up on.
+While it serves, a server leaves word of what it does, each second: so workers that waited for too long can tell one
+that stands still from one that waits for a worker. What it refuses it says there, too.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,15 +20,24 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.collectives.group_port import close_port
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError, ServerFailedError
+from lightning_bytescheduler.collectives.node_layout import NodeLayout
+from lightning_bytescheduler.collectives.server_port import call_on
+from lightning_bytescheduler.collectives.summing_server import abandon
+from lightning_bytescheduler.exceptions import (
+    RankFailedError,
+    RanksDifferError,
+    SchedulerTimeoutError,
+    ServerFailedError,
+)
 from lightning_bytescheduler.failures.messages import StoreMessage
 from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = [
     "Announcement",
-    "ServerPort",
+    "Doing",
     "ServersFound",
     "SignedOn",
     "await_all",
@@ -39,17 +45,20 @@ __all__ = [
     "fit_after",
     "join_group",
     "last_begun",
+    "leave_sign",
     "leave_word",
     "meet_servers",
     "meeting_store",
     "next_fit",
+    "rail_name",
     "sign_on",
 ]
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
 _SOON_GONE_S = 0.5  # connections of a process that ends are not closed at one moment
-_MOST_CONNECTIONS = 1024
+_CONNECTING_S = 60.0  # once all have come; takes milliseconds
+_SILENT_S = 5.0  # a server leaves word each second
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
@@ -59,11 +68,16 @@ class Announcement(StoreMessage, frozen=True, kw_only=True):
         workers: Number of them.
         servers: Number of spare servers that they want.
         version: Of this package.
+        staleness: How many steps a worker may be ahead of the slowest one, where they push deltas; ``None`` where
+            gradients are added up.
+        rails: The workers of each group that pushes by itself; one of all workers when empty.
     """
 
     workers: int
     servers: int
     version: str
+    staleness: int | None = None
+    rails: tuple[tuple[int, ...], ...] = ()
 
 
 class SignedOn(StoreMessage, frozen=True, kw_only=True):
@@ -74,16 +88,32 @@ class SignedOn(StoreMessage, frozen=True, kw_only=True):
         port: That stays open while it lives.
         pid: Of its process.
         version: Of this package.
+        token: That is said on its port.
     """
 
     host: str
     port: int
     pid: int
     version: str
+    token: str = ""
 
     def named(self, number: int) -> str:
         """For messages."""
         return f"parameter server {number} (process {self.pid} at {self.host})"
+
+
+class Doing(StoreMessage, frozen=True, kw_only=True):
+    """What a server does, about each second.
+
+    Attributes:
+        beat: Counts.
+        lacks: Workers whose push is missing from the oldest sum that is under way.
+        since: For how long that has been under way, in seconds.
+    """
+
+    beat: int
+    lacks: tuple[int, ...] = ()
+    since: float = 0.0
 
 
 def meeting_store(store: dist.Store) -> dist.Store:
@@ -131,7 +161,9 @@ def await_all(
         time.sleep(_LOOK_EVERY_S)
 
 
-def join_group(store: dist.Store, fit: int, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def join_group(
+    store: dist.Store, fit: int, *, rank: int, size: int, timeout: timedelta, name: str = "group"
+) -> dist.ProcessGroup:
     """Connect workers and servers; all of them call this.
 
     Args:
@@ -139,9 +171,18 @@ def join_group(store: dist.Store, fit: int, *, rank: int, size: int, timeout: ti
         fit: Number of the fit.
         rank: Servers follow the workers.
         size: Workers and servers.
-        timeout: Of each message, and of connecting.
+        timeout: Of connecting, and of messages that are waited for without another one.
+        name: Of the group, where a fit has several.
+
+    Returns:
+        The group; nobody else can connect to this process's port of it any more.
+
+    Raises:
+        RuntimeError: If one of them has died since it said that it was here, and could not be connected to.
     """
-    made = dist.ProcessGroupGloo(dist.PrefixStore(f"fit/{fit}/group", store), rank, size, timeout)
+    met = dist.PrefixStore(f"fit/{fit}/{name}", store)
+    made = dist.ProcessGroupGloo(met, rank, size, min(timeout, timedelta(seconds=_CONNECTING_S)))
+    close_port(met, rank)
     return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
 
 
@@ -157,31 +198,72 @@ class ServersFound:
     def __init__(self, store: dist.Store, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
         self.fit = fit
         self._store = store
+        self._host = _presence_of(store)
         self._servers = servers
 
     def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
-        """The server that has died, if one has; waits ``within`` seconds for that to show."""
+        """The server that has died or has refused to go on, if one has; waits ``within`` seconds for that to show."""
         deadline = time.monotonic() + within
         while True:
             for number, (server, presence) in self._servers.items():
+                refused = self._read(f"fit/{self.fit}/refused/{number}")
+                if refused:
+                    return ServerFailedError(f"{server.named(number)} has refused what it was sent: {refused}")
                 if presence.gone():
-                    return ServerFailedError(f"{server.named(number)} has ended{self._why(number)}")
+                    why = self._read(f"fit/{self.fit}/over/{number}")
+                    return ServerFailedError(f"{server.named(number)} has ended{': ' if why else ''}{why}")
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_LOOK_EVERY_S)
 
-    def _why(self, number: int) -> str:
-        """What it has left behind: a rank may have died while this one had nothing to send for a while."""
-        key = f"fit/{self.fit}/over/{number}"
+    def find_silent(self, *, within: float = _SILENT_S) -> ServerFailedError | None:
+        """The server that stands still, if one does: it lives, and has left no word for ``within`` seconds."""
+        begin = {number: self._read(f"server/{number}/doing") for number in self._servers}
+        silent, deadline = set(begin), time.monotonic() + within
+        while silent and time.monotonic() < deadline and not self._host.gone():
+            time.sleep(_LOOK_EVERY_S)
+            silent = {number for number in silent if self._read(f"server/{number}/doing") == begin[number]}
+        if not silent or self._host.gone():
+            return None
+        number = min(silent)
+        return ServerFailedError(
+            f"{self._servers[number][0].named(number)} is silent: it is connected, but has sent nothing in time, nor "
+            f"a sign of life for {within:g} s. Was its process stopped? A longer timeout waits for it"
+        )
+
+    def whereabouts(self) -> str:
+        """What each server waits for, in words; empty if for nothing."""
+        said = []
+        for number, (server, _) in self._servers.items():
+            text = self._read(f"server/{number}/doing")
+            doing = Doing.decode(text.encode()) if text else None
+            if doing is not None and doing.lacks:
+                ranks = ", ".join(map(str, doing.lacks))
+                said.append(f"{server.named(number)} has waited for {doing.since:.0f} s for what rank {ranks} pushes")
+        return "; ".join(said)
+
+    def _read(self, key: str) -> str:
+        """What a server has left there: a rank may have died while this one had nothing to send for a while."""
         with suppress(RuntimeError):  # the store is gone as well
-            if self._store.check([key]):
-                return f": {self._store.get(key).decode()}"
+            if not self._host.gone() and self._store.check([key]):  # torch prints a trace when it asks in vain
+                return self._store.get(key).decode()
         return ""
 
     def close(self) -> None:
         """Close the connections."""
+        self._host.close()
         for _, presence in self._servers.values():
             presence.close()
+
+
+def _presence_of(store: dist.Store) -> StorePresence:
+    """Tells whether the store is still there."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    with suppress(OSError):
+        if isinstance(store, dist.TCPStore):
+            return StorePresence(store.host, store.port)
+    return StorePresence()
 
 
 def next_fit(store: dist.Store) -> int:
@@ -199,6 +281,8 @@ def find_servers(
     timeout: float,
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
+    staleness: int | None = None,
+    rails: tuple[tuple[int, ...], ...] = (),
 ) -> ServersFound:
     """Wait until all servers of a fit have signed on; every worker calls this, once in a fit.
 
@@ -211,13 +295,18 @@ def find_servers(
         timeout: Longest wait, in seconds.
         failure: Asked while waiting: why they will not come, if they will not.
         say: Told once that servers are missing, on rank 0.
+        staleness: See :class:`Announcement`.
+        rails: See :class:`Announcement`.
 
     Raises:
         SchedulerTimeoutError: If too few have signed on in time.
         RanksDifferError: If a server has another version of this package.
     """
     if rank == 0:
-        store.set(f"fit/{fit}", Announcement(workers=workers, servers=servers, version=__version__).encode())
+        announced = Announcement(
+            workers=workers, servers=servers, version=__version__, staleness=staleness, rails=rails
+        )
+        store.set(f"fit/{fit}", announced.encode())
         store.set("current", str(fit))
     found: dict[int, tuple[SignedOn, StorePresence]] = {}
     try:
@@ -284,7 +373,7 @@ def _living(store: dist.Store, number: int) -> tuple[SignedOn, StorePresence] | 
         return None
     server = SignedOn.decode(store.get(f"server/{number}"))
     try:
-        return server, StorePresence(server.host, server.port)
+        return server, call_on(server.host, server.port, server.token)
     except OSError:
         return None
 
@@ -313,6 +402,14 @@ def leave_word(store: dist.Store, fit: int, number: int, error: BaseException) -
     """Have workers that notice later than others that server ``number`` has ended know why."""
     with suppress(RuntimeError):  # the training is over
         store.set(f"fit/{fit}/over/{number}", str(error))
+        if not isinstance(error, RankFailedError):
+            store.set(f"fit/{fit}/refused/{number}", str(error))
+
+
+def leave_sign(store: dist.Store, number: int, doing: Doing) -> None:
+    """Have workers know what server ``number`` does."""
+    with suppress(RuntimeError):  # the training is over
+        store.set(f"server/{number}/doing", doing.encode())
 
 
 def last_begun(store: dist.Store) -> int:
@@ -328,7 +425,9 @@ def meet_servers(
     timeout: timedelta,
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
-) -> tuple[ServersFound, dist.ProcessGroup]:
+    staleness: int | None = None,
+    layout: NodeLayout | None = None,
+) -> tuple[ServersFound, dist.ProcessGroup, dist.ProcessGroup | None]:
     """Connect workers with servers; every worker calls this at the same point, once in a fit.
 
     Args:
@@ -337,9 +436,11 @@ def meet_servers(
         timeout: Of the wait for servers, and of each message.
         failure: Asked while waiting: why others will not come, if they will not.
         say: Told once that servers are missing, on rank 0.
+        staleness: See :class:`Announcement`.
+        layout: Which workers are on one machine, where these have a group of their own.
 
     Returns:
-        The servers, and the group of workers and servers.
+        The servers, the group of workers (of one rail, where there is a layout) and servers, and that of the node's.
 
     Raises:
         SchedulerTimeoutError: If too few servers have come in time.
@@ -359,6 +460,8 @@ def meet_servers(
         timeout=timeout.total_seconds(),
         failure=failure,
         say=say,
+        staleness=staleness,
+        rails=() if layout is None else layout.rails,
     )
     size = groups.world_size + servers
     try:
@@ -371,10 +474,37 @@ def meet_servers(
             failure=lambda: found.find_gone(within=0.0) or failure(),
         )
         with short_turns():  # for gloo's own threads
-            return found, join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout)
+            if layout is None:
+                return found, join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout), None
+            return found, *_join_on_node(store, found.fit, layout, servers, timeout)
+    except RuntimeError as error:
+        cause = found.find_gone() or failure()
+        found.close()
+        if cause is None:
+            raise
+        raise cause from error
     except BaseException:
         found.close()
         raise
+
+
+def _join_on_node(
+    store: dist.Store, fit: int, layout: NodeLayout, servers: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The group of this rank's rail and that of its node, which servers know nothing of."""
+    size = len(layout.nodes) + servers
+    rail = join_group(store, fit, rank=layout.node, size=size, timeout=timeout, name=rail_name(layout.local_rank))
+    name = f"node {layout.node}"
+    try:
+        return rail, join_group(store, fit, rank=layout.local_rank, size=layout.local_size, timeout=timeout, name=name)
+    except BaseException:
+        abandon(rail)
+        raise
+
+
+def rail_name(number: int) -> str:
+    """Of a rail's group."""
+    return f"rail {number}"
 
 
 def fit_after(store: dist.Store, last: int) -> tuple[int, Announcement] | None:
@@ -383,55 +513,3 @@ def fit_after(store: dist.Store, last: int) -> tuple[int, Announcement] | None:
     if current <= last or not store.check([f"begun/{current}"]):
         return None
     return current, Announcement.decode(store.get(f"fit/{current}"))
-
-
-class ServerPort:
-    """A port that is open while this process lives; its thread, ``bytescheduler-server-port``, ends with :meth:`close`.
-
-    Args:
-        host: Address that workers reach this machine by.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0))
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._open: set[socket.socket] = set()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-server-port", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout: float = 2.0) -> None:
-        """Hang up on all, and end the thread, within ``timeout`` seconds."""
-        self._stopping.set()
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            for key, _ in self._selector.select(0.2):
-                one = cast(socket.socket, key.fileobj)
-                if one is self._listener:
-                    self._accept()
-                else:  # workers say nothing: it has closed, or is none
-                    self._hang_up(one)
-        for one in list(self._open):
-            self._hang_up(one)
-        self._selector.close()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            one, _ = self._listener.accept()
-            if len(self._open) >= _MOST_CONNECTIONS:
-                one.close()
-                return
-            one.setblocking(False)
-            self._open.add(one)
-            self._selector.register(one, selectors.EVENT_READ)
-
-    def _hang_up(self, one: socket.socket) -> None:
-        self._selector.unregister(one)
-        self._open.discard(one)
-        one.close()

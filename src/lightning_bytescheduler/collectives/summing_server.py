@@ -8,6 +8,9 @@ workers have under way: their credit, times their number at most.
 
 A worker that is a server besides has one of these in its process. Its own parts never travel: see :meth:`push_own`.
 
+What travels encoded says itself what it is: see :class:`SumsOfEncoded`, which can add that up. Where a worker is a
+server besides, who knows what it has of its parts itself adds them up: see :meth:`SummingServer.combine`.
+
 A part that does not match what another worker has announced under the same number is refused: the server ends, and says
 which worker it was. So does it when a worker dies. It then breaks all connections, but lives on for a few seconds:
 workers find that they cannot go on, that no server has died, and look for the worker that has.
@@ -20,43 +23,79 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.sending_turns import SendingTurns
+from lightning_bytescheduler.collectives.sending_turns import PATIENCE, SendingTurns
 from lightning_bytescheduler.exceptions import RankFailedError, UnsupportedError
 from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = ["CLOSING", "DTYPES", "HEADER_TAG", "HEADER_WORDS", "OwnSum", "SummingServer", "abandon"]
+__all__ = [
+    "CLOSING",
+    "DTYPES",
+    "ENCODED",
+    "HEADER_TAG",
+    "HEADER_WORDS",
+    "QUESTION",
+    "OnReply",
+    "OwnSum",
+    "RailServers",
+    "SummingServer",
+    "SumsOfEncoded",
+    "abandon",
+]
 
 HEADER_TAG = 0  # operations are numbered from 1
 HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
 CLOSING = -1  # in place of a number: nothing more comes from this worker
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+ENCODED = len(DTYPES)  # in place of a type: bytes, which SumsOfEncoded can read
+QUESTION = ENCODED + 1  # to SumsOfEncoded, from one worker
+_KINDS = QUESTION + 1
 _HEADERS_AHEAD = 16
 _LARGEST = 2**34  # elements; no gradient is larger
 _GOODBYES_S = 5.0
 
 
+OnReply = Callable[[int, int, int, float, float], object]
+"""Told of (worker, number of the operation, bytes, start, end) of a sum that was sent; on the thread that sends."""
+
+
+class SumsOfEncoded(Protocol):
+    """Adds up what only it can read; on several threads, one for each sum at a time."""
+
+    def added(self, total: Any, message: torch.Tensor) -> Any:
+        """Add a worker's message, in the order of ranks, to what ranks before it have sent: ``None`` at first."""
+
+    def reply(self, total: Any) -> torch.Tensor:
+        """What all workers get, once all have sent something: flat, of uint8."""
+
+    def answer(self, message: torch.Tensor) -> torch.Tensor:
+        """The answer to a worker's question; called while no sum is under way."""
+
+
 class _Sum:
     """One operation's: what has come of it."""
 
-    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "total")
+    __slots__ = ("added", "early", "elements", "encoded", "first", "kind", "lock", "since", "total")
 
     def __init__(self, elements: int, kind: int, first: int) -> None:
         self.elements = elements
         self.kind = kind
         self.first = first  # the worker that has announced it first
         self.total: torch.Tensor | None = None
+        self.encoded: Any = None  # the total of what is
         self.added = 0
         self.early: dict[int, torch.Tensor] = {}
         self.lock = threading.Lock()
+        self.since = time.monotonic()
 
 
 class OwnSum:
@@ -86,9 +125,26 @@ class SummingServer:
         group: Workers 0 to n-1, then the servers; gloo, and used by nothing else.
         workers: n.
         own: The worker that this process is, if it is one.
+        ranks: The workers', as errors and :attr:`waits_for` name them; 0 to n-1 when left out.
+        encoded: Adds up what travels encoded; :meth:`combine` does, where the process is a worker.
+
+    Attributes:
+        on_reply: Told of each sum that has left; may be set at any time.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, workers: int, own: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        workers: int,
+        own: int | None = None,
+        ranks: Sequence[int] = (),
+        encoded: SumsOfEncoded | None = None,
+    ) -> None:
+        self._ranks = ranks or range(workers)
+        self._encoded = encoded
+        self.on_reply: OnReply | None = None
+        self._combining: dict[int, tuple[Callable[[list[torch.Tensor]], torch.Tensor], OwnSum]] = {}
         self._group = group
         self._workers = workers
         self._own = own
@@ -98,13 +154,15 @@ class SummingServer:
         turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
         self._lock = threading.Lock()  # of the sums under way; nothing is called with it held
         self._sums: dict[int, _Sum] = {}
-        self._pushed: list[queue.SimpleQueue[tuple[int, _Sum, torch.Tensor, dist.Work] | None]] = [
+        self._pushed: list[queue.SimpleQueue[tuple[int, _Sum | None, torch.Tensor, dist.Work] | None]] = [
             queue.SimpleQueue() for _ in range(workers)
         ]
         self._replies = SendingTurns(group, turns, name="sums-sent", on_error=self._sending_failed)
         self._failure: BaseException | None = None
         self._over = threading.Event()
         self._adding = len(others)
+        if not others:
+            self._over.set()
         self._threads = [
             threading.Thread(
                 target=partial(self._guarded, work, rank), name=f"bytescheduler-{name}-{rank}", daemon=True
@@ -120,11 +178,28 @@ class SummingServer:
         """Sums that lack a worker's push."""
         return len(self._sums)
 
-    def wait(self, gone: Callable[[], bool]) -> None:
+    @property
+    def waits_for(self) -> tuple[tuple[int, ...], float]:
+        """Workers whose push is missing from the oldest sum under way, and for how many seconds it has been that."""
+        with self._lock:
+            oldest = min(self._sums.values(), key=lambda summed: summed.since, default=None)
+        if oldest is None:
+            return (), 0.0
+        with oldest.lock:
+            lacks = [self._ranks[one] for one in range(oldest.added, self._workers) if one not in oldest.early]
+        return tuple(lacks), time.monotonic() - oldest.since
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it has ended, if not in order."""
+        return self._failure
+
+    def wait(self, gone: Callable[[], bool], elsewhere: Callable[[], BaseException | None] = lambda: None) -> None:
         """Wait until all workers have said that nothing more comes.
 
         Args:
             gone: Whether the rendezvous store is gone, and the run with it.
+            elsewhere: Why this one has to end, too, if it has.
 
         Raises:
             RankFailedError: If a worker has died.
@@ -134,6 +209,9 @@ class SummingServer:
             # Rank 0 may have ended in order while others still say goodbye; if it has died, its connection has, too.
             if gone() and not self._over.wait(_GOODBYES_S):
                 self._fail(RankFailedError(0, "the rendezvous store of the training is gone"))
+            cause = elsewhere()
+            if cause is not None:
+                self._fail(cause)
         if self._failure is not None:
             abandon(self._group)
             raise self._failure
@@ -158,6 +236,25 @@ class SummingServer:
         self._add(rank, number, summed, part.clone())
         return own
 
+    def combine(self, number: int, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> OwnSum:
+        """Have a part that travels encoded added up, of the worker that this process is.
+
+        Args:
+            number: Of the operation.
+            combine: Called once, on any thread, with what the other workers have pushed, the next one's first; returns
+                what they get.
+        """
+        own = OwnSum()
+        with self._lock:
+            if self._failure is None:
+                self._combining[number] = combine, own
+        if self._failure is not None:
+            own.end(self._failure)
+            return own
+        rank = -1 if self._own is None else self._own
+        self._add_encoded(rank, number, self._sum_of(rank, number, 1, ENCODED), None)
+        return own
+
     def finish(self, timeout: float) -> bool:
         """Of a worker: wait until all others have said that nothing more comes; returns whether they all have."""
         return self._over.wait(timeout) and self._failure is None
@@ -180,10 +277,11 @@ class SummingServer:
             if self._over.is_set():
                 return
             self._failure = error
-            own, self._own_sums = self._own_sums, {}
+            own = [one for _, one in (*self._own_sums.values(), *self._combining.values())]
+            self._own_sums, self._combining = {}, {}
             self._over.set()
         self._replies.stop()
-        for _, waiting in own.values():
+        for waiting in own:
             waiting.end(error)
 
     def _guarded(self, work: Callable[[int], None], rank: int | None) -> None:
@@ -191,7 +289,8 @@ class SummingServer:
         try:
             work(-1 if rank is None else rank)
         except RuntimeError as error:
-            failed = RankFailedError(rank, f"its connection to this parameter server has ended; {brief(error)}")
+            name = None if rank is None else self._ranks[rank]
+            failed = RankFailedError(name, f"its connection to this parameter server has ended; {brief(error)}")
             failed.__cause__ = error
             self._fail(failed)
         except BaseException as error:
@@ -211,33 +310,47 @@ class SummingServer:
                 header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
                 coming.append((header, self._group.recv([header], rank, HEADER_TAG)))
             header, announced = coming.popleft()
-            announced.wait()
+            announced.wait(PATIENCE)
             number, elements, kind = header.tolist()
             if number == CLOSING:
                 return
-            summed = self._sum_of(rank, number, elements, kind)
-            part = torch.empty(elements, dtype=DTYPES[kind])
+            summed = None if kind == QUESTION else self._sum_of(rank, number, elements, kind)
+            if summed is None and not 0 < elements <= _LARGEST:
+                raise UnsupportedError(f"Rank {self._ranks[rank]} has announced a question of {elements} bytes.")
+            if self._encoded is None and (summed is None or (kind == ENCODED and self._own is None)):
+                raise UnsupportedError(
+                    f"Rank {self._ranks[rank]} pushes compressed gradients, and this server adds up no such."
+                )
+            part = torch.empty(elements, dtype=DTYPES[kind] if kind < ENCODED else torch.uint8)
             self._pushed[rank].put((number, summed, part, self._group.recv([part], rank, number)))
 
     def _sum_of(self, rank: int, number: int, elements: int, kind: int) -> _Sum:
-        if not (number > 0 and 0 < elements <= _LARGEST and 0 <= kind < len(DTYPES)):
+        if not (number > 0 and 0 < elements <= _LARGEST and 0 <= kind < _KINDS):
             raise UnsupportedError(
-                f"Rank {rank} has announced operation {number} of {elements} elements of type {kind}."
+                f"Rank {self._ranks[rank]} has announced operation {number} of {elements} elements of type {kind}."
             )
+        if kind == ENCODED:
+            elements = 0  # bytes may be as many as each rank's need
         with self._lock:
             summed = self._sums.setdefault(number, _Sum(elements, kind, rank))
         if (summed.elements, summed.kind) != (elements, kind):
             raise UnsupportedError(
-                f"Rank {rank} pushes {elements} elements of {DTYPES[kind]} as operation {number}, but rank "
-                f"{summed.first} pushes {summed.elements} of {DTYPES[summed.kind]}. All ranks need the same model."
+                f"Rank {self._ranks[rank]} pushes {_in_words(elements, kind)} as operation {number}, but rank "
+                f"{self._ranks[summed.first]} pushes {_in_words(summed.elements, summed.kind)}. All ranks "
+                "need the same model."
             )
         return summed
 
     def _add_pushes(self, rank: int) -> None:
         while (pushed := self._pushed[rank].get()) is not None:
             number, summed, part, work = pushed
-            work.wait()
-            self._add(rank, number, summed, part)
+            work.wait(PATIENCE)
+            if summed is None and self._encoded is not None:
+                self._replies.put(self._encoded.answer(part), rank, number)
+            elif summed is not None and summed.kind == ENCODED:
+                self._add_encoded(rank, number, summed, part)
+            elif summed is not None:
+                self._add(rank, number, summed, part)
         with self._lock:
             self._adding -= 1
             last = not self._adding
@@ -258,12 +371,88 @@ class SummingServer:
         with self._lock:
             del self._sums[number]
             here = self._own_sums.pop(number, None)
-        for worker in range(self._workers):
-            if worker != self._own:
-                self._replies.put(summed.total, worker, number)
+        self._reply(summed.total, number)
         if here is not None:
             here[0].copy_(summed.total)
             here[1].end()
+
+    def _reply(self, message: torch.Tensor, number: int) -> None:
+        """Send a sum to all other workers."""
+        told = self.on_reply
+        for worker in range(self._workers):
+            if worker != self._own:
+                on_sent = None if told is None else partial(told, worker, number, message.nbytes)
+                self._replies.put(message, worker, number, on_sent=on_sent)
+
+    def _add_encoded(self, rank: int, number: int, summed: _Sum, message: torch.Tensor | None) -> None:
+        """Note what ``rank`` has pushed; ``None`` of the worker that this process is."""
+        with summed.lock:
+            if message is not None:
+                summed.early[rank] = message
+            while self._encoded is not None and summed.added in summed.early:
+                try:
+                    summed.encoded = self._encoded.added(summed.encoded, summed.early.pop(summed.added))
+                except (ValueError, RuntimeError) as error:
+                    worker = self._ranks[summed.added]
+                    raise UnsupportedError(
+                        f"What rank {worker} pushes as operation {number} cannot be added up: {brief(error)}"
+                    ) from error
+                summed.added += 1
+            if self._encoded is None:
+                summed.added += 1
+            complete = summed.added == self._workers
+        if not complete:
+            return
+        with self._lock:
+            del self._sums[number]
+            here = self._combining.pop(number, None)
+        if self._encoded is not None:
+            reply = self._encoded.reply(summed.encoded)
+        elif here is not None and self._own is not None:
+            others = [(self._own + distance) % self._workers for distance in range(1, self._workers)]
+            reply = here[0]([summed.early[other] for other in others])
+        else:
+            return  # this server has failed
+        self._reply(reply, number)
+        if here is not None:
+            here[1].end()
+
+
+class RailServers:
+    """One server for several groups of workers, each of which pushes by itself: see ``node_push_pull.py``.
+
+    Args:
+        groups: As of :class:`SummingServer`.
+        rails: The workers of each.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], rails: Sequence[Sequence[int]]) -> None:
+        self._groups = groups
+        self._servers = [
+            SummingServer(group, workers=len(rail), ranks=rail) for group, rail in zip(groups, rails, strict=True)
+        ]
+
+    @property
+    def waits_for(self) -> tuple[tuple[int, ...], float]:
+        """See :class:`SummingServer`; of all groups."""
+        return max((server.waits_for for server in self._servers), key=lambda waits: waits[1])
+
+    def wait(self, gone: Callable[[], bool]) -> None:
+        """See :class:`SummingServer`. Where one group has failed, the others' connections are broken, too."""
+        try:
+            for server in self._servers:
+                server.wait(gone, self._failure)
+        except BaseException:
+            for group in self._groups:
+                abandon(group)
+            raise
+
+    def _failure(self) -> BaseException | None:
+        return next((server.failure for server in self._servers if server.failure is not None), None)
+
+
+def _in_words(elements: int, kind: int) -> str:
+    return "something encoded" if kind >= ENCODED else f"{elements} elements of {DTYPES[kind]}"
 
 
 def abandon(group: dist.ProcessGroup) -> None:

@@ -26,12 +26,16 @@ from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
-__all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
+__all__ = ["EncodedStart", "GradientTransport", "ReadyMark", "ServedStart"]
 
-_GATHERS = -1  # a lane of its own
+_BROADCASTS = "local-broadcast"  # waits for what goes to the other ranks of a node
+_GATHERS = -1  # of the first lane; of the second -2
 
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
 """Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
+
+ServedStart = Callable[[PushPull, int, SubCommTask, int], StartedOperation]
+"""Encodes and starts to push on (servers, which of them, sub-task, number of the operation)."""
 
 
 class GradientTransport:
@@ -45,7 +49,8 @@ class GradientTransport:
         on_error: See :class:`CompletionThread`.
         device: Where gradients live.
         push_pull: Takes the place of all-reduces, where parameter servers average gradients.
-        far: Whether messages are long under way: all-reduces are of as few as can be, one after the other, then.
+        overtaking: Where messages are long under way: the second lane's group. All-reduces are of as few messages as
+            can be, one after the other, then.
     """
 
     def __init__(
@@ -54,11 +59,10 @@ class GradientTransport:
         on_error: Callable[[BaseException], BaseException],
         device: torch.device | None = None,
         push_pull: PushPull | None = None,
-        *,
-        far: bool = False,
+        overtaking: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
-        self._far = far
+        self._overtaking = overtaking
         self.push_pull = push_pull
         self.routing: RoutingGroup | None = None
         """What has collectives of others in the order; ``None`` where they need none."""
@@ -66,15 +70,16 @@ class GradientTransport:
         self._on_error = on_error
         self._failing = threading.Lock()  # held while it is found out why something failed; taken first
         self._telling = threading.Lock()  # held while a sub-task's end is told; the launching lock is only tried then
-        self._lanes: dict[int, CompletionThread] = {}
+        self._lanes: dict[int | str, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
         self._completion: CompletionThread | None = None
+        self._overtaken_by: CompletionThread | None = None  # of what travels on the second lane
         self._codec = CodecThread(on_error)
         if device is not None and device.type == "cuda":
             self._streams = DeviceStreams(group, device, on_error)
-        elif far:
-            self._lanes[_GATHERS] = gathers = CompletionThread(self._failed, group, "gathers", self._telling)
-            self._completion = CompletionThread(self._failed, group, telling=self._telling, closing=gathers)
+        elif overtaking is not None:
+            self._completion = self._in_two_halves(group, 0)
+            self._overtaken_by = self._in_two_halves(overtaking, 1)
         else:
             self._completion = CompletionThread(on_error, group if push_pull is None else push_pull.group)
 
@@ -94,24 +99,42 @@ class GradientTransport:
             self.push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
             try:
-                started = operation(self.group, part, self._started)
+                started = operation(self._group_of(sub_task), part, self._started)
             except RuntimeError as error:
                 if self.push_pull is None or not is_communication_error(error):
                     raise
                 raise self._failed(error) from error  # a connection has ended before anybody waited for it
-            self._lane(started.lane, self._completion).watch(started, sub_task)
+            sub_task.passage = started.passage
+            self._lane(started.lane, self._waiting_for(sub_task, self._completion)).watch(started, sub_task)
         elif self._streams is not None:
             self._streams.send(part, sub_task, operation, self._started, ready)
 
-    def _lane(self, lane: int | None, otherwise: CompletionThread) -> CompletionThread:
+    def _lane(self, lane: int | str | None, otherwise: CompletionThread) -> CompletionThread:
         """Who waits for operations of ``lane``; called under the launching lock."""
         if lane is None:
             return otherwise
         found = self._lanes.get(lane)
         if found is None:
             group = self.group if self.push_pull is None else self.push_pull.group
-            found = self._lanes[lane] = CompletionThread(self._failed, group, f"pulls-{lane}", self._telling)
+            name, closing = f"pulls-{lane}", self._lanes.get(_BROADCASTS)
+            if self.push_pull is not None and self.push_pull.hands_on and closing is None:
+                closing = self._lanes[_BROADCASTS] = CompletionThread(self._failed, group, _BROADCASTS, self._telling)
+            found = self._lanes[lane] = CompletionThread(self._failed, group, name, self._telling, closing)
         return found
+
+    def _in_two_halves(self, group: dist.ProcessGroup, lane: int) -> CompletionThread:
+        """Who waits for the first halves of what travels on ``lane``; another thread waits for the second ones."""
+        number = f"-{lane}" if lane else ""
+        gathers = CompletionThread(self._failed, group, f"gathers{number}", self._telling)
+        first = CompletionThread(self._failed, group, f"completion{number}", telling=self._telling, closing=gathers)
+        self._lanes[_GATHERS - lane] = gathers
+        return first
+
+    def _group_of(self, sub_task: SubCommTask) -> dist.ProcessGroup:
+        return self.group if self._overtaking is None or not sub_task.lane else self._overtaking
+
+    def _waiting_for(self, sub_task: SubCommTask, otherwise: CompletionThread) -> CompletionThread:
+        return otherwise if self._overtaken_by is None or not sub_task.lane else self._overtaken_by
 
     def _failed(self, error: BaseException) -> BaseException:
         """One lane after the other: the second finds out why the first has failed."""
@@ -131,22 +154,36 @@ class GradientTransport:
         if self._completion is None:
             raise RuntimeError("Encoded gradients travel from a CPU only.")
         self._started += 1
-        place = self._completion.reserve(sub_task)
-        self._codec.run(partial(self._encode, sub_task, start, self._started, place), sub_task)
+        place = self._waiting_for(sub_task, self._completion).reserve(sub_task)
+        encoded = partial(start, self._group_of(sub_task), sub_task, self._started)
+        self._codec.run(partial(_encode, encoded, place), sub_task)
 
-    def _encode(self, sub_task: SubCommTask, start: EncodedStart, number: int, place: Place) -> None:
-        started = None
-        try:
-            started = start(self.group, sub_task, number)
-        finally:
-            place.fill(started)
+    def send_served(self, sub_task: SubCommTask, nbytes: int, start: ServedStart) -> None:
+        """Have a sub-task's data encoded, pushed to its server and pulled; see :meth:`send_encoded`.
+
+        Args:
+            sub_task: Told when the result is there.
+            nbytes: Of the data as it is.
+            start: Called on the codec thread.
+
+        Raises:
+            RuntimeError: If there are no servers.
+        """
+        servers, completion = self.push_pull, self._completion
+        if servers is None or completion is None:
+            raise RuntimeError("There are no parameter servers.")
+        self._started += 1
+        servers.shares.expect(sub_task.parent.key.bucket, sub_task.index)
+        server = servers.next_server(nbytes)  # here, in the order of launches
+        place = self._lane(server, completion).reserve(sub_task)
+        self._codec.run(partial(_encode, partial(start, servers, server, sub_task, self._started), place), sub_task)
 
     @property
     def all_reduce(self) -> Averaging:
         """What averages a part over all ranks."""
         if self.push_pull is not None:
             return self.push_pull.reduce
-        return all_reduce_in_shards if self._far else all_reduce
+        return all_reduce if self._overtaking is None else all_reduce_in_shards
 
     @property
     def wire_share(self) -> float:
@@ -184,8 +221,17 @@ class GradientTransport:
         return self._codec.stop(timeout)
 
     def stop(self, timeout: float) -> bool:
-        """End the thread that waits for results, within ``timeout`` seconds; returns whether it ended."""
+        """End the threads that wait for results, within ``timeout`` seconds; returns whether they ended."""
         deadline = time.monotonic() + timeout
         lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
-        stopped = self._completion if self._streams is None else self._streams
-        return (stopped is None or stopped.stop(max(0.1, deadline - time.monotonic()))) and all(lanes)
+        for stopped in (self._completion, self._overtaken_by, self._streams):
+            lanes.append(stopped is None or stopped.stop(max(0.1, deadline - time.monotonic())))
+        return all(lanes)
+
+
+def _encode(start: Callable[[], StartedOperation], place: Place) -> None:
+    started = None
+    try:
+        started = start()
+    finally:
+        place.fill(started)

@@ -53,7 +53,7 @@ class TopK(Compressor):
     @property
     def spec(self) -> str:
         """See Compressor."""
-        return f"topk:{self.density:g}" + (f":{self.kept_as}" if self.kept_as != "fp32" else "")
+        return f"topk:{_in_short(self.density)}" + (f":{self.kept_as}" if self.kept_as != "fp32" else "")
 
     def kept(self, elements: int) -> int:
         """How many of so many elements are kept."""
@@ -159,7 +159,7 @@ class RandomK(Compressor):
     @property
     def spec(self) -> str:
         """See Compressor."""
-        return f"randomk:{self.density:g}"
+        return f"randomk:{_in_short(self.density)}"
 
     def payload_bytes(self, elements: int) -> int:
         """See Compressor."""
@@ -218,3 +218,8 @@ def _scattered(indices: Tensor, values: Tensor, elements: int, out: Tensor | Non
     result = torch.zeros(elements, device=values.device) if out is None else out.zero_()
     result[indices] = values
     return result
+
+
+def _in_short(density: float) -> str:
+    short = f"{density:g}"
+    return short if float(short) == density else repr(density)

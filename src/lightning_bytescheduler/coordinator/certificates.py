@@ -27,6 +27,7 @@ __all__ = ["MadeCertificates", "add_arguments", "make_certificates", "run"]
 
 DAYS = 365.0
 _AUTHORITY_DAYS = 3650.0
+_MOST_DAYS = 36500.0
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _SKEW = datetime.timedelta(minutes=5)  # clocks of other machines may be behind
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
@@ -82,7 +83,8 @@ def make_certificates(
     """
     with importing("certificates", extra="coordinator"):
         from cryptography import x509
-    require_positive("days", days, of="days")
+    if require_positive("days", days, of="days") > _MOST_DAYS:
+        raise OptionError("days", days, f"{_MOST_DAYS:.0f} at most, a hundred years")
     for name in clients:
         if not _NAME.fullmatch(name):
             raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--outer-momentum", type=float, metavar="X", help="Nesterov momentum (default: 0.9)")
     rounds.add_argument("--weighting", choices=WEIGHTINGS, help="of updates in the mean (default: samples)")
     rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
-    rounds.add_argument("--overlap-steps", type=int, metavar="N", help="steps from an update to its mean (default: 0)")
+    rounds.add_argument(
+        "--overlap-steps",
+        type=_number_or_auto(int, "steps"),
+        metavar="N",
+        help="steps from an update to its mean, or auto (default: 0)",
+    )
     rounds.add_argument("--mixing", type=float, metavar="X", help="share of the local weights that a merge keeps")
     rounds.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of updates and means (default: fp32)")
     rounds.add_argument("--density", type=float, metavar="X", help="share of the changes that sparse sends")
@@ -77,7 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument("--start-workers", type=int, metavar="N", help="that the first round waits for (default: 1)")
     waiting.add_argument("--quorum", type=float, metavar="X", help="share whose updates a merge needs (default: 0.5)")
     waiting.add_argument(
-        "--grace-s", type=_grace, metavar="S", help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})"
+        "--grace-s",
+        type=_number_or_auto(float, "seconds"),
+        metavar="S",
+        help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})",
     )
     waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; nobody counts on a silent worker")
     waiting.add_argument("--step-cap", type=int, metavar="N", help="steps that no worker exceeds in a round")
@@ -265,10 +273,15 @@ def _named() -> Iterator[None]:
         raise OptionError(option, error.value, error.allowed, error.hint) from error
 
 
-def _grace(text: str) -> float | str:
-    if text == "auto":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor auto") from None
+def _number_or_auto(number: Callable[[str], float], unit: str) -> Callable[[str], float | str]:
+    """Reads a number, or the word that has one found."""
+
+    def read(text: str) -> float | str:
+        if text == "auto":
+            return text
+        try:
+            return number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a number of {unit} nor auto") from None
+
+    return read

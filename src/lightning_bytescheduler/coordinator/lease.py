@@ -190,7 +190,9 @@ class Lease:
                 if self._waited_for() != who and said is not None:
                     who = self._waited_for()
                     said(who)
-            except OSError as error:
+            except (OptionError, UnsupportedError):
+                raise
+            except Exception as error:  # an object store's client raises more than OSError
                 if not self._is_standby:
                     raise
                 log.warning("The lease on %s cannot be looked at, and is tried again: %s", self._folder.url, error)
@@ -274,7 +276,7 @@ class Lease:
             try:
                 self._folder.rewrite(_name(self._term), self._content(self._term, self._count + 1))
                 newest = highest_term(self._folder.names())
-            except OSError as error:
+            except Exception as error:  # an object store's client raises more than OSError
                 log.warning("The lease on %s could not be renewed: %s", self._folder.url, error)
                 return False
             if newest > self._term:  # cannot be while the lease runs; if it is, somebody else acts
@@ -314,7 +316,7 @@ class Lease:
             return  # it runs out
         try:
             self._folder.rewrite(_name(self._term), self._content(self._term, self._count + 1, released=True))
-        except OSError as error:
+        except Exception as error:  # as above; whoever stops is not kept from it
             log.warning("The lease on %s was not given up, and will run out: %s", self._folder.url, error)
         finally:
             self._lock.release()

@@ -106,6 +106,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         yield from gauge("epoch", "Of the data.", status.slices.epoch)
         yield by(GaugeMetricFamily, "slices", "Of the data in this epoch.", "state", slices)
         samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}
+        samples["trained_of_the_next"] = status.slices.ahead
         yield by(GaugeMetricFamily, "epoch_samples", "Of the data in this epoch.", "state", samples)
     yield by(CounterMetricFamily, "events", "Since this coordinator acts.", "event", status.counters)
 

@@ -15,7 +15,7 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_of
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, overlap_of, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.late_updates import require_late
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
@@ -24,8 +24,6 @@ from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["CoordinatorOptions", "run_options", "target_in_words", "target_of"]
-
-_STEPS = 100  # of a round, as DiLoCoStrategy has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +99,7 @@ def run_options(**given: Any) -> RunOptions:
     fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing)
     require_one_of("wire_dtype", options.wire_dtype, WIRE_DTYPES)
     wire_of(options)
-    steps = _STEPS if options.inner_steps is None else options.inner_steps
-    if options.samples_per_round is None and options.overlap_steps >= steps:
-        raise OptionError(
-            "overlap_steps", options.overlap_steps, f"less than the steps between two sends, inner_steps={steps}"
-        )
+    overlap_of(options)
     return msgspec.structs.replace(options, mixing=fragments.mixing)
 
 
@@ -113,7 +107,7 @@ def target_of(options: RunOptions) -> RoundTarget:
     """What ends a round."""
     if options.samples_per_round is not None:
         return SampleTarget(options.samples_per_round)
-    steps = _STEPS if options.inner_steps is None else options.inner_steps
+    steps = options.steps_of_round
     return FixedSteps(steps) if options.equal_steps else FastestSteps(steps)
 
 
@@ -121,5 +115,5 @@ def target_in_words(options: RunOptions) -> str:
     """The same, for people."""
     if options.samples_per_round is not None:
         return f"{options.samples_per_round} samples of all workers"
-    steps = _STEPS if options.inner_steps is None else options.inner_steps
+    steps = options.steps_of_round
     return f"{steps} steps of {'every worker' if options.equal_steps else 'the fastest worker'}"

@@ -63,6 +63,7 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):
         quarantined: Slices that are left out, as they cannot be read.
         returned: Slices that came back from workers that died or left.
         stolen: Slices taken from a slower worker that had not begun them.
+        ahead: Samples of the next epoch that are trained on already, while the last slices of this one are held.
     """
 
     epoch: int
@@ -73,6 +74,7 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int
     returned: int
     stolen: int
+    ahead: int = 0
 
 
 class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
         samples: That were merged.
         merged: Workers whose updates were.
         workers: That took part.
+        deadline: Seconds from its start until it would have ended whoever was missing, or ``None`` where nobody was
+            waited for.
         loss: Mean over the round, or ``None`` where nobody reports one.
         metrics: Other means over the round, by name.
     """
@@ -95,6 +99,7 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     merged: int
     workers: int
+    deadline: float | None = None
     loss: float | None = None
     metrics: dict[str, float] = {}
 

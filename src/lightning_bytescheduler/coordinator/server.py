@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
 _STOP_SECONDS = 90.0  # saving the last state may take a while
 _SHUTDOWN_SECONDS = 2.0
+_ASK_SECONDS = 10.0
 _HANDLER_SECONDS = 75.0  # of aiohttp, between two requests of a connection
 _LONGEST_LINE = 8190
 _LINGER_SECONDS = 1.0  # that a refused body, or what follows a closed WebSocket, keeps its handler in memory
@@ -115,7 +117,12 @@ class CoordinatorServer:
     @property
     def over(self) -> bool:
         """Whether the run is over, and every worker has left or was given up."""
-        return self.acts and self._error is None and self.call(lambda: self.service.over)
+        if not self.acts or self._error is not None:
+            return False
+        try:
+            return self.call(lambda: self.service.over, timeout=_ASK_SECONDS)
+        except (TimeoutError, FutureTimeoutError, RuntimeError):  # it is busy, or has just failed, which it says itself
+            return False
 
     def status(self) -> RunStatus:
         """How the run stands."""

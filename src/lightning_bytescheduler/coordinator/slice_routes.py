@@ -152,6 +152,7 @@ class SliceRoutes:
             quarantined=len(report.quarantined),
             returned=report.returned,
             stolen=report.stolen,
+            ahead=report.ahead,
         )
 
     def state_dict(self) -> dict[str, Any]:

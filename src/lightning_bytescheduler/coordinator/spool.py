@@ -7,6 +7,8 @@ from the moment that they are opened, so that nothing is left of a process that 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import tempfile
 from typing import Any
 
@@ -45,7 +47,7 @@ class Spooled:
             self.payload = spool.buffers.take(length)
         else:
             with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
-                file.truncate(length)
+                _reserve(file.fileno(), length)
                 self.payload = spool.buffers.of_file(file, length)
         self._view = view_of(self.payload)
         self.filled = 0
@@ -75,6 +77,22 @@ class Spooled:
         self._view = memoryview(b"")
         self.payload = torch.empty(0, dtype=torch.uint8)
         self._spool.give_back(self._length, in_memory=self._in_memory)
+
+
+def _reserve(file: int, length: int) -> None:
+    """Make a file that long, on blocks that are its own: in a file with holes, a disk that is full later is a SIGBUS.
+
+    Raises:
+        OSError: If there is no room on the disk.
+    """
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file, 0, length)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    os.ftruncate(file, length)
 
 
 class Spool:

@@ -87,12 +87,15 @@ class StateRoutes:
         async with self._writing:
             async with still:
                 version, chain = self._run.lineage.version, self._run.lineage.chain
-                if self._written is None or self._written[:2] != (version, chain):
-                    tensors = (await weights.snapshot()).named()
-                    loop = asyncio.get_running_loop()
-                    path = await loop.run_in_executor(None, self._write, tensors)
-                    self.forget()
-                    self._written = (version, chain, path)
+                is_new = self._written is None or self._written[:2] != (version, chain)
+                snapshot = await weights.snapshot() if is_new else None
+            if snapshot is not None:  # of the moment; a slow disk does not hold up the next step
+                path = await asyncio.get_running_loop().run_in_executor(None, self._write, snapshot.named())
+                del snapshot
+                self.forget()
+                self._written = (version, chain, path)
+            if self._written is None:
+                raise RuntimeError("The state was forgotten while it was written.")
             file = open(self._written[2], "rb")  # noqa: SIM115  # of this machine; closed below
         with file:
             response = web.StreamResponse(

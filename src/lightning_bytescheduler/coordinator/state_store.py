@@ -222,24 +222,35 @@ class StateStore:
                 whole.update(chunk)
                 yield chunk
 
-        size = self._folder.publish(name, hashed())
-        manifest = _Manifest(
+        try:
+            size = self._folder.publish(name, hashed())
+            size += self._publish_manifest(self._manifest_of(state, name, size, str(whole), packed.plain))
+        except BaseException:
+            self._drop_tensors(name, stem)
+            raise
+        self._thin_out()
+        return size
+
+    def _drop_tensors(self, name: str, stem: str) -> None:
+        """Nobody will know of the tensors of a state that was not saved: they would take a full disk's last room."""
+        with contextlib.suppress(Exception):
+            if f"{stem}.json" not in self._folder.names():
+                self._folder.remove(name)
+
+    def _manifest_of(self, state: RunState, name: str, size: int, digest: str, plain: Any) -> _Manifest:
+        if not self._may_save():
+            raise RuntimeError("this coordinator acts no more")
+        return _Manifest(
             format=_FORMAT,
             term=state.term,
             version=state.version,
             chain=state.chain,
             tensors=name,
             size=size,
-            digest=str(whole),
+            digest=digest,
             saved=time.time(),
-            state=packed.plain,
+            state=plain,
         )
-        if not self._may_save():
-            self._folder.remove(name)
-            raise RuntimeError("this coordinator acts no more")
-        size += self._publish_manifest(manifest)
-        self._thin_out()
-        return size
 
     def _publish_manifest(self, manifest: _Manifest) -> int:
         content = msgspec.json.encode(manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import ssl
 import time
 import urllib.error
@@ -147,6 +148,8 @@ def _ask(address: CoordinatorAddress) -> bytes:
                 failure = OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}")
         except urllib.error.URLError as error:
             failure = OSError(f"{url} cannot be asked: {_reason(error.reason)}.")
+        except http.client.HTTPException as error:  # what is no HTTP, or ends early
+            failure = OSError(f"{url} does not answer as a coordinator does ({type(error).__name__}).")
         except OSError as error:
             failure = OSError(f"{url} cannot be asked: {error}.")
     raise failure or OSError("There is no address to ask.")
@@ -214,7 +217,8 @@ def _lines(status: RunStatus) -> list[str]:
         share = 100 * slices.trained / max(slices.samples, 1)
         lines.append(
             f"Epoch {slices.epoch + 1} of the data: {share:.0f} %, {slices.unfinished:,} slices to go"
-            + (f", {slices.quarantined} quarantined." if slices.quarantined else ".")
+            + (f", {slices.quarantined} quarantined" if slices.quarantined else "")
+            + (f"; {100 * slices.ahead / max(slices.samples, 1):.0f} % of the next one." if slices.ahead else ".")
         )
     moved = f"{_bytes(status.counters.get('bytes_in', 0))} in, {_bytes(status.counters.get('bytes_out', 0))} out"
     saved = "no round saved" if status.saved_round is None else f"round {status.saved_round:,} saved"

@@ -63,6 +63,7 @@ def summary_of(record: RoundRecord, metrics: Mapping[str, float], ended: float) 
         samples=record.samples,
         merged=len(record.merged),
         workers=len(record.workers),
+        deadline=None if record.deadline is None else record.deadline - record.start,
         loss=metrics.get("loss"),
         metrics={name: value for name, value in metrics.items() if name != "loss"},
     )

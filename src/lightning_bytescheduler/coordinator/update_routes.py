@@ -8,6 +8,7 @@ sum. A connection that dies half-way leaves nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -41,6 +42,8 @@ from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 __all__ = ["UpdateRoutes"]
+
+log = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
@@ -138,6 +141,9 @@ class UpdateRoutes:
         except (ConnectionError, asyncio.IncompleteReadError, web.HTTPException) as error:
             self._run.count("updates_broken")
             return problem(400, f"The update did not come in whole: {type(error).__name__}.")
+        except OSError as error:  # the run goes on, and the worker tries again
+            log.warning("There is no room for an update of %s: %s", offer.member.name, error)
+            return problem(503, f"There is no room for an update: {error.strerror}.", retry_after=1)
 
     async def _receive(self, request: web.Request, spooled: Spooled, inspection: Inspection) -> None:
         content = request.content

@@ -103,12 +103,18 @@ def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) ->
 
 
 def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
-    """The same shares of a batch that has only ``size`` samples: in proportion, and none for some if there are few."""
+    """The same shares of a batch that has only ``size`` samples: in proportion, but one for each rank if there is.
+
+    A rank without one would compute on another's, and no sooner be done.
+    """
     total = sum(shares)
     parts = [share * size // total for share in shares]
     left = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * size % total), rank))
     for rank in left[: size - sum(parts)]:
         parts[rank] += 1
+    while 0 in parts and size >= len(parts):
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
     return tuple(parts)
 
 
@@ -122,6 +128,7 @@ class Balance:
         limits: The most that each rank may take.
 
     Attributes:
+        total: As given.
         changes: How often shares have changed, or are about to.
 
     Raises:
@@ -137,7 +144,7 @@ class Balance:
             hint = f"A batch of all ranks has {total} samples."
             raise OptionError("max_batch_size", self._limits, f"{total} or more together", hint)
         self.changes = 0
-        self._total = total
+        self.total = total
         self._ahead = ahead
         self._paces = [Pace() for _ in range(ranks)]
         equal = shares_by_pace(total, [1.0] * ranks, self._limits)
@@ -158,7 +165,7 @@ class Balance:
         if not all(pace.known for pace in self._paces):
             return
         paces = [pace.seconds for pace in self._paces]
-        wanted = shares_by_pace(self._total, paces, self._limits)
+        wanted = shares_by_pace(self.total, paces, self._limits)
         gain = _longest(current, paces) / _longest(wanted, paces) - 1.0
         if gain <= max(_LEAST_GAIN, _CERTAIN * max(pace.uncertainty for pace in self._paces)):
             return
@@ -186,7 +193,7 @@ class Balance:
         if not all(pace.known for pace in self._paces):
             return None
         paces = [pace.seconds for pace in self._paces]
-        equal = shares_by_pace(self._total, [1.0] * len(paces), self._limits)
+        equal = shares_by_pace(self.total, [1.0] * len(paces), self._limits)
         return _longest(equal, paces) - _longest(self.present, paces)
 
 

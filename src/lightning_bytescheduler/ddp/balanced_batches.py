@@ -46,6 +46,7 @@ __all__ = [
     "balanced_loader",
     "drawn_ahead",
     "require_balanceable",
+    "require_timed",
 ]
 
 _CANNOT = "batch_size={how!r} cannot share out the batches of"
@@ -201,11 +202,15 @@ class AgreedShares:
         balance: What decides.
         ahead: Decisions count from so many batches later on, as the loaders of all ranks draw no farther ahead.
         failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
+
+    Attributes:
+        balance: As given.
+        ahead: As given.
     """
 
     def __init__(self, balance: Balance, ahead: int, failure: Callable[[], BaseException | None]) -> None:
         self.balance = balance
-        self._ahead = ahead
+        self.ahead = ahead
         self._failure = failure
         self._posted: deque[PostedNumbers] = deque()
         self._taken = 0
@@ -226,9 +231,9 @@ class AgreedShares:
         if batch == 0:
             self._first = self._count  # what was drawn in the last pass, and not trained on, does not count
         number = self._first + batch
-        while self._taken <= number - self._ahead:
+        while self._taken <= number - self.ahead:
             if not self._posted:
-                raise RuntimeError(f"Batch {number} was drawn before batch {number - self._ahead} had begun.")
+                raise RuntimeError(f"Batch {number} was drawn before batch {number - self.ahead} had begun.")
             posted = self._posted.popleft()
             posted.wait(self._failure)
             seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
@@ -260,15 +265,25 @@ class AgreedShares:
         return found
 
 
-def drawn_ahead(loader: DataLoader[Any], accumulated: int) -> int:
+def drawn_ahead(drawn: int, accumulated: int) -> int:
     """How many batches later what a batch tells can count on this rank.
 
     Args:
-        loader: Of the training data.
+        drawn: Batches that its loader's processes are asked for before the first of them is there.
         accumulated: Batches of a step: ranks may be as many apart.
     """
-    drawn = loader.num_workers * (loader.prefetch_factor or 1)
     return max(drawn, 1) + max(accumulated, 1) + 1
+
+
+def require_timed(device: torch.device, how: str) -> None:
+    """Require a device on which it is known what a step takes, where shares go by that.
+
+    Raises:
+        UnsupportedError: If it is not known.
+    """
+    if device.type not in ("cpu", "cuda") and how != "global":
+        why = f"the time that a step takes is measured on CPUs and CUDA GPUs, and this trains on {device.type}"
+        raise UnsupportedError(f"{_CANNOT.format(how=how)} this training: {why}. {_WAY_OUT}")
 
 
 def require_balanceable(loader: object, device: torch.device, how: str = "balanced", ranks: int = 2) -> DataLoader[Any]:
@@ -284,13 +299,19 @@ def require_balanceable(loader: object, device: torch.device, how: str = "balanc
         UnsupportedError: If not; says why, and what to do instead.
     """
     cannot = _CANNOT.format(how=how)
-    if device.type != "cpu" and how != "global":
-        why = f"the time that a step takes is measured on a CPU so far, and this trains on {device.type}"
-        raise UnsupportedError(f"{cannot} this training: {why}. {_WAY_OUT}")
+    require_timed(device, how)
+    if hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
+        raise UnsupportedError(
+            f"{cannot} a loader of slices without its data module. Give the Trainer that: "
+            "trainer.fit(model, datamodule=data)."
+        )
     if type(loader) is not DataLoader:
         raise UnsupportedError(f"{cannot} a {type(loader).__name__}: a plain DataLoader is needed. {_WAY_OUT}")
     if isinstance(loader.dataset, IterableDataset):
-        raise UnsupportedError(f"{cannot} an IterableDataset: samples need numbers, to be shared out. {_WAY_OUT}")
+        raise UnsupportedError(
+            f"{cannot} an IterableDataset: samples need numbers, to be shared out. Or cut the data into slices, for a "
+            f"SliceDataModule. {_WAY_OUT}"
+        )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         what = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "batches of its own"
         raise UnsupportedError(f"{cannot} a DataLoader with {what}: it has to have a batch_size. {_WAY_OUT}")

@@ -1,4 +1,4 @@
-"""One bucket of one step that travels encoded, part by part: to the owners of its shards, and back.
+"""One bucket of one step that travels encoded, part by part: to the owners of its shards or to servers, and back.
 
 See ``compressed_reduction.py`` for what is sent, what is left out, and on which threads.
 """
@@ -6,9 +6,9 @@ See ``compressed_reduction.py`` for what is sent, what is left out, and on which
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -17,67 +17,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.collectives.operations import StartedOperation, scale, shard_of
-from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.collectives.summing_server import DTYPES
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
+from lightning_bytescheduler.ddp.encoded_pieces import (
+    Piece,
+    bodies_of,
+    encoded,
+    is_finite,
+    joined,
+    most_bytes,
+    payload_bytes,
+    size_of,
+)
 from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
+from lightning_bytescheduler.ddp.pushed_pieces import PushedPiece, PushedPieces, described, read
 from lightning_bytescheduler.ddp.reduction import Phase
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
+from lightning_bytescheduler.scheduler.passage import Passage
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
-__all__ = ["CompressedBucket", "Piece"]
+__all__ = ["CompressedBucket"]
 
-_ALIGNED = 8  # bytes: each piece of a payload begins at a multiple, so that it can be read as numbers
 _SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
 _SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
 _CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
-_LENGTH = 8  # bytes of one
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Neighbouring elements of a bucket that travel alike: those of one parameter.
-
-    Attributes:
-        first: Position in the bucket.
-        end: Position after the last.
-        codec: What they travel in; ``None`` for as they are.
-        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
-        before: Is filled with the residual as it was before the step, if that may have to be taken back.
-        name: The parameter's.
-        idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
-            so that nothing that was left may travel with it.
-    """
-
-    first: int
-    end: int
-    codec: Compressor | None
-    residual: Tensor | None
-    before: Tensor | None = None
-    name: str = ""
-    idle: bool = False
-
-    def within(self, first: int, end: int) -> Piece | None:
-        """The part of it between two positions in the bucket, or ``None``."""
-        start, stop = max(first, self.first), min(end, self.end)
-        if start >= stop:
-            return None
-        here = slice(start - self.first, stop - self.first)
-        residual = None if self.residual is None else self.residual[here]
-        before = None if self.before is None else self.before[here]
-        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
-
-    def nbytes(self, width: int) -> int | None:
-        """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
-        size = self.end - self.first
-        if self.codec is None:
-            return size * width
-        return None if self.codec.exact else self.codec.payload_bytes(size)
 
 
 class _Compression(WorkObserver, Protocol):
     """What a bucket asks of the fit's compression."""
 
     ranks: int
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied with in this step; ``None`` if that never changes."""
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """The piece of a whole parameter, with what was left to be sent of it."""
@@ -130,7 +104,7 @@ class CompressedBucket:
 
     def charge(self, sub_task: SubCommTask, form: int) -> int:
         """See ``PartForms``."""
-        return sub_task.size if self._choice is None else self._choice.charge(sub_task.size, form)
+        return sub_task.size if self._choice is None else self._choice.charge(sub_task, form)
 
     def sample(self, sub_task: SubCommTask) -> tuple[Tensor, Tensor] | None:
         """See :class:`~lightning_bytescheduler.ddp.compression_choice.Sampled`."""
@@ -166,7 +140,7 @@ class CompressedBucket:
             if piece.residual is not None and not piece.idle:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
-                if _is_finite(gradient):
+                if is_finite(gradient):
                     gradient.add_(piece.residual, alpha=1.0 / factor)  # is multiplied like the gradient then
                     piece.residual.zero_()
 
@@ -231,6 +205,68 @@ class CompressedBucket:
         senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
 
+    def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """See ``EncodedBucket``."""
+        self._keep_before(sub_task)
+        width, seed = self._buffer.element_size(), _seed(sub_task)
+        first, end = sub_task.offset, sub_task.offset + sub_task.size
+        pieces = self._chosen(self._within(first, end), sub_task)
+        push = self._described(pieces, sub_task, seed)
+        rank = servers.group.rank()
+        if servers.adds_up(server):
+            scale(self._buffer[first:end], self._factor(self._observer.ranks))
+            sub_task.passage = Passage(server, pushed=0, pulled=0)
+
+            def combine(messages: list[Tensor]) -> Tensor:
+                with self._observer.working("reduce", sub_task) as squares:
+                    sums = self._values(pieces)
+                    for message in messages:
+                        theirs, payload = read(message)
+                        if isinstance(theirs, PushedPieces):
+                            push.require_alike(theirs)
+                        self._add(pieces, payload, sums)
+                    packed = self._packed(pieces, sums, seed, rank, squares, place=True)
+                sub_task.encoded_bytes = len(packed) * len(messages)
+                return packed
+
+            return StartedOperation([servers.combine(number, combine)], messages=True, lane=server)
+        with self._observer.working("encode", sub_task) as squares:
+            scale(self._buffer[first:end], self._factor(self._observer.ranks))
+            message = described(push, self._packed(pieces, self._values(pieces), seed, rank, squares))
+        sub_task.encoded_bytes = len(message)
+        reply = torch.empty(most_bytes(pieces, width), dtype=torch.uint8)
+        passage = sub_task.passage = Passage(server, pushed=len(message), pulled=len(reply))
+
+        def place() -> None:
+            passage.came = time.perf_counter()
+            passage.pulled = size_of(pieces, reply, width)
+            with self._observer.working("decode", sub_task):
+                self._place(pieces, reply)
+
+        pull = servers.exchange(server, number, message, reply, passage.sent)
+        return StartedOperation([pull], place, messages=True, lane=server)
+
+    def _described(self, pieces: list[Piece], sub_task: SubCommTask, seed: int) -> PushedPieces:
+        return PushedPieces(
+            step=sub_task.parent.key.step,
+            seed=seed,
+            kind=DTYPES.index(self._buffer.dtype),
+            loss_scale=self._observer.loss_scale,
+            pieces=[self._pushed(piece) for piece in pieces],
+        )
+
+    def _pushed(self, piece: Piece) -> PushedPiece:
+        whole = next(one for one in self._pieces if one.first <= piece.first < one.end)
+        return PushedPiece(
+            name=piece.name,
+            of=whole.end - whole.first,
+            at=piece.first - whole.first,
+            size=piece.end - piece.first,
+            first=piece.first,
+            codec=None if piece.codec is None else piece.codec.spec,
+            idle=piece.idle,
+        )
+
     def _keep_before(self, sub_task: SubCommTask) -> None:
         """See that all pieces of a part have their residuals, and can have them back if the step is left out."""
         edges = sub_task.offset, sub_task.offset + sub_task.size
@@ -257,7 +293,7 @@ class CompressedBucket:
         Where a payload's size depends on what is in it, sizes travel first.
         """
         sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
-        sizes = {rank: self._payload_bytes(shard) for rank, shard in senders.items()}
+        sizes = {rank: payload_bytes(shard, self._buffer.element_size()) for rank, shard in senders.items()}
         depends = any(piece.nbytes(1) is None for piece in self._pieces)
         known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
 
@@ -270,35 +306,21 @@ class CompressedBucket:
         own = {rank: torch.tensor([len(payload)]) for rank, payload in sent.items()}
         return StartedOperation(_works(group, known, own, _SIZES + number), exchange, messages=True)
 
-    def _payload_bytes(self, shard: list[Piece]) -> int | None:
-        """Size of a shard's payload; ``None`` if that depends on what is in it."""
-        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
-        known = [size for size in sizes if size is not None]
-        return None if len(known) < len(sizes) else sum(map(_aligned, known))
-
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
         """Pieces of a part by owner; ranks that own none of it are left out."""
         shards = {}
         for rank in range(group.size()):
             first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
             if first < end:
-                shards[rank] = self._within(first, end)
-                if self._choice is not None:
-                    codec = self._choice.codec(sub_task.form)
-                    shards[rank] = [p if p.codec is None else replace(p, codec=codec) for p in shards[rank]]
+                shards[rank] = self._chosen(self._within(first, end), sub_task)
         return shards
 
-    def _bodies(self, shard: list[Piece], payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece with its part of a payload."""
-        sizes = [piece.nbytes(self._buffer.element_size()) for piece in shard]
-        at = 0
-        if None in sizes:
-            at = _LENGTH * len(shard)
-            sizes = payload[:at].view(torch.int64).tolist()
-        for piece, size in zip(shard, sizes, strict=True):
-            if size is not None:
-                yield piece, payload[at : at + size]
-                at += _aligned(size)
+    def _chosen(self, pieces: list[Piece], sub_task: SubCommTask) -> list[Piece]:
+        """Pieces of a part, in the form that was chosen for it."""
+        if self._choice is None:
+            return pieces
+        codec = self._choice.codec(sub_task.form)
+        return [piece if piece.codec is None else replace(piece, codec=codec) for piece in pieces]
 
     # ------------------------------------------------------------------ arithmetic
 
@@ -320,36 +342,15 @@ class CompressedBucket:
         """Encode a shard, and keep what is left out; ``place`` puts into the buffer what travels."""
         bodies = []
         for piece, part in zip(shard, values, strict=True):
-            codec, residual, gradient = piece.codec, piece.residual, self._buffer[piece.first : piece.end]
-            placed = False
-            if codec is None:
-                body = part.view(torch.uint8)
-            elif residual is None or not _is_finite(part):  # what overflows is lost, and the residual stays
-                body = codec.compress(part, seed=seed + piece.first, worker=worker)
-            else:
-                placed = place and gradient.dtype is torch.float32
-                sent = gradient if placed else None
-                left = torch.zeros_like(residual) if piece.idle else residual
-                body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker, sent=sent)
-                if piece.idle:
-                    residual.add_(left)
-                squares.append(float(torch.dot(residual, residual)))
+            sent = self._buffer[piece.first : piece.end] if place else None
+            body, placed = encoded(piece, part, seed=seed, worker=worker, squares=squares, sent=sent)
             bodies.append(body)
             if place and not placed:
                 self._place_piece(piece, body)
-        if len(bodies) == 1 and shard[0].codec is not None and self._payload_bytes(shard) == len(bodies[0]):
-            return bodies[0]
-        lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
-        at = 0 if self._payload_bytes(shard) is not None else len(lengths)
-        payload = torch.empty(at + sum(_aligned(len(body)) for body in bodies), dtype=torch.uint8)
-        payload[:at] = lengths[:at]
-        for body in bodies:
-            payload[at : at + len(body)] = body
-            at += _aligned(len(body))
-        return payload
+        return joined(shard, bodies, self._buffer.element_size())
 
     def _add(self, shard: list[Piece], payload: Tensor, sums: list[Tensor]) -> None:
-        for (piece, body), total in zip(self._bodies(shard, payload), sums, strict=True):
+        for (piece, body), total in zip(bodies_of(shard, payload, self._buffer.element_size()), sums, strict=True):
             if piece.codec is None:
                 total.add_(body.view(total.dtype))
             elif piece.residual is None:
@@ -359,7 +360,7 @@ class CompressedBucket:
 
     def _place(self, shard: list[Piece], payload: Tensor) -> None:
         """Put into the buffer what travelled."""
-        for piece, body in self._bodies(shard, payload):
+        for piece, body in bodies_of(shard, payload, self._buffer.element_size()):
             self._place_piece(piece, body)
 
     def _place_piece(self, piece: Piece, body: Tensor) -> None:
@@ -370,10 +371,6 @@ class CompressedBucket:
             piece.codec.decompress(body, len(gradient), out=gradient)
         else:
             gradient.copy_(piece.codec.decompress(body, len(gradient)))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _seed(sub_task: SubCommTask) -> int:
@@ -394,8 +391,3 @@ def _works(
 ) -> list[dist.Work]:
     works = [group.recv([payload], rank, number) for rank, payload in received.items()]
     return works + [group.send([sent[rank]], rank, number) for rank in _others(group) if rank in sent]
-
-
-def _is_finite(part: Tensor) -> bool:
-    """Whether all numbers are; looked at one by one only if their squares overflow."""
-    return math.isfinite(torch.dot(part, part)) or bool(torch.isfinite(part).all())

@@ -39,12 +39,13 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.powersgd import PowerSGD
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket, Piece
+from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
+from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
-from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.residuals import LeftElsewhere, Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -94,6 +95,7 @@ class GradientCompression:
         choice: What that is left to, if it is.
         compressed: Names of the parameters whose gradients travel encoded, and in what.
         ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
+        loss_scale: Of the present step; ``None`` if that never changes.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class GradientCompression:
         self._statistics = statistics
         self._timeline = timeline
         self._loss_scale = loss_scale
+        self.loss_scale: float | None = None
         self._lock = threading.Lock()  # of the counters, which two threads keep
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
@@ -135,7 +138,8 @@ class GradientCompression:
         """
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
-        self._residuals.begin_step(self._loss_scale())
+        self.loss_scale = self._loss_scale()
+        self._residuals.begin_step(self.loss_scale)
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
@@ -147,6 +151,14 @@ class GradientCompression:
             return None
         pieces = list(self._pieces(bucket.parameters))
         return CompressedBucket(buffer, pieces, self, self.choice, weight)
+
+    def is_compressible(self, bucket: GradientBucket) -> bool:
+        """Whether most of a bucket may travel encoded."""
+        if bucket.buffer.is_complex():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            size = sum(parameter.numel() for parameter in bucket.parameters if id(parameter) in self._codecs)
+        return 2 * size > bucket.buffer.numel()
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """The piece of a whole parameter, with what was left to be sent of it; on the thread that sends it.
@@ -160,6 +172,16 @@ class GradientCompression:
             return piece
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
+
+    def sums_elsewhere(self, left: LeftElsewhere) -> None:
+        """Others than ranks encode sums of this fit, and say what they have left of them."""
+        self._residuals.elsewhere = left
+
+    def end(self, *, takes_over: bool) -> None:
+        """Whoever else encodes sums ends; nothing is under way where this rank takes over what they have left."""
+        if takes_over:
+            self._residuals.take_over()
+        self._residuals.elsewhere = None
 
     def in_factors(
         self, bucket: GradientBucket, ranks: int, weight: StepWeight | None = None
@@ -217,6 +239,8 @@ class GradientCompression:
 class CompressedReduction:
     """Reduce-scatter and all-gather by priority, encoded; an all-reduce of buckets that travel as they are.
 
+    Where there are parameter servers, push and pull take the place of all of them.
+
     See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
 
     Args:
@@ -238,7 +262,7 @@ class CompressedReduction:
         weight: StepWeight | None = None,
     ) -> None:
         self._tasks = StepTasks(core, transport, step, device, weight)
-        self._plain = AllReduction(core, transport, step, device, weight=weight)
+        self._all = AllReduction(core, transport, step, device, weight=weight)
         self._compression = compression
         self._factors = LowRankReduction(self._tasks, self.reduce)
 
@@ -248,8 +272,8 @@ class CompressedReduction:
         if in_factors is not None:
             return self._factors.reduce(bucket, *in_factors, on_end)
         encoded = self._compression.encoded(bucket, self._tasks.weight)
-        if encoded is None:
-            return self._plain.reduce(bucket, on_end)
+        if encoded is None or self._tasks.served:
+            return self._all.reduce(bucket, on_end, encoded)
         return self._tasks.enqueue_halves(
             bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end
         )

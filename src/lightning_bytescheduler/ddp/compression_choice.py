@@ -25,10 +25,11 @@ from torch import Tensor
 
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
-from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.scheduler.task import SubCommTask, part_size
 
 __all__ = ["CompressionChoice", "Sampled", "relative_error"]
 
+_LARGER = 4  # times the size of parts that travel as they are
 _MANY = 1 << 20  # elements: at such a size headers do not matter for how much smaller something gets
 
 
@@ -75,6 +76,7 @@ class CompressionChoice:
         self._ratios[0] = 1.0
         self._decides = decides
         self._late = LateTransfers(LinkPace(self._ratios))
+        self._as_they_are: set[int] = set()  # buckets whose last part that was late could not be compressed
 
     def know_link(self, seconds_per_byte: float | None) -> None:
         """The link takes so long for a byte of gradient, as far as was measured before the first step."""
@@ -104,6 +106,32 @@ class CompressionChoice:
         if self._decides:
             with self._lock:
                 self._late.ready(bucket, nbytes, priority, self._clock(), last=last)
+
+    def cut(self, bucket: int, buffer: Tensor, partition_size: int) -> tuple[int, ...] | None:
+        """Sizes of the parts of a bucket that has just been said to be there, if it is compressed as a whole.
+
+        Codecs, messages and threads cost milliseconds for each part, whatever its size; and what is compressed is not
+        long under way, so that large parts are not long in the way of what is more urgent.
+
+        Args:
+            bucket: Its number.
+            buffer: Its gradients.
+            partition_size: Of parts that travel as they are, in elements.
+
+        Returns:
+            ``None`` if it is not. Only the rank that decides asks: others are told how a bucket is cut.
+        """
+        size = buffer.numel()
+        if not self._decides:
+            return None
+        with self._lock:
+            if self._late.halves or bucket in self._as_they_are:
+                return None
+            helps = any(self._late.pace.helps(form) for form in self._late.pace.forms)
+            if not helps or not self._late.whole_is_late(bucket, size * buffer.element_size(), self._clock()):
+                return None
+        part = part_size(size, _LARGER * partition_size)
+        return tuple(min(part, size - first) for first in range(0, size, part))
 
     def bucket_needed(self, bucket: int) -> None:
         """Somebody has reached for what depends on a gradient."""
@@ -155,19 +183,24 @@ class CompressionChoice:
             helpful = [form for form in self._late.pace.forms if self._late.pace.helps(form)]
         sample = bucket.sample(sub_task) if late and helpful else None
         if sample is not None:
-            for form in helpful:
-                if relative_error(self.codec(form), *sample) <= self._max_error:
-                    return form
+            found = (each for each in helpful if relative_error(self.codec(each), *sample) <= self._max_error)
+            form = next(found, 0)
+            with self._lock:
+                (self._as_they_are.discard if form else self._as_they_are.add)(sub_task.parent.key.bucket)
+            return form
         return 0
 
-    def charge(self, size: int, form: int) -> int:
-        """What a part of so many elements takes of the credit: its share of the time that it would take as it is.
+    def charge(self, sub_task: SubCommTask, form: int) -> int:
+        """What a part takes of the credit: its share of the time that it would take as it is.
 
-        By bytes alone, so many would be under way where codecs are slower than the link that what is urgent waits.
+        By bytes alone, so many would be under way where codecs are slower than the link that what is urgent waits. But
+        of parts as large as those of buckets that are compressed as a whole there are few.
         """
-        share = 1.0 / self._ratios[form]
+        size, share = sub_task.size, 1.0 / self._ratios[form]
         if self._decides:
             with self._lock:
+                if self._late.is_whole(sub_task.parent.key.bucket):
+                    return math.ceil(size * share)
                 exact, smaller = (self._late.pace.seconds_per_byte(each) for each in (0, form))
             if exact and smaller:
                 share = min(max(share, smaller / exact), 1.0)

@@ -211,6 +211,10 @@ class GradientEngine:
         """Communication of updates whose step has been taken."""
         return self._step.due_tasks()
 
+    def arriving_tasks(self) -> list[CommTask]:
+        """Communication that steps which were handed over wait for, be they taken or not."""
+        return self._step.arriving_tasks()
+
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
         self._step.flush()
@@ -247,6 +251,8 @@ class GradientEngine:
             self._begin_step()
         self._last_index = index
         step = self._step
+        if self._context.weights is not None:
+            self._context.weights.gradient_exists()
         if bucket.is_last():
             self.steps_offered = step.number
         buffer = bucket.buffer()

@@ -19,7 +19,16 @@ from typing import Any
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.lightning_api import pl
 
-__all__ = ["POSITION", "EpochData", "loader_resumes", "note_position", "require_same_epoch", "rewind_to_step"]
+__all__ = [
+    "POSITION",
+    "EpochData",
+    "is_amid_epoch",
+    "loader_resumes",
+    "note_position",
+    "require_same_epoch",
+    "rewind_to_step",
+    "unfinished_batches",
+]
 
 POSITION = "lightning_bytescheduler.position"
 """Where a checkpoint has what an epoch's batches are drawn from."""
@@ -44,14 +53,26 @@ class EpochData:
     ranks: int
 
     def __str__(self) -> str:
-        return f"batches of {self.batch_size} samples (on {self.ranks} ranks), of {self.samples:,} {self.order}"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"batches of {self.batch_size} samples (on {ranks}), of {self.samples:,} {self.order}"
 
 
-def note_position(checkpoint: dict[str, Any], data: EpochData, trainer: pl.Trainer) -> None:
-    """Add to a checkpoint of a fit what its epoch is drawn from, and how many batches of a step it is behind."""
+def unfinished_batches(trainer: pl.Trainer) -> int:
+    """How many batches a fit is into a step that accumulates several."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    left = 0 if progress.is_last_batch else progress.current.processed % trainer.accumulate_grad_batches
-    checkpoint[POSITION] = {**asdict(data), "batches_of_unfinished_step": left}
+    return 0 if progress.is_last_batch else int(progress.current.processed % trainer.accumulate_grad_batches)
+
+
+def note_position(checkpoint: dict[str, Any], data: EpochData | None, trainer: pl.Trainer) -> None:
+    """Add to a checkpoint of a fit how many batches of a step it is behind, and what its epoch is drawn from.
+
+    Args:
+        checkpoint: To be saved.
+        data: ``None`` if it has a position of its own.
+        trainer: Of the fit.
+    """
+    noted = {} if data is None else asdict(data)
+    checkpoint[POSITION] = {**noted, "batches_of_unfinished_step": unfinished_batches(trainer)}
 
 
 def rewind_to_step(checkpoint: Mapping[str, Any]) -> None:
@@ -62,6 +83,17 @@ def rewind_to_step(checkpoint: Mapping[str, Any]) -> None:
         for counts in (progress["total"], progress["current"]):
             done = counts["processed"] - left
             counts.update(ready=done, started=done, processed=done, completed=done)
+
+
+def is_amid_epoch(saved: Mapping[str, Any] | None, trainer: pl.Trainer) -> bool:
+    """Whether a training goes on in the middle of an epoch whose batches were shared out of a DataLoader.
+
+    Args:
+        saved: What the checkpoint has of it.
+        trainer: Has loaded the checkpoint's progress.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return saved is not None and "samples" in saved and progress.current.processed > 0 and not progress.is_last_batch
 
 
 def require_same_epoch(saved: Mapping[str, Any] | None, data: EpochData, trainer: pl.Trainer) -> None:
@@ -75,10 +107,9 @@ def require_same_epoch(saved: Mapping[str, Any] | None, data: EpochData, trainer
     Raises:
         OptionError: If the checkpoint is of the middle of an epoch that was drawn from other data, or in other batches.
     """
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    done = progress.current.processed
-    if saved is None or not done or progress.is_last_batch:
+    if saved is None or not is_amid_epoch(saved, trainer):
         return
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     before = EpochData(**{name: saved[name] for name in asdict(data)})
     if (before.batch_size, before.samples, before.order) == (data.batch_size, data.samples, data.order):
         return
@@ -86,10 +117,10 @@ def require_same_epoch(saved: Mapping[str, Any] | None, data: EpochData, trainer
         "batch_size",
         data.batch_size,
         "",
-        says=f"The checkpoint is of the middle of an epoch, after {done} of its {before}. This training has {data}: "
-        "which samples are left cannot be told. Give the DataLoader the same data, the same seed, and batches of the "
-        "same size: with batch_size='global' its batch_size counts for all ranks, however many there are. Or go on "
-        "from the end of an epoch.",
+        says=f"The checkpoint is of the middle of an epoch, after {progress.current.processed} of its {before}. This "
+        f"training has {data}: which samples are left cannot be told. Give the DataLoader the same data, the same "
+        "seed, and batches of the same size: with batch_size='global' its batch_size counts for all ranks, however "
+        "many there are. Or go on from the end of an epoch.",
     )
 
 

@@ -71,7 +71,8 @@ _OF_THE_TRAINER = {
         "a batch's samples are known where the Trainer hands the batch to training_step",
     ),
     **dict.fromkeys(
-        ("architecture", "servers", "placement"), "parameter servers take part in one fit of the Trainer, and leave it"
+        ("architecture", "servers", "placement", "group"),
+        "parameter servers take part in one fit of the Trainer, and leave it",
     ),
 }
 

@@ -17,11 +17,15 @@ from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 
-__all__ = ["announce", "first_pace", "reason_for", "say_found", "say_start", "summary_of"]
+__all__ = ["announce", "first_pace", "reason_for", "say_found", "say_if_tiny", "say_start", "summary_of"]
 
-_FAR = "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all. "
+_FAR = (
+    "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
+    "what is urgent overtakes on connections of its own. "
+)
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
+_TINY = 1024  # parameters
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
 
 
@@ -175,3 +179,13 @@ def _ms(seconds: float) -> str:
     """Milliseconds, with the digits that matter."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
+
+
+def say_if_tiny(**sizes: int | None) -> None:
+    """Somebody may have meant megabytes."""
+    for option, size in sizes.items():
+        if size is not None and size < _TINY:
+            rank_zero_info(
+                f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is "
+                f"slow. {size} MB of fp32 = {size * 250_000:,} parameters."
+            )

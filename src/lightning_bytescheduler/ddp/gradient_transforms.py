@@ -227,13 +227,18 @@ class StepTransforms:
     @property
     def known(self) -> bool:
         """Whether everything can be applied without waiting."""
-        norms = self._reduction.norms if isinstance(self._reduction, ShardedReduction) else None
-        return norms is None or not self._transforms or (norms.done() and norms.error is None)
+        task = self.task
+        return task is None or (task.done() and task.error is None)
+
+    @property
+    def norms(self) -> CommTask | None:
+        """What tells the ranks the norms of each other's shards, applied to anything or not."""
+        return self._reduction.norms if isinstance(self._reduction, ShardedReduction) else None
 
     @property
     def task(self) -> CommTask | None:
         """What is waited for before anything can be applied."""
-        return self._reduction.norms if isinstance(self._reduction, ShardedReduction) and self._transforms else None
+        return self.norms if self._transforms else None
 
     def update_scale(self) -> None:
         """Update the loss scale, if that is due; waits if need be."""

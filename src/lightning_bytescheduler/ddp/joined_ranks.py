@@ -21,6 +21,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.incarnation import agent_keeps_store, name_incarnation
+from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import SIGTERMException, rank_zero_info, rank_zero_warn
 
@@ -204,5 +205,16 @@ class JoinedRanks:
         for runtime in runtimes:
             explained = runtime.explain(error)
             if explained is not error:
-                return explained
-        return error if runtimes or self._board is None else self._board.explain(error)
+                return self._ending(explained)
+        return self._ending(error if runtimes or self._board is None else self._board.explain(error))
+
+    def _ending(self, error: BaseException) -> BaseException:
+        """``error``; or this rank's own end, where it has got a SIGTERM like the rank that ``error`` names."""
+        elsewhere = isinstance(error, RankFailedError) and error.cause == phrase(SIGTERMException())
+        return SIGTERMException() if elsewhere and self._got_sigterm() else error
+
+    def _got_sigterm(self) -> bool:
+        """Whether Lightning is to end this rank, once it comes to it."""
+        module = getattr(self, "lightning_module", None)
+        trainer = None if module is None else module._trainer
+        return trainer is not None and bool(trainer.received_sigterm)

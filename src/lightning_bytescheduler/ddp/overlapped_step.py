@@ -433,6 +433,12 @@ class OverlappedStep(TrainingStep):
         norms = self.transforms.task
         return due if norms is None or not due else [norms, *due]
 
+    def arriving_tasks(self) -> list[CommTask]:
+        """See :class:`TrainingStep`."""
+        tasks = [u.task for u in list(self.updates) if u.state in (UpdateState.REDUCING, UpdateState.DUE)]
+        norms = self.transforms.norms
+        return tasks if norms is None or not tasks else [norms, *tasks]
+
     def land_what_arrived(self) -> tuple[int, int]:
         """See :class:`TrainingStep`."""
         applied = lost = 0

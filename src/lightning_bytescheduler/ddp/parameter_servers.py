@@ -7,25 +7,38 @@ servers are known to this group alone.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
-from lightning_bytescheduler.checks import require_architecture, require_whole
+from lightning_bytescheduler.checks import require_architecture, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.node_layout import RankOnNode, agree_on_nodes
+from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
-from lightning_bytescheduler.exceptions import OptionError, ServerFailedError, UnsupportedError
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, require_known, room_for_answer
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, ServerFailedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 
-__all__ = ["JoinedServers", "ServerOptions"]
+__all__ = ["JoinedServers", "ServerOptions", "explain_timeout", "refuse_beside_staleness"]
 
 _TIMEOUT = timedelta(minutes=30)
+_WAITED = "Of the servers,"
+_OF_AVERAGING = (
+    "partition_size", "credit", "cross_barrier", "mode", "credit_tuning", "partition_tuning", "timeline", "policy",
+    "compression", "compression_min_size", "max_error", "weighting", "samples", "batch_size", "max_batch_size",
+    "placement", "group", "bucket_cap_mb", "gradient_as_bucket_view",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,45 +49,97 @@ class ServerOptions:
         architecture: ``"allreduce"``: the workers among themselves. ``"ps"``: parameter servers.
         servers: How many of them run on machines of their own.
         placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
+        compressed: Whether gradients are, so that servers keep what is left of their sums.
+        staleness: How many steps a worker may be ahead of the slowest one, where nothing is averaged and each steps on
+            its own.
+        group: Of which ranks one sum is pushed: ``None`` for of each, or ``"node"``.
     """
 
     architecture: str = "allreduce"
     servers: int = 0
     placement: str = PLACEMENTS[0]
+    compressed: bool = False
+    staleness: int | None = None
+    group: str | None = None
 
     @classmethod
     def resolve(
-        cls, architecture: str, servers: int, placement: str | None = None, *, compression: object = None
+        cls,
+        architecture: str,
+        servers: int,
+        placement: str | None = None,
+        rules: CompressionRules | None = None,
+        staleness: int | None = None,
+        group: str | None = None,
     ) -> ServerOptions:
         """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
+
+        Args:
+            architecture: See the class.
+            servers: See the class.
+            placement: See the class.
+            rules: What is compressed, if anything is.
+            staleness: See the class.
+            group: See the class.
 
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
         """
         require_architecture(architecture)
         require_whole("servers", servers, 0)
+        if staleness is not None:
+            require_whole("staleness", staleness, 0)
+            if architecture != "ps":
+                raise OptionError("staleness", staleness, "left out unless architecture='ps'")
+            if not servers:
+                raise OptionError(
+                    "servers", servers, "1 or more with staleness", "One may run beside a rank, on the same machine."
+                )
+        if group is not None:
+            _require_groupable(group, architecture, rules)
         if servers and architecture != "ps":
             raise OptionError("servers", servers, "left out unless architecture='ps'")
-        if architecture == "ps" and compression is not None:
-            raise OptionError(
-                "compression", compression, "left out with architecture='ps', whose servers add up plain gradients"
-            )
+        if architecture == "ps" and rules is not None:
+            _require_served(rules, servers)
         if architecture != "ps":
             if placement is not None:
                 raise OptionError("placement", placement, "left out unless architecture='ps'")
             return cls()
-        return cls(architecture=architecture, servers=servers, placement=chosen_placement(placement, os.environ))
+        return cls(
+            architecture=architecture,
+            servers=servers,
+            placement=chosen_placement(placement, os.environ),
+            compressed=rules is not None,
+            staleness=staleness,
+            group=group,
+        )
 
     @property
     def used(self) -> bool:
         """Whether there are parameter servers."""
         return self.architecture == "ps"
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {
+            "architecture": self.architecture,
+            "servers": self.servers,
+            "placement": self.placement,
+            "group": self.group,
+            "staleness": self.staleness,
+        }
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether workers step on their own."""
+        return self.staleness is not None
+
     def join(
         self,
         groups: SchedulerGroups,
         board: FaultBoard,
-        device: torch.device,
+        place: RankOnNode,
         *,
         timeout: timedelta | None,
         say: Callable[[str], object],
@@ -84,32 +149,73 @@ class ServerOptions:
         Args:
             groups: The scheduler's, among workers.
             board: Asked whether waiting is in vain.
-            device: Where gradients live.
+            place: Of this rank, and of its gradients.
             timeout: Of the wait for servers, and of each message; half an hour if ``None``.
             say: Told what the user should know, on rank 0.
 
         Raises:
-            UnsupportedError: If gradients are not on a CPU.
+            UnsupportedError: If gradients are not on a CPU, or ranks on nodes cannot be grouped.
             SchedulerTimeoutError: If too few servers have come in time.
             RanksDifferError: If a server has another version.
             ServerFailedError: If one has died.
         """
+        device = place.root_device
         if device.type != "cpu":
             raise UnsupportedError(
                 f"architecture='ps' is for gradients on a CPU so far, and these are on {device.type}. Use "
                 "architecture='allreduce'."
             )
-        servers, timeout = min(self.servers, groups.world_size), timeout or _TIMEOUT
-        if servers < self.servers and groups.rank == 0:
-            say(f"bytescheduler: servers={self.servers} counts as {servers}, as no more than one a worker is of use.")
+        timeout = timeout or _TIMEOUT
 
         def failure() -> BaseException | None:
             return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
 
-        found, group = meet_servers(groups, servers, timeout=timeout, failure=failure, say=say)
-        placed = PlacedParts(self.placement, workers=groups.world_size, servers=servers)
-        push_pull = PushPull(group, workers=groups.world_size, servers=servers, shares=placed.shares)
+        try:
+            layout = agree_on_nodes(groups, place) if self.group == "node" else None
+            if layout is not None and layout.local_size == 1:
+                layout = None  # a rank pushes for itself
+            pushers = groups.world_size if layout is None else len(layout.nodes)
+            servers, each = min(self.servers, pushers), "worker" if layout is None else "node"
+            if servers < self.servers and groups.rank == 0:
+                more = f"as no more than one a {each} is of use"
+                say(f"bytescheduler: servers={self.servers} counts as {servers}, {more}.")
+            found, group, local = meet_servers(
+                groups, servers, timeout=timeout, failure=failure, say=say, layout=layout
+            )
+        except RuntimeError as error:  # a rank has died while all connected
+            if not is_communication_error(error):
+                raise
+            raise board.diagnose(error) from error
+        nodes = () if layout is None else layout.nodes
+        placed = PlacedParts(self.placement, workers=pushers, servers=servers, kept=self.compressed, nodes=nodes)
+        made = partial(PushPull, group) if local is None else partial(NodePushPull, group, local)
+        rail = () if layout is None else layout.rails[layout.local_rank]
+        push_pull = made(workers=pushers, servers=servers, shares=placed.shares, ranks=rail, timeout=timeout)
         return JoinedServers(push_pull, found, placed)
+
+
+def _require_groupable(group: str, architecture: str, rules: CompressionRules | None) -> None:
+    require_one_of("group", group, ("node",))
+    if architecture != "ps":
+        raise OptionError("group", group, "left out unless architecture='ps'")
+    if rules is not None:
+        raise OptionError(
+            "group",
+            group,
+            f"left out with compression={rules.spec!r}: what ranks have compressed is not added up on a node",
+            "Leave one of them out: group='node' sends fewer bytes by as many ranks as a node has.",
+        )
+
+
+def _require_served(rules: CompressionRules, servers: int) -> None:
+    if rules.choices or rules.whole_matrices:
+        raise OptionError(
+            "compression",
+            rules.spec,
+            "a compressor of gradients as they are cut, such as 'int8', with architecture='ps'",
+            "'auto' and 'powersgd' are for architecture='allreduce'.",
+        )
+    require_known(rules.by_pattern, servers)
 
 
 class JoinedServers:
@@ -130,9 +236,61 @@ class JoinedServers:
         """The server that has died, if one has. For any thread; may wait for half a second."""
         return self._found.find_gone()
 
+    def left(self, name: str, size: int, loss_scale: float) -> torch.Tensor | None:
+        """What spare servers have left to send of a parameter; see ``residuals.LeftElsewhere``.
+
+        Raises:
+            RuntimeError: If a connection has ended.
+        """
+        question = described(LeftQuestion(name=name, size=size))
+        answers = self.push_pull.ask(question, partial(room_for_answer, size))
+        left = [one for answer in answers if (one := left_in(answer, loss_scale)) is not None]
+        return torch.stack(left).sum(0) if left else None
+
+    def explain_timeout(self, error: BaseException) -> BaseException:
+        """See :func:`explain_timeout`."""
+        return explain_timeout(error, self._found)
+
     def leave(self, *, idle: bool) -> None:
         """Say goodbye; see :meth:`PushPull.close`."""
         try:
             self.push_pull.close(idle=idle)
         finally:
             self._found.close()
+
+
+def explain_timeout(error: BaseException, found: ServersFound) -> BaseException:
+    """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
+    timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
+    if not timed_out or _WAITED in str(error):
+        return error
+    silent = found.find_silent()
+    if silent is not None:
+        silent.__cause__ = error
+        return silent
+    where = found.whereabouts()
+    if not where:
+        return error
+    explained = SchedulerTimeoutError(f"{brief(error)} {_WAITED} {where}.")
+    explained.__cause__ = error
+    return explained
+
+
+def refuse_beside_staleness(given: Mapping[str, object], signature: inspect.Signature) -> None:
+    """Raise an error for what says how gradients are averaged, where none are.
+
+    Args:
+        given: All options of the strategy.
+        signature: The strategy's, with what counts as left out.
+
+    Raises:
+        OptionError: If one of them is not left out.
+    """
+    for name in _OF_AVERAGING:
+        if given[name] != signature.parameters[name].default:
+            raise OptionError(
+                name,
+                given[name],
+                "left out with staleness, which averages no gradients",
+                "Leave staleness out for exact steps.",
+            )

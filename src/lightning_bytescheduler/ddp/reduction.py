@@ -41,14 +41,14 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
+from lightning_bytescheduler.ddp.encoded_pieces import EncodedBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask, PartForms, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = [
     "AllReduction",
-    "EncodedBucket",
     "Encoder",
     "GradientBucket",
     "Phase",
@@ -113,26 +113,6 @@ class GradientBucket:
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 
 
-class EncodedBucket(PartForms, Protocol):
-    """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether each part may travel as it is, too: then its form says so."""
-
-    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
-        """Before a part is sent as it is: add what was left to be sent of it."""
-
-    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """:meth:`scatter`, and then :meth:`gather`; an ``EncodedStart``."""
-
-    def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
-
-    def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
-
-
 class Encoder(Protocol):
     """Says what of the gradients travels encoded."""
 
@@ -182,11 +162,17 @@ class AllReduction:
         self._tasks = StepTasks(core, transport, step, device, weight)
         self._encoder = encoder
 
-    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
-        """See :class:`Reduction`."""
+    def reduce(
+        self,
+        bucket: GradientBucket,
+        on_end: Callable[[CommTask], None] | None = None,
+        encoded: EncodedBucket | None = None,
+    ) -> CommTask:
+        """See :class:`Reduction`; ``encoded`` is given where it is not the encoder's affair."""
         tasks = self._tasks
         ready = ReadyMark(tasks.device)
-        encoded = None if self._encoder is None else self._encoder.encoded(bucket, tasks.weight)
+        if self._encoder is not None:
+            encoded = self._encoder.encoded(bucket, tasks.weight)
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
@@ -370,6 +356,7 @@ class StepTasks:
         self.world_size = transport.group.size()
         self.all_reduce = transport.all_reduce
         self.wire_share = transport.wire_share
+        self.served = transport.push_pull is not None
         self.weight = weight
         self._transport = transport
 
@@ -543,6 +530,9 @@ class StepTasks:
                 encoded = None
                 if sub_task.parent.key.phase == Phase.REDUCE:
                     of.add_left(sub_task, self.world_size)
+            if of is not None and encoded is not None and self._transport.push_pull is not None:
+                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), of.serve)
+                return
             if encoded is not None:
                 self._transport.send_encoded(sub_task, encoded)
                 return

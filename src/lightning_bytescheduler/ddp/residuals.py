@@ -22,9 +22,12 @@ from torch import Tensor
 
 from lightning_bytescheduler.ddp.low_rank_reduction import first_right
 
-__all__ = ["Residuals"]
+__all__ = ["LeftElsewhere", "Residuals"]
 
 _FORMAT = 1
+
+LeftElsewhere = Callable[[str, int, float], Tensor | None]
+"""What is left of a parameter, by its name, its elements, and what losses are multiplied with; ``None`` for nothing."""
 
 
 class Residuals:
@@ -32,6 +35,9 @@ class Residuals:
 
     While something is, threads that send ask for a parameter's (:meth:`knows`, :meth:`to_change`), each for parts that
     no other one has; one of them begins new ones.
+
+    Attributes:
+        elsewhere: Says what those have left to send who are no ranks, while nothing is under way.
     """
 
     def __init__(self) -> None:
@@ -43,6 +49,7 @@ class Residuals:
         self._may_be_left_out = False
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
+        self.elsewhere: LeftElsewhere | None = None
 
     def of(self, name: str, size: int) -> Tensor:
         """The residual of a parameter, zeros at first; written to in place."""
@@ -83,6 +90,15 @@ class Residuals:
         self._may_be_left_out = loss_scale is not None
         self.scale_to(1.0 if loss_scale is None else loss_scale)
 
+    def keep_step(self) -> None:
+        """What was changed in the last step stays, whatever comes of that."""
+        self._changed.clear()
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with, of whose gradients these are."""
+        return self._scale
+
     def right_of(self, name: str, columns: int, rank: int) -> Tensor:
         """The right factor of a parameter's last mean gradient, ``(columns, rank)``; written to in place."""
         known = self._rights.get(name)
@@ -116,7 +132,8 @@ class Residuals:
             tensor = self._tensors[name].clone()
             add_up(tensor)
             if keep:
-                saved[name] = tensor
+                left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)
+                saved[name] = tensor if left is None else tensor.add_(left)
         if not saved:
             return None
         rights = {name: right.clone() for name, right in self._rights.items()}
@@ -126,6 +143,15 @@ class Residuals:
             "residuals": saved,
             **({"right_factors": rights} if rights else {}),
         }
+
+    def take_over(self) -> None:
+        """Have what others have left, as they end; on one rank, and while nothing is under way."""
+        elsewhere, self.elsewhere = self.elsewhere, None
+        if elsewhere is not None:
+            for name, tensor in self._tensors.items():
+                left = elsewhere(name, tensor.numel(), self._scale)
+                if left is not None:
+                    tensor.add_(left)
 
     def load(self, state: Mapping[str, Any], ranks: int) -> None:
         """Go on from what :meth:`total` returned, on one of ``ranks`` ranks.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bytescheduler.collectives.groups import SchedulerGroups, leave
+from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_overtaking, leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
@@ -29,13 +29,19 @@ from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.parameter_servers import JoinedServers
 from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, SchedulerClosedError
+from lightning_bytescheduler.exceptions import (
+    ByteSchedulerError,
+    RankFailedError,
+    SchedulerClosedError,
+    ServerFailedError,
+)
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -43,7 +49,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.policies import POLICIES, LinkCost, policy_of
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, Timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, REPLY, Timeline
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
 
 __all__ = ["AgreedSizes", "SchedulerRuntime", "agree_on_sizes"]
@@ -137,7 +143,7 @@ def agree_on_sizes(
             larger = _FOR_CODECS * sizes.partition_size
             sizes = SchedulerSizes(
                 partition_size=larger,
-                credit=max(sizes.credit, 2 * larger),
+                credit=max(sizes.credit, larger + larger // 2),  # two parts, also if they are a little smaller
                 bucket_bytes=max(sizes.bucket_bytes, larger * width),
             )
         if credit:
@@ -176,7 +182,9 @@ _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
 _FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
 _LANDING_S = 1.5
+_LOOK_S = 0.005  # between two looks at how far this rank is
 _MOMENT_S = 0.5
+_SERVER_TOLD_S = 12.0  # until another rank has looked for a server that has ended or is silent, and has told all
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -213,6 +221,7 @@ class SchedulerRuntime:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
         self._groups = groups
+        self._overtaking = create_overtaking(device, timeout=timeout) if agreed.far else None
         self._servers = servers
         self._board = board
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
@@ -235,6 +244,7 @@ class SchedulerRuntime:
             partition_size=agreed.sizes.partition_size,
             credit=agreed.sizes.credit,
             one_at_a_time=options.policy.one_at_a_time,
+            overtaking=agreed.far and not options.policy.one_at_a_time,
             order=self._order,
             observer=self._observe,
             debug=options.debug,
@@ -243,9 +253,13 @@ class SchedulerRuntime:
             self._compression = compression(self.statistics, self._timeline)
             if self._compression.choice is not None and agreed.link is not None:
                 self._compression.choice.know_link(agreed.link.beta)
+            if servers is not None:
+                self._compression.sums_elsewhere(servers.left)
         self._transport = GradientTransport(
-            groups.data, self._on_error, device, None if servers is None else servers.push_pull, far=agreed.far
+            groups.data, self._on_error, device, None if servers is None else servers.push_pull, self._overtaking
         )
+        if servers is not None and self._timeline is not None:
+            servers.push_pull.watch_replies(self._observe_reply)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         self._exchange: NumberExchange | None = None
@@ -254,9 +268,17 @@ class SchedulerRuntime:
             self._exchange = NumberExchange(
                 groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
             )
+            streams = self._transport.streams
+            device_time = None if streams is None else DeviceTime(device)
             weights = SampleWeights(
-                counter, self._exchange, parameters=parameters, exposed=lambda: self.statistics.exposed_s
+                counter,
+                self._exchange,
+                parameters=parameters,
+                exposed=lambda: self.statistics.exposed_s,
+                device_time=device_time,
             )
+            if streams is not None and device_time is not None:
+                streams.around_waits = device_time.waiting
         self.engine = GradientEngine(
             core=self._core,
             transport=self._transport,
@@ -315,7 +337,7 @@ class SchedulerRuntime:
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
-        self._await_landing(step)
+        self._await_arrival(step)
         self._core.abort(fault)
         self.engine.fail_merged(fault)
 
@@ -343,7 +365,9 @@ class SchedulerRuntime:
         # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
         if cause is not None and isinstance(error, (RuntimeError, ByteSchedulerError)):
             error = cause
-        return self._board.explain(error)
+        if self._servers is not None:
+            error = self._servers.explain_timeout(error)
+        return self._explained_by_board(error)
 
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's.
@@ -353,7 +377,7 @@ class SchedulerRuntime:
         Args:
             error: What this rank fails with, as explained by :meth:`explain`.
         """
-        self._await_landing(self.engine.steps_handed_over)
+        self._await_landing()
         self._core.abort(error)
         self.engine.fail_merged(error)
         self.stop(failed=True)
@@ -423,18 +447,37 @@ class SchedulerRuntime:
     def _leave_groups(self) -> None:
         idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
         if self._servers is not None:
+            if self._compression is not None:
+                with suppress(RuntimeError):  # a server has gone in this moment
+                    self._compression.end(takes_over=idle and self._groups.rank == 0 and self.failure() is None)
             self._servers.leave(idle=idle)
         said = self._routing is None or self._routing.idle
         self._groups.destroy(data_idle=idle and said, control_idle=self._closed_in_order)
+        if self._overtaking is not None:
+            leave(self._overtaking, idle=idle)
         if self._groups.reports is not None:
             leave(self._groups.reports, idle=said)
 
-    def _await_landing(self, step: int | None) -> None:
-        """Give updates of the first ``step`` steps a moment to arrive."""
+    def _await_landing(self) -> None:
+        """Give the updates of this rank's last step a moment to arrive."""
         deadline = time.monotonic() + _LANDING_S
         with suppress(Exception):
             for task in self.engine.due_tasks():
-                if step is not None and task.key.step <= step:
+                task.wait(max(0.0, deadline - time.monotonic()))
+
+    def _await_arrival(self, step: int | None) -> None:
+        """Give gradients of the first ``step`` steps, which others have sent, a moment to get sent here and arrive.
+
+        This rank may be behind: the one that failed has sent all that this rank needs to come as far.
+        """
+        if step is None:
+            return
+        deadline = time.monotonic() + _LANDING_S
+        while self.engine.steps_handed_over < step and time.monotonic() < deadline and not self._stopped:
+            time.sleep(_LOOK_S)
+        with suppress(Exception):
+            for task in self.engine.arriving_tasks():
+                if task.key.step <= step:
                     task.wait(max(0.0, deadline - time.monotonic()))
 
     def _counts_failed(self, error: BaseException) -> None:
@@ -443,18 +486,26 @@ class SchedulerRuntime:
     def _on_error(self, error: BaseException) -> BaseException:
         """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
         self._collectives_failed = True
-        gone = None if self._servers is None or self._core.abort_cause else self._servers.find_gone()
-        if gone is not None:
-            gone.__cause__ = error
-            self._core.abort(gone)
-            self._board.publish(gone)
-            return gone
-        cause = self._core.abort_cause or self._board.explain(error)
+        if self._servers is not None and not self._core.abort_cause:
+            found = self._servers.find_gone() or self._servers.explain_timeout(error)
+            if isinstance(found, ServerFailedError):
+                found.__cause__ = error
+                self._core.abort(found)
+                self._board.publish(found)
+                return found
+            error = found
+        cause = self._core.abort_cause or self._explained_by_board(error)
         if is_communication_error(cause):
             cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
             cause.__cause__ = error
         self._core.abort(cause)
         return cause
+
+    def _explained_by_board(self, error: BaseException) -> BaseException:
+        if self._servers is None:
+            return self._board.explain(error)
+        # A rank whose time was up has broken its connections, and looks for a silent server before it says why.
+        return self._board.explain(error, timeout=_SERVER_TOLD_S)
 
     def _observe(self, sub: SubCommTask) -> None:
         """Called by the core with each sub-task that ended."""
@@ -484,3 +535,13 @@ class SchedulerRuntime:
             self._timeline.overlapping(
                 sub.parent.name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args
             )
+            if sub.passage is not None:
+                for stage, start, end, nbytes in sub.passage.stages(sub.finished_at):
+                    told = {**args, **sub.passage.where, "bytes": nbytes}
+                    self._timeline.overlapping(sub.parent.name, stage, start, end, lane=stage.upper(), args=told)
+
+    def _observe_reply(self, worker: int, number: int, nbytes: int, start: float, end: float) -> None:
+        """Called with each sum that has left, on the thread that sends it."""
+        if self._timeline is not None:
+            args = {"bytes": nbytes, "operation": number}
+            self._timeline.span(f"to rank {worker}", REPLY, start, end, lane="REPLY", args=args)

@@ -30,23 +30,34 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lightning_bytescheduler.checks import is_whole, require_one_of
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, BalancedBatchSampler, EqualShares
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShares
+from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.lightning_api import MisconfigurationException, extract_batch_size
 
-__all__ = ["NUMBERS", "SampleCounter", "SampleWeights", "StepWeight", "name_of"]
+__all__ = ["NUMBERS", "BatchSizes", "SampleCounter", "SampleWeights", "StepWeight", "Weighting", "name_of"]
 
 NUMBERS = 3
 """What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
 
+_WEIGHTINGS = ("ranks", "samples")
+_BATCH_SIZES = ("balanced", "global", "global-balanced")
 _MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
 _WAY_OUT = "Give samples= a function of the batch that returns how many samples it has, as a whole number, 0 or more."
+
+
+class BatchSizes(Protocol):
+    """Who draws this rank's part of batches that are shared."""
+
+    def size_of(self, batch: int) -> int | None:
+        """Samples of this rank in a batch of the epoch, 0 if it computes on another's; ``None`` if it is not known."""
 
 
 class SampleCounter:
@@ -93,6 +104,89 @@ class SampleCounter:
         return OptionError(option, value, "", says=f"{option}={value!r}: {where}, {fact}. {_WAY_OUT}")
 
 
+class Weighting:
+    """What a rank's gradient counts by, as the user said.
+
+    Args:
+        weighting: ``"ranks"`` or ``"samples"``.
+        samples: Says how many samples a batch has; Lightning's ``extract_batch_size`` when left out.
+        batch_size: ``"balanced"`` for batches that follow each rank's pace, ``"global"`` for a DataLoader whose batch
+            size is that of all ranks, ``"global-balanced"`` for both.
+        max_batch_size: The most samples that a rank may have in a batch then: one number, or one for each rank.
+
+    Raises:
+        OptionError: If an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        weighting: str,
+        samples: Callable[[Any], Any] | None,
+        batch_size: object = None,
+        max_batch_size: int | Sequence[int] | None = None,
+    ) -> None:
+        require_one_of("weighting", weighting, _WEIGHTINGS)
+        self.by_samples = weighting == "samples"
+        self.name = weighting
+        self.samples = samples
+        if samples is not None and not callable(samples):
+            raise OptionError("samples", samples, "a function of the batch, or left out")
+        if samples is not None and not self.by_samples:
+            raise OptionError("samples", name_of(samples), "left out, unless weighting='samples'")
+        if batch_size not in (None, *_BATCH_SIZES):
+            hint = "A number is an option of the other strategy, DiLoCoStrategy(batch_size=...), or the DataLoader's."
+            allowed = f"{', '.join(map(repr, _BATCH_SIZES))}, or left out"
+            raise OptionError("batch_size", batch_size, allowed, hint)
+        self.batch_size = batch_size
+        self.together = batch_size in ("global", "global-balanced")
+        self.by_pace = batch_size in ("balanced", "global-balanced")
+        if batch_size is not None and not self.by_samples:
+            hint = "Batches of unequal size need weighting='samples': else their samples would not count alike."
+            raise OptionError("batch_size", batch_size, "left out, unless weighting='samples'", hint)
+        most = max_batch_size if isinstance(max_batch_size, (list, tuple)) else [max_batch_size]
+        if max_batch_size is not None and not (most and all(is_whole(limit, 1) for limit in most)):
+            allowed = "a whole number of samples, 1 or more, or one for each rank"
+            raise OptionError("max_batch_size", max_batch_size, allowed)
+        if max_batch_size is not None and not self.by_pace:
+            allowed = "left out, unless batch_size='balanced' or 'global-balanced'"
+            raise OptionError("max_batch_size", max_batch_size, allowed)
+        self._most = max_batch_size
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {
+            "weighting": self.name,
+            "samples": None if self.samples is None else "a function",
+            "batch_size": self.batch_size,
+            "max_batch_size": self._most,
+        }
+
+    def batch_of_all(self, size: int, ranks: int) -> int | None:
+        """Samples of a batch of all ranks, where they share batches out of data of which a batch has ``size``."""
+        if self.together:
+            return size
+        return size * ranks if self.by_pace and ranks > 1 else None
+
+    def counter(self, rank: int) -> SampleCounter:
+        """Says how many samples a batch of a rank has."""
+        return SampleCounter(self.samples, rank)
+
+    def limits(self, ranks: int, total: int) -> list[int]:
+        """The most samples that each rank may have in a balanced batch of ``total``.
+
+        Raises:
+            OptionError: If they were given for another number of ranks.
+        """
+        if self._most is None:
+            return [total] * ranks
+        if isinstance(self._most, int):
+            return [self._most] * ranks
+        if len(self._most) != ranks:
+            raise OptionError("max_batch_size", self._most, f"one number, or one for each of {ranks} ranks")
+        return list(self._most)
+
+
 class StepWeight:
     """What this rank's gradient of one step is multiplied with, once all ranks' numbers are here.
 
@@ -132,6 +226,7 @@ class SampleWeights:
         parameters: That are trained.
         exposed: For how many seconds the training thread has waited for gradients so far.
         clock: Seconds.
+        device_time: Takes the time of batches on a GPU, which the clock does not tell.
 
     Attributes:
         waits_to_share: Whether batches are to be shared out, and none has begun.
@@ -145,7 +240,10 @@ class SampleWeights:
         parameters: Iterable[nn.Parameter] = (),
         exposed: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        device_time: DeviceTime | None = None,
     ) -> None:
+        self._device_time = device_time
+        self._own = 0  # samples of the present batch that are this rank's
         self._parameters = list(parameters)
         self._counter = counter
         self._exchange = exchange
@@ -153,7 +251,7 @@ class SampleWeights:
         self._clock = clock
         self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
         self._took = [0, 0]  # the last batch: samples and nanoseconds
-        self._sizes: BalancedBatchSampler | None = None
+        self._sizes: BatchSizes | None = None
         self._shares: AgreedShares | EqualShares | None = None
         self.waits_to_share = False
         self._position: Callable[[], int] = lambda: 0
@@ -170,30 +268,41 @@ class SampleWeights:
         """
         size = None if self._sizes is None else self._sizes.size_of(self._position())
         number = 0 if size == 0 else self._counter.count(batch)
+        if self._device_time is not None:
+            self._took = self._device_time.latest()
         posted = self._exchange.post([number, *self._took])
         if self._shares is not None and (self._added != self._position() or self.waits_to_share):
             self._added = self._position()  # a closure may run more than once for a batch
             self._shares.add(posted)
             self.waits_to_share = False
         self._batch = number, posted
-        self._took = [size or 0, 0]
+        self._own = size or 0
+        self._took = [self._own, 0]
         self.begin_computing()
 
     def begin_computing(self) -> None:
         """What this rank has waited for since the batch began is no pace of its own."""
         self._began = self._clock() - self._exposed()
+        if self._device_time is not None:
+            self._device_time.begin()
+
+    def gradient_exists(self) -> None:
+        """A gradient is computed, and is to be sent; it may still be under way on a GPU."""
+        if self._device_time is not None:
+            self._device_time.gradient_exists()
 
     def end_backward(self) -> None:
         """A backward pass has ended, and what it waited for is accounted for."""
         self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
+        if self._device_time is not None:
+            self._device_time.end(self._own)
 
     def begin_epoch(self) -> None:
         """An epoch begins: what the last one has left of a step, Lightning drops too."""
         self._step.clear()
+        self._added = -1
 
-    def share_out(
-        self, shares: AgreedShares | EqualShares, sizes: BalancedBatchSampler, position: Callable[[], int]
-    ) -> None:
+    def share_out(self, shares: AgreedShares | EqualShares, sizes: BatchSizes, position: Callable[[], int]) -> None:
         """Batches are shared out from here on.
 
         Args:

@@ -34,7 +34,6 @@ from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
-    ONE_RANK,
     OverlapPlan,
     make_plan,
     names_of,
@@ -219,7 +218,7 @@ class ScheduledGradients:
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
         joined = None
         if self._servers.used:
-            joined = self._servers.join(groups, board, device, timeout=self._timeout, say=rank_zero_info)
+            joined = self._servers.join(groups, board, self._strategy, timeout=self._timeout, say=rank_zero_info)
         self._placed = None if joined is None else joined.placed
         self.runtime = SchedulerRuntime(
             groups=groups,
@@ -329,10 +328,10 @@ class ScheduledGradients:
         tuned, policy = bool(self._tuned()), self._options.policy
         say_start(self._plan, runtime.agreed, world_size=ranks, nbytes=nbytes, tuned=tuned, policy=policy)
 
-    def train_alone(self) -> None:
-        """There are no other ranks in this fit."""
-        self._plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,))
-        rank_zero_info(f"bytescheduler: {self._plan.summary()}")
+    def train_alone(self, plan: OverlapPlan) -> None:
+        """Gradients stay where they are in this fit, as ``plan`` says."""
+        self._plan = plan
+        rank_zero_info(f"bytescheduler: {plan.summary()}")
 
     def say_end(self) -> None:
         """Say what came of a fit, where something was scheduled."""

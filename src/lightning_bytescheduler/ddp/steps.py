@@ -247,6 +247,11 @@ class StepContext:
         if self.choice is not None:
             nbytes = bucket.buffer.numel() * bucket.buffer.element_size()
             self.choice.bucket_ready(bucket.index, nbytes, bucket.priority, last=last)
+            if bucket.cut is None and self.transport.push_pull is None and self._is_compressible(bucket):
+                bucket.cut = self.choice.cut(bucket.index, bucket.buffer, self.core.partition_size)
+
+    def _is_compressible(self, bucket: GradientBucket) -> bool:
+        return self.compression is not None and self.compression.is_compressible(bucket)
 
     def bucket_needed(self, bucket: GradientBucket) -> None:
         """Somebody reaches for what depends on a bucket's gradient."""
@@ -460,6 +465,10 @@ class TrainingStep:
 
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
+        return []
+
+    def arriving_tasks(self) -> list[CommTask]:
+        """Communication that was handed over, of a step that was taken or will be; for any thread."""
         return []
 
     def land_what_arrived(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
+from lightning_bytescheduler.ddp.batch_sharing import BatchSharing
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
@@ -24,7 +25,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     check_ddp_values,
     known_ddp_options,
 )
-from lightning_bytescheduler.ddp.epoch_position import POSITION, loader_resumes, note_position, rewind_to_step
+from lightning_bytescheduler.ddp.epoch_position import loader_resumes
 from lightning_bytescheduler.ddp.fit_position import (
     FitPosition,
     introduce,
@@ -32,19 +33,20 @@ from lightning_bytescheduler.ddp.fit_position import (
     parameter_facts,
     shape_facts,
 )
+from lightning_bytescheduler.ddp.fit_report import say_if_tiny
 from lightning_bytescheduler.ddp.own_names import OwnNames
-from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
-from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions, refuse_beside_staleness
+from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.scheduler_hooks import COMPRESSION, SchedulerHooks
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.ddp.weighting import SharedBatches, Weighting, batch_facts, share_out
-from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -64,8 +66,6 @@ from lightning_bytescheduler.scheduler.policies import BucketFacts
 __all__ = ["ByteSchedulerStrategy"]
 
 log = logging.getLogger(__name__)
-
-_TINY = 1024  # parameters
 
 _ELSEWHERE = {
     **ELSEWHERE,
@@ -129,7 +129,7 @@ class ByteSchedulerStrategy(RankStrategy):
             Lightning does when left out.
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
             share follows its pace. ``"global"``: it is that of all together, however many there are, and shares are
-            equal. ``"global-balanced"``: both. Needs ``weighting="samples"``.
+            equal. ``"global-balanced"``: both. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
         max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
         architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
             documentation's page on them; the weights are as with all-reduce.
@@ -139,6 +139,9 @@ class ByteSchedulerStrategy(RankStrategy):
             the shares that keep all links equally busy. ``"mixed"``, ``"naive"``, ``"djb2"``, ``"sdbm"``,
             ``"built_in"``, ``"random"``: as in BytePS. Balanced when left out, mixed if ``BYTEPS_ENABLE_MIXED_MODE``
             is 1.
+        staleness: For ``architecture="ps"``: each rank steps on its own, pushes what a step has changed and pulls the
+            weights, at most so many steps ahead of the slowest. NOT exact.
+        group: For ``architecture="ps"``: ``"node"`` has the ranks of a node add up gradients before one pushes the sum.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -190,10 +193,15 @@ class ByteSchedulerStrategy(RankStrategy):
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
         placement: Literal["balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"] | None = None,
+        staleness: int | None = None,
+        group: Literal["node"] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        if staleness is not None:
+            refuse_beside_staleness(locals(), inspect.signature(ByteSchedulerStrategy))
+            credit_tuning = partition_tuning = False
         require_bool("log_metrics", log_metrics)
         own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
         named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}  # LightningCLI's
@@ -219,14 +227,11 @@ class ByteSchedulerStrategy(RankStrategy):
             debug=debug,
             policy=policy,
         )
-        _say_if_tiny("partition_size", self._options.partition_size)
-        _say_if_tiny("credit", self._options.credit)
+        say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
-        self._batches: SharedBatches | None = None
-        self._resumed: Mapping[str, Any] | None = None  # what the checkpoint has of its epoch
-        self._loaders = 0  # of training data, that were shared out
-        self._servers = ServerOptions.resolve(architecture, servers, placement, compression=compression)
+        self._sharing = BatchSharing(self._weighting)
+        self._servers = ServerOptions.resolve(architecture, servers, placement, self._rules, staleness, group)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
@@ -255,8 +260,7 @@ class ByteSchedulerStrategy(RankStrategy):
             await_batch=self._await_batch,
         )
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
-        for name in SAID_BY_THE_STRATEGY:
-            self._ddp_kwargs.pop(name, None)
+        self._ddp_kwargs = {k: v for k, v in self._ddp_kwargs.items() if k not in SAID_BY_THE_STRATEGY}
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
@@ -266,7 +270,7 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        plan, batches = self._gradients.plan, self._batches
+        plan, batches = self._gradients.plan, self._sharing.batches
         return plan if plan is None or batches is None else replace(plan, **batches.shares.facts)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
@@ -284,7 +288,14 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def share_metrics(self) -> dict[str, float]:
         """What is logged of balanced batches; empty without them."""
-        return {} if self._batches is None else self._batches.shares.metrics()
+        return {} if self._sharing.batches is None else self._sharing.batches.shares.metrics()
+
+    def batch_of_all(self, size: int) -> int | None:
+        """Samples of a batch of all ranks, where they share batches of data of which one has ``size``, else ``None``.
+
+        A :class:`SliceDataModule` asks.
+        """
+        return self._weighting.batch_of_all(size, self.world_size)
 
     @property
     def runtime(self) -> SchedulerRuntime | None:
@@ -301,7 +312,7 @@ class ByteSchedulerStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
-            self._batches = self._resumed = None
+            self._sharing.begin()
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
@@ -321,6 +332,7 @@ class ByteSchedulerStrategy(RankStrategy):
                 failure=self._no_hope,
                 fault=lambda: None if self._board is None else self._board.fault,
                 timeout=longest,
+                lockstep=not self._servers.asynchronous,
             )
             self._fit.enter_context(self._sigterm.handled())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
@@ -341,29 +353,23 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share training data out, where that is asked for; see DDPStrategy."""
-        module, runtime, alone = self.lightning_module, self.runtime, self._board is None
-        trains = module is not None and module.trainer.state.stage == RunningStage.TRAINING
-        how = self._weighting.batch_size
-        if how is None or module is None or not trains or (alone and not self._weighting.together):
+        module = self.lightning_module
+        if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
-        if runtime is None and not alone:
-            raise UnsupportedError(
-                f"batch_size={how!r} shares training data out once the model is wrapped, and it was loaded before, "
-                "as by trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
-            )
-        if not alone:
-            facts, self._loaders = batch_facts(dataloader, self.root_device, str(how)), self._loaders + 1
-            self._meet(f"batches {self._loaders}", Introduction(rank=self.global_rank, facts=facts))
+        meet = None if self._board is None else self._meet_with
         with self._explained():
-            self._batches = share_out(self._weighting, dataloader, module.trainer, runtime, self._resumed)
-        self._fit.enter_context(loader_resumes())
-        return self._batches.loader
+            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet)
+        if made is not dataloader:
+            self._fit.enter_context(loader_resumes())
+        return made
+
+    def _meet_with(self, what: str, facts: Mapping[str, str]) -> None:
+        self._meet(what, Introduction(rank=self.global_rank, facts=facts))
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See RankStrategy."""
-        module, batches = self.lightning_module, self._batches
-        if self._board is None and batches is not None and module is not None and self._weighting.samples is None:
-            batches.weigh(closure_loss, module.trainer)
+        if self._board is None and self.lightning_module is not None:
+            self._sharing.weigh(closure_loss, self.lightning_module.trainer)
         return super().backward(closure_loss, *args, **kwargs)
 
     def loaders_are_made(self) -> None:
@@ -385,9 +391,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "partition_tuning": options.tunes_partition,
             "compression": None if self._rules is None else self._rules.spec,
             **self._weighting.facts,
-            "architecture": self._servers.architecture,
-            "servers": self._servers.servers,
-            "placement": self._servers.placement,
+            **self._servers.facts,
             **self._ddp_kwargs,
         }
 
@@ -395,7 +399,7 @@ class ByteSchedulerStrategy(RankStrategy):
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
         super().setup(trainer)
         if self.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
-            self._gradients.train_alone()
+            self._gradients.train_alone(OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,)))
         self._gradients.decide()
 
     def configure_ddp(self) -> None:
@@ -405,10 +409,14 @@ class ByteSchedulerStrategy(RankStrategy):
             if module is not None:
                 self.barrier("model")  # notices a rank that died on the way here, which the store does not
                 self._require_same_model(module)
-            self._gradients.prepare(self._board)
+            if self._servers.asynchronous and module is not None:
+                self._gradients.train_alone(self._join_servers(module, self._servers))
+            else:
+                self._gradients.prepare(self._board)
         if self._position is not None:
             self._position.begin(self.runtime)
-        super().configure_ddp()
+        if self._asynchronous is None:
+            super().configure_ddp()
 
     def count_batch(self) -> None:
         """See RankStrategy. Raises what ends the fit if a SIGTERM ends all ranks here."""
@@ -466,6 +474,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._position is not None:
             self._position.end()
         self._gradients.release(failed=self._failed)
+        self._leave_servers()
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -513,6 +522,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
+        self.meet()
         self._gradients.check_weights()
         return super().lightning_module_state_dict()
 
@@ -524,9 +534,7 @@ class ByteSchedulerStrategy(RankStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy. Where batches are shared out, training goes on at the beginning of a step."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if self._weighting.batch_size is not None:
-            rewind_to_step(checkpoint)
-            self._resumed = checkpoint.get(POSITION)
+        self._sharing.load(checkpoint)
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -535,16 +543,7 @@ class ByteSchedulerStrategy(RankStrategy):
             state = self.compression_state()
             if state is not None:
                 checkpoint[COMPRESSION] = state
-        if self._batches is not None and "loops" in checkpoint and self.lightning_module is not None:
-            note_position(checkpoint, self._batches.data, self.lightning_module.trainer)
+        if self.lightning_module is not None:
+            self._sharing.note(checkpoint, self.lightning_module.trainer)
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(checkpoint, *args, **kwargs)
-
-
-def _say_if_tiny(option: str, size: int | None) -> None:
-    """Somebody may have meant megabytes."""
-    if size is not None and size < _TINY:
-        rank_zero_info(
-            f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is slow. "
-            f"{size} MB of fp32 = {size * 250_000:,} parameters."
-        )

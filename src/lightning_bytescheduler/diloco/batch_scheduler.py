@@ -510,6 +510,7 @@ class BatchScheduler:
             decided=self._decided,
             workers=tuple(worker.record(now, merged=worker.number in numbers) for worker in members),
             late=tuple(self._late),
+            deadline=None if self._decided is None else self._deadline + self._longest_grace,
         )
         self._late = []
         for worker in members:

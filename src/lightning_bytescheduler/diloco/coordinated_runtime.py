@@ -6,6 +6,7 @@ are named ``bytescheduler-*`` and stopped by :meth:`CoordinatedRuntime.stop` wit
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ModelParameter,
     RunOptions,
     Welcome,
+    overlap_of,
     wire_of,
 )
 from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
@@ -41,6 +43,8 @@ from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 
 __all__ = ["CoordinatedRuntime"]
+
+log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _MOMENT_S = 1.0
@@ -113,7 +117,9 @@ class CoordinatedRuntime(SessionRuntime):
         self._arrived = threading.Condition()
         # What follows changes under the condition, until there is a session that is told instead.
         self._welcome: Welcome | None = None
+        self._place: _Place | None = None  # as the first coordinator has said
         self._error: BaseException | None = None
+        self._fault: RankFailedError | None = None
         self._leading: CoordinatedSession | None = None
         self._transport: CoordinatorTransport | None = None
         self._stopped = False
@@ -123,6 +129,7 @@ class CoordinatedRuntime(SessionRuntime):
 
         Raises:
             CoordinatorError: If the coordinator refuses this worker.
+            RankFailedError: If another rank of the worker fails meanwhile.
             SchedulerTimeoutError: If there is none in time.
         """
         self._board.watch(self)
@@ -138,12 +145,12 @@ class CoordinatedRuntime(SessionRuntime):
                 on_error=self._ended,
             )
             with self._arrived:
-                while self._welcome is None and self._error is None:
-                    self._arrived.wait(_LOOK_S)  # the client gives up in time
-                if self._error is not None or self._welcome is None:
-                    raise self._error or RuntimeError("The connection to the coordinator ended.")
-                welcome = self._welcome
-            place = msgspec.json.encode(_Place(welcome.worker, welcome.options, welcome.leads)).decode()
+                # The client gives up in time, until it has heard something. If that is gone again, the session waits.
+                while self._place is None and self._ended_with is None and not self._stopped:
+                    self._arrived.wait(_LOOK_S)
+                if self._ended_with is not None or self._place is None:
+                    raise self._ended_with or RuntimeError("The connection to the coordinator ended.")
+                place = msgspec.json.encode(self._place).decode()
         found = msgspec.json.decode(self._group.tell(place), type=_Place)
         self.worker, self.options, self.leads = found.worker, found.options, found.leads
 
@@ -173,14 +180,14 @@ class CoordinatedRuntime(SessionRuntime):
             group=self._group,
             state=state,
             transport=self._transport,
-            overlap_steps=options.overlap_steps,
+            overlap=overlap_of(options),
             flush=self._flush,
             timeout=self._timeout,
         )
         self.session = session
         with self._arrived:
-            if self._error is not None:
-                raise self._error
+            if self._ended_with is not None:
+                raise self._ended_with
             self._leading = session
             if self._welcome is not None:
                 session.welcomed(self._welcome)
@@ -213,6 +220,9 @@ class CoordinatedRuntime(SessionRuntime):
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank of the worker has failed."""
         self._group.abort(fault)
+        with self._arrived:
+            self._fault = fault
+            self._arrived.notify_all()
         if getattr(self, "session", None) is not None:
             self.session.fail(fault)
 
@@ -237,10 +247,13 @@ class CoordinatedRuntime(SessionRuntime):
         self.stop(failed=True)
 
     def stop(self, *, failed: bool) -> bool:
-        """Stop every thread; bounded, never raises, idempotent. Returns whether nothing is under way.
+        """Stop every thread; bounded, never raises, idempotent. Says so in the log where one has not ended by then.
 
         Args:
             failed: Whether training ended with an error: then the coordinator is told, if that is quick.
+
+        Returns:
+            Whether nothing is under way in the worker's group, which has none of these threads.
         """
         if self._stopped:
             return not failed
@@ -251,10 +264,10 @@ class CoordinatedRuntime(SessionRuntime):
                 if failed and self._error is None:
                     self.client.post(LeaveRounds(worker=self.client.worker))
                     self.client.flush(_MOMENT_S)
-                if self._transport is not None:
-                    self._transport.stop(_STOP_S)
-                else:
-                    self.client.stop(_STOP_S)
+                threads = self.client if self._transport is None else self._transport
+                if not threads.stop(_STOP_S):
+                    log.warning("%s: the coordinator's threads did not end within %.0f s", self.worker, _STOP_S)
+        with suppress(Exception):
             self._timeline.close()
         return not failed
 
@@ -281,6 +294,8 @@ class CoordinatedRuntime(SessionRuntime):
     def _welcomed(self, welcome: Welcome) -> None:
         with self._arrived:
             self._welcome = welcome
+            if self._place is None:
+                self._place = _Place(welcome.worker, welcome.options, welcome.leads)
             leading = self._leading
             self._arrived.notify_all()
         if leading is not None:
@@ -300,6 +315,10 @@ class CoordinatedRuntime(SessionRuntime):
             leading = self._leading
         if leading is not None:
             leading.lost()
+
+    @property
+    def _ended_with(self) -> BaseException | None:
+        return self._fault or self._error
 
     def _ended(self, error: BaseException) -> None:
         with self._arrived:

@@ -8,6 +8,8 @@ While the coordinator is away there is nothing to do: the worker takes steps on 
 without an answer is sent again with what was trained since. Samples are counted as sent when the round that they were
 sent for is part of the weights here.
 
+With ``overlap_steps="auto"`` the same look says when to merge what travels beside steps, see ``overlap.py``.
+
 This is the session of the first rank of a worker; see ``coordinated_rounds`` for the others.
 """
 
@@ -44,9 +46,10 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.overlap import Overlap
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
+from lightning_bytescheduler.diloco.transport import CatchUp
 from lightning_bytescheduler.diloco.unsent_work import Sent, UnsentWork
 
 __all__ = ["CoordinatedSession"]
@@ -67,7 +70,7 @@ class CoordinatedSession(CoordinatedRounds):
         group: The worker's ranks.
         state: The global weights.
         transport: To the coordinator.
-        overlap_steps: Steps between sending a pseudo-gradient and merging the mean.
+        overlap: When what was sent is merged.
         flush: Called before weights are read or replaced: brings them up to date.
         timeout: Longest wait at the end of a round, in seconds.
         clock: Seconds; injected by tests.
@@ -80,7 +83,7 @@ class CoordinatedSession(CoordinatedRounds):
         group: WorkerGroup,
         state: OuterState,
         transport: CoordinatorTransport,
-        overlap_steps: int,
+        overlap: Overlap,
         flush: Callable[[], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +91,7 @@ class CoordinatedSession(CoordinatedRounds):
         super().__init__(worker=worker, group=group)
         self._state = state
         self._transport = transport
-        self._overlap_steps = overlap_steps
+        self._overlap = overlap
         self._flush = flush
         self._timeout = timeout
         self._clock = clock
@@ -105,6 +108,7 @@ class CoordinatedSession(CoordinatedRounds):
         # The training thread's own.
         self._unsent = UnsentWork(len(state.trained.fragments))
         self._sent: Sent | None = None
+        self._beside = 0 if overlap.follows_mean else overlap.longest(0)  # steps beside the last mean, at most
         self._carries = False  # what was trained, over to weights from before it
         self._changed: set[int] = set()
         self._shown = ExitStack()
@@ -207,10 +211,23 @@ class CoordinatedSession(CoordinatedRounds):
                 return True
             if not transport.connected:
                 return False
-            if self._sent is not None:
-                return self._sent.steps_since >= self._overlap_steps
-            behind = transport.realign or transport.ended > transport.version
-            return behind or (self._joined and self._counter.due)
+            if (sent := self._sent) is not None:
+                return sent.steps_since >= sent.longest or (self._overlap.follows_mean and self._is_concluded(sent))
+            return self._late or (self._joined and self._counter.due)
+
+    def _is_concluded(self, sent: Sent) -> bool:
+        """Whether nothing is left to wait for before the next round, or to find out where the others are."""
+        transport = self._transport
+        if not sent.exchange.is_there():
+            return False
+        is_last = self._last_round is not None and sent.round >= self._last_round
+        told = max(self._counter.next_round or 0, transport.ended) > sent.round
+        return transport.realign or is_last or told
+
+    @property
+    def _late(self) -> bool:
+        """Whether the round that this worker is in is over, or another one."""
+        return self._transport.realign or self._transport.ended > self._transport.version
 
     @property
     def _over_here(self) -> bool:
@@ -230,11 +247,8 @@ class CoordinatedSession(CoordinatedRounds):
     def _synchronise(self) -> Outcome:
         self.check()
         self._flush()
-        if self._sent is None:
-            self._send()
-            travels = self._sent is not None and self._transport.ended < self._sent.round
-            if travels and self._overlap_steps and not self._counter.closes:
-                return self._outcome()
+        if self._sent is None and self._send() and self._overlap and not self._counter.closes:
+            return self._outcome()
         self._conclude()
         return self._outcome()
 
@@ -258,47 +272,25 @@ class CoordinatedSession(CoordinatedRounds):
             self._open_next()
         return False
 
-    def _send(self) -> None:
-        """Send what was trained for the round that this worker is in, which may be over already."""
+    def _send(self) -> bool:
+        """Send what was trained in this round; returns if that was on before: no step depends on how it is after."""
         transport, fragment = self._transport, self._trained.fragment_of(self.round)
-        late = transport.realign or transport.ended > transport.version
+        late = self._late
         self._carries = transport.rewound
         if self._carries or (late and not self._unsent.samples[fragment]):
-            return
+            return False
         with transport.changed:
             if self._counter.round != self.round:
                 self._open_next()
-            tokens = self._counter.tokens
             message = self._counter.send()
             self._reported = None
             if self._joined and not late:
                 transport.post(message)
-        unsent = self._unsent
         with transport.timeline.doing("pseudo-gradient"):
             pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
-        exchange = transport.start(
-            Contribution(
-                worker=self.worker,
-                round=self.round,
-                fragment=fragment,
-                pseudo_gradient=pseudo_gradient,
-                weight=weight,
-                samples=unsent.samples[fragment],
-                tokens=unsent.tokens[fragment],
-                steps=message.steps + unsent.steps,
-                round_samples=message.samples + unsent.round_samples,
-            )
-        )
-        self._sent = Sent(
-            round=self.round,
-            fragment=fragment,
-            exchange=exchange,
-            steps=message.steps,
-            round_samples=message.samples,
-            round_tokens=tokens,
-            samples=unsent.samples[fragment],
-            tokens=unsent.tokens[fragment],
-        )
+        exchange = transport.start(self._unsent.contribution(message, fragment, pseudo_gradient, weight))
+        self._sent = self._unsent.sent(message, fragment, exchange, longest=self._overlap.longest(message.steps))
+        return not late
 
     def _merge(self, round: int, mean: Mean) -> None:
         """Take the outer step of a round, and let the trained weights follow.
@@ -311,6 +303,8 @@ class CoordinatedSession(CoordinatedRounds):
         with transport.changed:
             ended = self._round_ends.get(round)
         sent, counts = self._sent, False
+        if self._overlap.follows_mean:
+            self._beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             self._sent = None
             counts = sent.exchange.settle(total=mean.total, timeout=_RECEIPT_S)
@@ -370,6 +364,9 @@ class CoordinatedSession(CoordinatedRounds):
         if self._joined and not self._away:
             self._transport.client.post(JoinRounds(worker=self.worker))
 
+    def _told_what_is_next(self) -> bool:
+        return (self._counter.next_round or 0) >= self.round or self._late or self._over_here
+
     def _start_round(self) -> bool:
         """Wait for the next round and begin it; returns whether it has begun, or the run is over."""
         transport = self._transport
@@ -377,17 +374,11 @@ class CoordinatedSession(CoordinatedRounds):
             if self._away:
                 return True
             began = self._clock()
-
-            def told() -> bool:
-                next_round = self._counter.next_round
-                started = next_round is not None and next_round >= transport.version + 1
-                return started or transport.realign or transport.ended > transport.version or self._over_here
-
-            there = transport.wait(told, "the next round", self._timeout, meanwhile=self._ask)
+            there = transport.wait(self._told_what_is_next, "the next round", self._timeout, meanwhile=self._ask)
             self.statistics.start_s += self._clock() - began
             if not there:
                 return False
-            if transport.realign or transport.ended > transport.version:
+            if self._late:
                 if not self._follow_others():
                     return False
                 continue
@@ -440,7 +431,7 @@ class CoordinatedSession(CoordinatedRounds):
     def _take_global_weights(self) -> None:
         for fragment in self._fragments:
             self._state.merge(fragment, torch.empty(0), total=0, exactly=True)
-            self._changed.add(fragment)
+        self._changed.update(self._fragments)
 
     def _join(self) -> None:
         """Say over this connection that this worker takes part, and how far it is. With the lock held."""
@@ -483,7 +474,7 @@ class CoordinatedSession(CoordinatedRounds):
     def _pause(self, shows: bool) -> Outcome:
         self._flush()
         # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
-        if self._sent is not None or self._counter.steps > (self._overlap_steps if self._trained.mixing else 0):
+        if self._sent is not None or self._counter.steps > (self._beside if self._trained.mixing else 0):
             self._hand_in()
         with self._transport.changed:
             self._away = True
@@ -503,10 +494,9 @@ class CoordinatedSession(CoordinatedRounds):
             self._away = False
             if self._joined:
                 transport.client.post(ResumeRounds(worker=self.worker))
-            behind = transport.realign or transport.ended > transport.version
-            if transport.connected and not self._joined and not behind:  # it was away meanwhile
+            if transport.connected and not self._joined and not self._late:  # it was away meanwhile
                 self._join()
-            stays = self._sent is None and not behind and self._counter.round == self.round
+            stays = self._sent is None and not self._late and self._counter.round == self.round
         if not stays:
             self._conclude()
         self._changed = set(self._fragments)
@@ -514,24 +504,27 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _leave(self, quickly: bool, for_all: bool) -> Outcome:
         self._shown.close()
-        if for_all and self._joined:
-            wish = EndRound(worker=self.worker, round=self.round, now=True, steps=self._counter.steps, stop=True)
-            self._transport.client.post(wish)
-            while not quickly and self._transport.connected and not self._over_here:
-                self._synchronise()  # each of them is bounded: to the run's last weights
+        transport, told = self._transport, None
+        while for_all and self._leads and transport.connected and not self._over_here:
+            if told is not transport.welcome:  # a coordinator that was started again knows of no wish
+                told, steps = transport.welcome, self._counter.steps
+                transport.client.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
+            if quickly:
+                break
+            self._synchronise()  # each of them is bounded: to the run's last weights
         if self._failure is None:
-            if not quickly and self._sent is not None and self._transport.connected:
+            if not quickly and self._sent is not None and transport.connected:
                 self._conclude()  # what travels beside the last steps
             self._hand_in()
-            with self._transport.changed:
+            with transport.changed:
                 self._away = True
-            if not quickly and self._sent is not None and self._transport.connected:
+            if not quickly and self._sent is not None and transport.connected:
                 self._conclude()
-            with self._transport.changed:
+            with transport.changed:
                 if self._joined:
-                    self._transport.client.post(LeaveRounds(worker=self.worker))
-            if self._transport.connected:
-                self._transport.client.flush(_RECEIPT_S / 3)
+                    transport.client.post(LeaveRounds(worker=self.worker))
+            if transport.connected:
+                transport.client.flush(_RECEIPT_S / 3)
         self._sent = None
         self._take_global_weights()
         return self._outcome()

@@ -109,12 +109,14 @@ class CoordinatedSlices:
 
     def close(self, *, failed: bool) -> bool:
         """Stop calling and listening; bounded, idempotent. Returns whether the threads have ended."""
+        halted = True
         if self._tracker is not None:
             self._tracker.closed = True
             training = self._data.training
-            if failed and isinstance(training, TrackedTraining) and not training.halt(_STOP_S):
-                return False
-        return self.ranks is None or self.ranks.stop(_MOMENT_S if failed else _STOP_S)
+            if failed and isinstance(training, TrackedTraining):
+                halted = training.halt(_STOP_S)
+        listened = self.ranks is not None and not self.ranks.stop(_MOMENT_S if failed else _STOP_S)
+        return halted and not listened
 
 
 class StoreRanks:
@@ -260,6 +262,7 @@ class _CoordinatorTracker(RemoteTracker):
             try:
                 return future.result(_LOOK_S)
             except CancelledError:
+                self._check()
                 raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
             except (FutureTimeoutError, TimeoutError):
                 try:
@@ -275,7 +278,9 @@ class _CoordinatorTracker(RemoteTracker):
     def _look(self, deadline: float) -> None:
         """Whether to wait on."""
         self._check()
-        if time.monotonic() >= deadline or self.closed:
+        if self.closed:
+            raise SchedulerTimeoutError("The training ended before the coordinator answered about slices.")
+        if time.monotonic() >= deadline:
             raise SchedulerTimeoutError(
                 f"The coordinator gave no answer about slices for {self._timeout:.0f} s. Raise the strategy's timeout "
                 "if it may be away for longer."

@@ -153,23 +153,27 @@ class CoordinatorClient:
         self._call(self._put, messages)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine on the thread; its future is cancelled when the client stops."""
+        """Run a coroutine on the thread; its future fails with what ends the client, or is cancelled when it stops."""
         future: Future[_T] = Future()
+
+        def refuse() -> None:
+            work.close()
+            if self._error is None or not future.set_running_or_notify_cancel():
+                future.cancel()
+            else:
+                future.set_exception(self._error)
 
         def begin() -> None:
             if self._stopping.is_set():
-                work.close()
-                future.cancel()
-                return
+                return refuse()
             task = self._loop.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda done: _hand_over(done, future))
+            task.add_done_callback(lambda done: _hand_over(done, future, self._error))
             future.add_done_callback(lambda done: done.cancelled() and self._call(task.cancel))
 
         if not self._call(begin):
-            work.close()
-            future.cancel()
+            refuse()
         return future
 
     async def request(
@@ -324,7 +328,7 @@ class CoordinatorClient:
         if self._http is None:
             raise RuntimeError("Cannot connect: the client has not begun.")
         async with self._http.ws_connect(self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None) as socket:
-            await socket.send_str(encode_frame(self._hello(self.worker, self._session)))
+            await asyncio.wait_for(socket.send_str(encode_frame(self._hello(self.worker, self._session))), _CONNECT_S)
             answer = await asyncio.wait_for(self._next_frame(socket), _CONNECT_S)
             if isinstance(answer, Refusal):
                 raise CoordinatorError(f"The coordinator refuses this worker: {answer.reason}")
@@ -353,14 +357,13 @@ class CoordinatorClient:
         while True:
             if not self._outbox:
                 self._changed.clear()
-                with suppress(
-                    asyncio.TimeoutError, TimeoutError
-                ):  # a frame without messages says that this worker lives
+                with suppress(asyncio.TimeoutError):  # a frame without messages says that this worker lives
                     await asyncio.wait_for(self._changed.wait(), self._lease / _SIGNS)
             messages, self._outbox = coalesced(self._outbox), []
             self._sent += 1
-            await socket.send_str(encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages))))
+            frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages)))
             async with _limit(self._lease):
+                await socket.send_str(frame)  # waits, too, where a link is cut
                 while self._answered < self._sent:
                     self._changed.clear()
                     await self._changed.wait()
@@ -495,7 +498,7 @@ def _pause(tries: int) -> float:
 
 def _retry_after(answer: Answer) -> float:
     try:
-        return min(max(float(answer.headers.get("Retry-After", "0")), 0.0), _LONGEST_S)
+        return max(min(float(answer.headers.get("Retry-After", "0")), _LONGEST_S), 0.0)
     except ValueError:
         return 0.0
 
@@ -514,11 +517,11 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _hand_over(task: asyncio.Task[_T], future: Future[_T]) -> None:
+def _hand_over(task: asyncio.Task[_T], future: Future[_T], ended: BaseException | None) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if task.cancelled():
-        future.set_exception(ConnectionError("The connection to the coordinator was closed."))
+        future.set_exception(ended or ConnectionError("The connection to the coordinator was closed."))
     elif (error := task.exception()) is not None:
         future.set_exception(error)
     else:

@@ -38,6 +38,8 @@ import msgspec
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.diloco.overlap import Overlap, OverlapSteps
+from lightning_bytescheduler.diloco.round_options import INNER_STEPS
 
 __all__ = [
     "CHAIN_HEADER",
@@ -74,6 +76,7 @@ __all__ = [
     "chain_after",
     "decode_frame",
     "encode_frame",
+    "overlap_of",
     "update_path",
     "wire_of",
 ]
@@ -117,9 +120,9 @@ CHAIN_HEADER = "ByteScheduler-Chain"
 TERM_HEADER = "ByteScheduler-Term"
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:@/-]+$")]
-_Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
-_Chain: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:@/-]+\Z")]
+_Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+_Chain: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Parameter: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 _Scalar: TypeAlias = str | int | float | bool | None
 
@@ -189,10 +192,15 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     outer_momentum: float = 0.9
     weighting: str = "samples"
     fragments: int = 1
-    overlap_steps: int = 0
+    overlap_steps: OverlapSteps = 0
     mixing: float | None = None
     wire_dtype: str = "fp32"
     density: float | None = None
+
+    @property
+    def steps_of_round(self) -> int:
+        """Of a round that no number of samples ends."""
+        return INNER_STEPS if self.inner_steps is None else self.inner_steps
 
 
 def wire_of(options: RunOptions) -> WireFormat:
@@ -202,6 +210,16 @@ def wire_of(options: RunOptions) -> WireFormat:
         OptionError: If there is no such format.
     """
     return WireFormat(dtype=options.wire_dtype, density=options.density)  # type: ignore[arg-type]  # checked there
+
+
+def overlap_of(options: RunOptions) -> Overlap:
+    """When workers of a run merge.
+
+    Raises:
+        OptionError: If there is no such overlap, or it does not end before the next update is sent.
+    """
+    most = options.steps_of_round if options.samples_per_round is None else None
+    return Overlap(steps=options.overlap_steps, inner_steps=most)
 
 
 class Hello(_Message, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -141,6 +141,7 @@ class CoordinatorTransport:
         # What was left out of updates that count, by fragment; replaced, never changed.
         self._residuals: dict[int, Tensor] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
+        self._coding: Future[Any] | None = None  # the last that it was given
         self._means: dict[int, Future[Mean | None]] = {}
         self._failure: BaseException | None = None
 
@@ -195,9 +196,16 @@ class CoordinatorTransport:
 
     def stop(self, timeout: float) -> bool:
         """See ``Transport``."""
+        deadline = time.monotonic() + timeout
         ended = self.client.stop(timeout)
-        self._codec.shutdown(wait=ended, cancel_futures=True)
-        return ended
+        self._codec.shutdown(wait=False, cancel_futures=True)
+        # What is being encoded can't be interrupted, and takes seconds for a large model: it is left to end by itself.
+        with self.changed:
+            coding = self._coding
+        if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
+            self._codec.shutdown(wait=True)  # of an idle thread
+            return ended
+        return False
 
     # ------------------------------------------------------------------ the training thread: where the others are
 
@@ -262,6 +270,10 @@ class CoordinatorTransport:
                         "Raise the strategy's timeout if it may be away for longer."
                     )
                 self.changed.wait(_SLICE_S)
+
+    def has_mean(self, round: int) -> bool:
+        """Whether a round has ended and its mean is here, or cannot be had. Called with the lock held."""
+        return self.ended >= round and (round != self.version + 1 or self._mean(round).done())
 
     def mean(self, round: int, timeout: float) -> Mean | CatchUp:
         """The mean of the round after this worker's version, once it has ended."""
@@ -424,7 +436,10 @@ class CoordinatorTransport:
         return answer.status < 300
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._codec, function, *arguments)
+        coding = self._codec.submit(function, *arguments)
+        with self.changed:
+            self._coding = coding
+        return await asyncio.wrap_future(coding)
 
 
 @dataclass(slots=True)
@@ -464,6 +479,12 @@ class CoordinatedExchange:
         if not self._receipt.done() or self._receipt.cancelled() or self._receipt.exception() is not None:
             return None
         return self._receipt.result()
+
+    def is_there(self) -> bool:
+        """See ``Exchanging``; also whether it is known what became of the update, where that is waited for."""
+        transport = self._transport
+        with transport.changed:
+            return transport.realign or self._failed or (self._receipt.done() and transport.has_mean(self.round))
 
     def wait(self, timeout: float) -> tuple[Tensor, int] | CatchUp:
         """See ``Exchanging``."""

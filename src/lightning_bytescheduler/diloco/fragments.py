@@ -1,7 +1,8 @@
 """Fragments of the model that are synchronised in turn, while training goes on.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication": the model is cut into P fragments, and each round
-ends with one of them, in turn. What the others make of it is merged into the local weights ``overlap_steps`` later.
+ends with one of them, in turn. What the others make of it is merged into the local weights ``overlap_steps`` later, or
+once it is there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bytescheduler.checks import require_share, require_whole
+from lightning_bytescheduler.diloco.overlap import Overlap, OverlapSteps
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["FragmentOptions", "TrainedWeights", "mix", "split_fragments"]
@@ -24,7 +26,8 @@ class FragmentOptions:
 
     Attributes:
         fragments: Into how many the model is cut.
-        overlap_steps: Steps between sending a fragment and merging the answer; 0 waits for it.
+        overlap_steps: Steps between sending a fragment and merging the answer; 0 waits for it, and ``"auto"`` merges it
+            once it is there, see ``overlap.py``.
         mixing: Share of the local weights that a merge keeps, from 0 to 1. 0 takes the global weights, as without
             overlap; by default 0.5 with overlap, so that what was learnt meanwhile is not thrown away.
 
@@ -33,12 +36,12 @@ class FragmentOptions:
     """
 
     fragments: int = 1
-    overlap_steps: int = 0
+    overlap_steps: OverlapSteps = 0
     mixing: float | None = None
 
     def __post_init__(self) -> None:
         require_whole("fragments", self.fragments, 1)
-        require_whole("overlap_steps", self.overlap_steps, 0)
+        Overlap(steps=self.overlap_steps)
         if self.mixing is None:
             object.__setattr__(self, "mixing", 0.5 if self.overlap_steps else 0.0)
         require_share("mixing", self.mixing)

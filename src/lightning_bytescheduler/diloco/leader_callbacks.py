@@ -9,6 +9,7 @@ before is logged then.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.lightning_api import Checkpoint, Logger, pl
 
 __all__ = ["for_leader_only"]
+
+log = logging.getLogger(__name__)
 
 _CHECKPOINT_HOOKS = (
     "on_train_batch_end",
@@ -131,11 +134,21 @@ def _plateaus(trainer: pl.Trainer, leads: Callable[[], bool]) -> Iterator[None]:
         yield
         return
 
+    said = set[str]()
+
     def update(*values: Any, **options: Any) -> None:
         strategy: Any = trainer.strategy
         configs = strategy.lr_scheduler_configs
         if not leads():
             here = trainer.callback_metrics
+            for monitor in {c.monitor for c in configs if c.reduce_on_plateau} - set(here) - said:
+                said.add(monitor)
+                log.warning(
+                    "ReduceLROnPlateau does nothing on this worker, as %r is of the leader's validation alone: learning"
+                    " rates of workers may come to differ. Have it monitor what each worker logs in training_step, or "
+                    "use a schedule of steps.",
+                    monitor,
+                )
             strategy.lr_scheduler_configs = [c for c in configs if not c.reduce_on_plateau or c.monitor in here]
         try:
             own(*values, **options)

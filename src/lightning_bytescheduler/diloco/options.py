@@ -38,7 +38,9 @@ from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.outer_timeline import beside
+from lightning_bytescheduler.diloco.overlap import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
+from lightning_bytescheduler.diloco.round_options import INNER_STEPS
 from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -56,7 +58,6 @@ __all__ = [
 
 _INNER = ("ddp", "bytescheduler")
 _NODE = "node"
-_STEPS = 100
 _TIMEOUT_S = 1800.0
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
@@ -106,7 +107,7 @@ class DiLoCoOptions:
     outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
     weighting: Weighting
     fragments: int
-    overlap_steps: int
+    overlap_steps: OverlapSteps
     mixing: float | None
     wire_dtype: WireDtype
     density: float | None
@@ -119,6 +120,7 @@ class DiLoCoOptions:
     inner: Literal["ddp", "bytescheduler"] | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any] | None
+    worker_states: bool = True
     coordinated: bool = False
 
     def __post_init__(self) -> None:
@@ -131,16 +133,13 @@ class DiLoCoOptions:
         if self.inner_steps is not None:
             require_whole("inner_steps", self.inner_steps, 1)
         require_bool("equal_steps", self.equal_steps)
+        require_bool("worker_states", self.worker_states)
         if self.outer_steps is not None:
             require_whole("outer_steps", self.outer_steps, 1)
         self._check_outer_optimizer()
         require_weighting("weighting", self.weighting)
         FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
-        steps = _STEPS if self.inner_steps is None else self.inner_steps
-        if self.samples_per_round is None and self.overlap_steps >= steps:
-            raise OptionError(
-                "overlap_steps", self.overlap_steps, f"less than the steps between two sends, inner_steps={steps}"
-            )
+        self._overlap()
         require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         WireFormat(dtype=self.wire_dtype, density=self.density)
         if self.wire_dtype == "sparse" and self.outer_optimizer is None:
@@ -291,8 +290,11 @@ class DiLoCoOptions:
         """What ends a round."""
         if self.samples_per_round is not None:
             return SampleTarget(self.samples_per_round)
-        steps = _STEPS if self.inner_steps is None else self.inner_steps
+        steps = INNER_STEPS if self.inner_steps is None else self.inner_steps
         return FixedSteps(steps) if self.equal_steps else FastestSteps(steps)
+
+    def _overlap(self) -> Overlap:
+        return Overlap(steps=self.overlap_steps, inner_steps=self.target.step_cap)
 
     @property
     def fragment_options(self) -> FragmentOptions:
@@ -317,7 +319,7 @@ class DiLoCoOptions:
                 first_step_limit=seconds,
             ),
             wire=WireFormat(dtype=self.wire_dtype, density=self.density),
-            overlap_steps=self.overlap_steps,
+            overlap=self._overlap(),
             partition_size=self.partition_size,
             credit=self.credit,
             timeline=None if self.timeline is None else os.fspath(self.timeline),
@@ -333,7 +335,7 @@ class OuterOptions:
         target: What ends a round.
         rounds: Of the batch scheduler.
         wire: What travels.
-        overlap_steps: See :class:`WorkerSession`.
+        overlap: See :class:`WorkerSession`.
         partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; ``None`` follows the link.
         credit: What may be in flight at once, in parameters; ``None`` follows the link.
         timeline: File of worker 0's timeline, or ``None`` for none.
@@ -343,7 +345,7 @@ class OuterOptions:
     target: RoundTarget
     rounds: RoundOptions
     wire: WireFormat
-    overlap_steps: int
+    overlap: Overlap
     partition_size: int | None
     credit: int | None
     timeline: str | None

@@ -279,6 +279,16 @@ class OuterState:
             del state["weights"]
         return state
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """What this worker has trained, on top of the global weights, and on how much since each fragment was sent."""
+        weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
+        return {"weights": weights, "samples": list(self._samples), "tokens": list(self._tokens)}
+
+    def load_counts(self, state: Mapping[str, Any]) -> None:
+        """Count on from what :meth:`own_state_dict` gave, unless it is of other fragments."""
+        if len(state["samples"]) == len(self._samples):
+            self._samples, self._tokens = list(state["samples"]), list(state["tokens"])
+
     def full_state(self) -> dict[str, Any]:
         """The same with the weights, whatever their type."""
         return {**self.state_dict(), "weights": dict(self.weights)}

@@ -63,6 +63,10 @@ class Exchange:
         self._task = task
         self._mean = mean
 
+    def is_there(self) -> bool:
+        """Whether all workers' pseudo-gradients are here, or the exchange has failed."""
+        return self._task.done()
+
     def wait(self, timeout: float) -> tuple[Tensor, int]:
         """Wait for all workers' pseudo-gradients.
 
@@ -217,17 +221,19 @@ class PseudoGradientExchange:
         return Exchange(task, mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was not sent yet, of this worker: tensors and primitives only."""
+        """What was not sent yet, of this worker, and what rounding draws from: tensors and primitives only."""
         own = {name: residuals.own.clone() for name, residuals in self._residuals.items()}
         mean = {name: residuals.mean.clone() for name, residuals in self._residuals.items()}
-        return {"workers": self._group.size(), "rank": self._group.rank(), "own": own, "mean": mean}
+        ranks = {"workers": self._group.size(), "rank": self._group.rank()}
+        return {**ranks, "numbers": self._numbers, "own": own, "mean": mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state, before anything is started.
+        """Carry on from a state, on all workers, before anything but a measurement was started.
 
         What was not sent goes to the worker that it is of; all others begin without any, and what they had not sent is
         lost. With another number of workers shards are others, and what their owners had not sent is lost, too.
         """
+        self._numbers = state.get("numbers", 0)  # the same in the states of all workers
         if state["rank"] != self._group.rank():
             return
         same = state["workers"] == self._group.size()

@@ -67,6 +67,11 @@ class RoundCounter:
         )
         return counter
 
+    def go_on(self, *, steps: int, samples: int, tokens: int) -> None:
+        """Count what was done in this round before the process was started anew: steps beside the last round's mean."""
+        self.steps, self.samples, self.tokens = self.steps + steps, self.samples + samples, self.tokens + tokens
+        self._acknowledged = self.steps  # as in start()
+
     @property
     def sent(self) -> SendingPseudoGradient | None:
         """What was said when the pseudo-gradient of this round was sent; ``None`` before that.

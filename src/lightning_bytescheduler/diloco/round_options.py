@@ -8,7 +8,10 @@ from typing import Literal
 from lightning_bytescheduler.checks import require_one_of, require_seconds, require_share, require_whole
 from lightning_bytescheduler.diloco.late_updates import LATE_RULES, LateRule
 
-__all__ = ["RoundOptions"]
+__all__ = ["INNER_STEPS", "RoundOptions"]
+
+INNER_STEPS = 100
+"""Of a round, where neither these nor samples are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

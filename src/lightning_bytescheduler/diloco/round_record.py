@@ -88,6 +88,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         decided: When its end was scheduled, or ``None`` if that was not needed.
         workers: Those who took part; who has left before the end was decided, only if what it sent was there.
         late: What came during this round and belonged to an earlier one.
+        deadline: Until when pseudo-gradients were waited for at the longest, with the whole grace, or ``None`` where
+            nothing was decided.
     """
 
     round: _Count
@@ -96,6 +98,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decided: float | None
     workers: tuple[WorkerRound, ...]
     late: tuple[LateUpdate, ...] = ()
+    deadline: float | None = None
 
     @property
     def samples(self) -> int:

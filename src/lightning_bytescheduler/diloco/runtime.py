@@ -25,6 +25,7 @@ from lightning_bytescheduler.diloco.messages import Message
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
+from lightning_bytescheduler.diloco.overlap import Overlap
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
@@ -71,7 +72,7 @@ def make_runtime(
     trained = TrainedWeights(module, options.fragment_options)
     if not group.leads:
         return FollowingRuntime(
-            world=world, group=group, board=board, trained=trained, overlap_steps=outer.overlap_steps, flush=flush
+            world=world, group=group, board=board, trained=trained, overlap=outer.overlap, flush=flush
         )
     state = OuterState(
         trained,
@@ -167,6 +168,7 @@ class LeadingRuntime(SessionRuntime):
         self._examining: threading.Thread | None = None
         self._elements = [sum(p.numel() for p in state.trained.of(f)) for f in range(len(state.trained.fragments))]
         self._timeout = options.timeout
+        self.overlaps = bool(options.overlap)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
         self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
@@ -183,7 +185,7 @@ class LeadingRuntime(SessionRuntime):
             group=group,
             state=state,
             transport=self._transport,
-            overlap_steps=options.overlap_steps,
+            overlap=options.overlap,
             flush=flush,
             timeout=options.timeout,
             timeline=self.timeline,
@@ -212,7 +214,6 @@ class LeadingRuntime(SessionRuntime):
         """
         if state is not None:
             self.state.load_state_dict(state["outer"])
-            self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         link = self._exchange.follow_link(max(self._elements), timeout=self._timeout)
         if link is not None and self._scheduler is not None:
             sent, flying = self._exchange.sizes
@@ -224,6 +225,8 @@ class LeadingRuntime(SessionRuntime):
                 sent,
                 flying,
             )
+        if state is not None:
+            self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         if self._scheduler is not None:
             self._scheduler.start(None if state is None else state["rounds"])
         self.session.begin()
@@ -237,6 +240,27 @@ class LeadingRuntime(SessionRuntime):
             "rounds": self._scheduler.state_dict(),
             "unsent": self._exchange.state_dict(),
         }
+
+    def own_state(self) -> dict[str, Any]:
+        """What this worker alone has at the begin of a round.
+
+        What is left to be sent; and where fragments or overlap leave something of the last round open, its weights,
+        which are not the global ones, and what they were trained on, and with overlap the steps that count for this
+        round already.
+        """
+        own: dict[str, Any] = {"unsent": self._exchange.state_dict()}
+        if self.overlaps or len(self._elements) > 1:
+            own |= self.state.own_state_dict()
+        if self.overlaps:
+            own["begun_with"] = self.session.done_in_round()
+        return own
+
+    def load_own_counts(self, state: Mapping[str, Any]) -> None:
+        """Count on from what :meth:`own_state` gave; its weights are the module's."""
+        if "samples" in state:
+            self.state.load_counts(state)
+        if self.overlaps and "begun_with" in state:
+            self.session.go_on(state["begun_with"])
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the exchange, on whichever thread."""
@@ -308,7 +332,7 @@ class FollowingRuntime(SessionRuntime):
         group: The ranks it trains with.
         board: Where failures are published; not closed with the runtime.
         trained: What is trained.
-        overlap_steps: See :class:`WorkerSession`.
+        overlap: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
     """
 
@@ -319,7 +343,7 @@ class FollowingRuntime(SessionRuntime):
         group: WorkerGroup,
         board: FaultBoard,
         trained: TrainedWeights,
-        overlap_steps: int,
+        overlap: Overlap,
         flush: Callable[[], None],
     ) -> None:
         self._board = board
@@ -328,7 +352,7 @@ class FollowingRuntime(SessionRuntime):
             worker=worker_name(world.worker),
             group=group,
             trained=trained,
-            overlap_steps=overlap_steps,
+            overlap=overlap,
             flush=flush,
         )
         board.watch(self)

@@ -7,6 +7,10 @@ its pseudo-gradient when it is time to, and hands on what the others make of it;
 
 All but :meth:`LeadingSession.receive` and :meth:`WorkerSession.fail` is called by the training thread, which waits for
 other workers at two places only: for a pseudo-gradient that is to be merged now, and for the start of a round.
+
+Where a merge follows the mean (``overlap_steps="auto"``, see ``overlap.py``), the leader alone looks whether it is
+there, after each step beside it, and the others hear what it has seen. All of them ask after the same steps, as they
+have sent after the same one, and have been told since that nothing is to be merged yet.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +38,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
+from lightning_bytescheduler.diloco.overlap import Overlap
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.rank_session import RankSession
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
@@ -51,16 +56,20 @@ class WorkerSession(RankSession):
     Args:
         worker: The worker's name.
         group: The worker's ranks.
-        overlap_steps: Steps between sending a pseudo-gradient and merging the answer.
+        overlap: When what was sent is merged.
         flush: Called on the training thread before weights are read or replaced: brings them up to date.
+
+    Attributes:
+        at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
     def __init__(
-        self, *, worker: str, group: WorkerGroup, overlap_steps: int, flush: Callable[[], None] = lambda: None
+        self, *, worker: str, group: WorkerGroup, overlap: Overlap, flush: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(worker=worker, group=group)
-        self._overlap_steps = overlap_steps
+        self._overlap = overlap
         self._flush = flush
+        self.at_begin: Callable[[], None] | None = None
         self._sent = False  # a pseudo-gradient that is not merged yet
         self._steps_since_sent = 0
         self._halted = False
@@ -84,12 +93,12 @@ class WorkerSession(RankSession):
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
 
-        With overlap, this merges what was sent ``overlap_steps`` ago, and waits for it if it must; see RankSession.
+        With overlap, this merges what was sent when it is time to, and waits for it if it must; see RankSession.
         """
         super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
         if self._sent:
             self._steps_since_sent += 1
-            if self._steps_since_sent >= self._overlap_steps:
+            if self._is_to_merge():
                 self._conclude()
 
     def is_due(self) -> bool:
@@ -109,7 +118,7 @@ class WorkerSession(RankSession):
         self._send_pseudo_gradient()
         self._sent = True
         self._steps_since_sent = 0
-        if not self._overlap_steps:
+        if not self._overlap:
             self._conclude()
 
     def merge_sent(self) -> None:
@@ -144,6 +153,11 @@ class WorkerSession(RankSession):
         if not self._over:
             self.pass_on(stop=True)
 
+    def _is_to_merge(self) -> bool:
+        if self._overlap.follows_mean:
+            return self._group.any(self._need_not_train_on())
+        return self._steps_since_sent >= self._overlap.longest(0)
+
     def _conclude(self) -> None:
         self._sent = False
         self._flush()
@@ -153,6 +167,8 @@ class WorkerSession(RankSession):
         self.round_end = ended
         if not ended.halts:
             self._start_round()
+            if self.at_begin is not None and not self._over:
+                self.at_begin()
             return
         # Where all stand still, all fragments are synchronised, and everybody has the global weights.
         self._halted = True
@@ -169,6 +185,10 @@ class WorkerSession(RankSession):
     @abstractmethod
     def _is_due(self) -> bool:
         """Whether the pseudo-gradient is to be sent now, as far as this rank decides it."""
+
+    @abstractmethod
+    def _need_not_train_on(self) -> bool:
+        """Whether to merge what is under way now, without a number of steps for it, as far as this rank decides it."""
 
     @abstractmethod
     def _send_pseudo_gradient(self) -> None:
@@ -196,6 +216,7 @@ class _Sent:
     round: int
     fragment: int
     exchange: Exchanging
+    longest: int  # steps beside it
 
 
 class LeadingSession(WorkerSession):
@@ -206,7 +227,7 @@ class LeadingSession(WorkerSession):
         group: The worker's ranks.
         state: The global weights.
         transport: To the batch scheduler and the other workers.
-        overlap_steps: See :class:`WorkerSession`.
+        overlap: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
         timeout: Longest wait for the other workers, in seconds.
         clock: Seconds; injected by tests.
@@ -220,13 +241,13 @@ class LeadingSession(WorkerSession):
         group: WorkerGroup,
         state: OuterState,
         transport: Transport,
-        overlap_steps: int,
+        overlap: Overlap,
         flush: Callable[[], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
         timeline: OuterTimeline | None = None,
     ) -> None:
-        super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
+        super().__init__(worker=worker, group=group, overlap=overlap, flush=flush)
         self.left: int | None = None
         self._state = state
         self._transport = transport
@@ -254,6 +275,17 @@ class LeadingSession(WorkerSession):
         """How the rounds go, by name; what is not known is left out."""
         known = {"round": self._counter.round, "to_go": self.left, "steps_left": self.steps_left}
         return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
+
+    def done_in_round(self) -> dict[str, int]:
+        """What was done in this round, by name; where it has just begun, beside the last one's mean."""
+        with self._changed:
+            counter = self._counter
+            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
+
+    def go_on(self, done: Mapping[str, int]) -> None:
+        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
+        with self._changed:
+            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
 
     # ------------------------------------------------------------------ other threads
 
@@ -301,12 +333,25 @@ class LeadingSession(WorkerSession):
         with self._changed:
             return self._counter.due
 
+    def _need_not_train_on(self) -> bool:
+        sent = self._under_way
+        if sent is None or self._steps_since_sent >= sent.longest:
+            return True
+        if not sent.exchange.is_there():
+            return False
+        counter = self._counter
+        with self._changed:
+            ended = self._round_ends.get(sent.round)
+            # Where all stand still, no round is begun before all have passed that.
+            return ended is not None and (ended.halts or counter.next_round is not None or counter.finished)
+
     def _send_pseudo_gradient(self) -> None:
         with self._changed:
             round, message = self._counter.round, self._counter.send()
         self._transport.post(message)
         fragment = self._state.trained.fragment_of(round)
-        self._under_way = _Sent(round, fragment, self._send(fragment, message))
+        longest = self._overlap.longest(message.steps)
+        self._under_way = _Sent(round, fragment, self._send(fragment, message), longest)
 
     def _merge(self) -> RoundEnded:
         sent, self._under_way = self._under_way, None
@@ -400,7 +445,7 @@ class FollowingSession(WorkerSession):
         worker: The worker's name.
         group: The worker's ranks.
         trained: What is trained.
-        overlap_steps: See :class:`WorkerSession`.
+        overlap: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
     """
 
@@ -410,10 +455,10 @@ class FollowingSession(WorkerSession):
         worker: str,
         group: WorkerGroup,
         trained: TrainedWeights,
-        overlap_steps: int,
+        overlap: Overlap,
         flush: Callable[[], None],
     ) -> None:
-        super().__init__(worker=worker, group=group, overlap_steps=overlap_steps, flush=flush)
+        super().__init__(worker=worker, group=group, overlap=overlap, flush=flush)
         self._trained = trained
 
     @property
@@ -431,6 +476,9 @@ class FollowingSession(WorkerSession):
         pass
 
     def _is_due(self) -> bool:
+        return False
+
+    def _need_not_train_on(self) -> bool:
         return False
 
     def _send_pseudo_gradient(self) -> None:

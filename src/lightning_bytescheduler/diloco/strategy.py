@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.requeue import worker_signals
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
+from lightning_bytescheduler.diloco.checkpointed_strategy import CheckpointedStrategy
 from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordination import Coordination
@@ -36,9 +36,8 @@ from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonito
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
 from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.diloco.round_record import RoundFile
-from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime, make_runtime
+from lightning_bytescheduler.diloco.runtime import make_runtime
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
-from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
@@ -61,7 +60,7 @@ __all__ = ["DiLoCoStrategy"]
 
 
 @options_by_name
-class DiLoCoStrategy(WorkerStrategy):
+class DiLoCoStrategy(CheckpointedStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
     Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,
@@ -96,9 +95,9 @@ class DiLoCoStrategy(WorkerStrategy):
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
       of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
     * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written amid a round
-      has those of the end of the round before. It is a plain Lightning checkpoint of worker 0's leader, with the outer
-      state under one key more; training can go on from it with another number of workers, of any number of ranks, each
-      with worker 0's optimizer.
+      is of the round's begin. It is a plain Lightning checkpoint of worker 0's leader; under one key more it has the
+      outer state, and what each other worker alone has, so that as many workers go on exactly. Another number of
+      workers, of any number of ranks, can go on from it, too: new ones with worker 0's optimizer.
     * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
     * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
 
@@ -135,7 +134,8 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_optimizer: Makes another optimizer, for a list of tensors.
         weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
         fragments: Into how many the model is cut; each round synchronises one, in turn.
-        overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits.
+        overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
+            mean is there, for half of its last round at most.
         mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
             out.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
@@ -165,6 +165,8 @@ class DiLoCoStrategy(WorkerStrategy):
         coordinator_key: File of its private key.
         token_file: File with its token; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if left out.
         worker_name: In the run, the same after a restart; the host's name and a random part if left out.
+        worker_states: Whether a checkpoint has the state of each worker's optimizer, so that a restart goes on exactly.
+            Each worker keeps a copy of it in host memory then, and the file is the larger the more workers there are.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
@@ -197,7 +199,7 @@ class DiLoCoStrategy(WorkerStrategy):
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
         weighting: Literal["samples", "tokens", "uniform"] | None = None,
         fragments: int | None = None,
-        overlap_steps: int | None = None,
+        overlap_steps: int | Literal["auto"] | None = None,
         mixing: float | None = None,
         wire_dtype: Literal["fp32", "bf16", "int8", "int4", "sparse"] | None = None,
         density: float | None = None,
@@ -216,6 +218,7 @@ class DiLoCoStrategy(WorkerStrategy):
         coordinator_key: str | None = None,
         token_file: str | None = None,
         worker_name: str | None = None,
+        worker_states: bool = True,
     ) -> None:
         common = {
             "samples_per_round": samples_per_round,
@@ -252,19 +255,16 @@ class DiLoCoStrategy(WorkerStrategy):
             inner=inner,
             inner_size=inner_size,
             inner_options=inner_options,
+            worker_states=worker_states,
         )
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
-        self._coordination = None if address is None else Coordination(address, common)
         self._world: WorkerWorld | None = None
-        self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
         self._slices: SharedSlices | CoordinatedSlices | None = None
-        self._kept_state: dict[str, Any] | None = None
         self._added: list[pl.Callback] = []
-        self._open = ExitStack()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -276,6 +276,7 @@ class DiLoCoStrategy(WorkerStrategy):
             start_method=start_method,
             **ddp_options(inner, inner_options or {}),
         )
+        self._coordination = None if address is None else Coordination(address, common)
         if inner == "bytescheduler":
             given = self._options.inner_options or {}
             self._gradients = ScheduledGradients(
@@ -385,7 +386,8 @@ class DiLoCoStrategy(WorkerStrategy):
         if self._coordination is not None:
             self._coordination.seed_sampler(dataloader)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
-        return sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
+        sized = sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
+        return sized if self._coordination is not None else self._resumable(sized, module.trainer)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""
@@ -397,6 +399,7 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def _release(self) -> None:
         self._open.close()
+        self._end_states()
         if self._boundaries is not None:
             self._boundaries.detach()
             self._boundaries = None
@@ -460,14 +463,17 @@ class DiLoCoStrategy(WorkerStrategy):
             group=group,
             first_worker=world.worker == 0,
             together=self._validating_together,
+            explained=self._explained,
             shared_data=None if self._slices is None else self._slices.training,
         )
         with self._explained():
             self._runtime.start(state)
-            self._boundaries.attach()
+            self._begin_states(trainer, world, full=options.worker_states, timeout=outer.timeout)
+            self._boundaries.attach(self._states)
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
+        self._begin_next_epoch()
         if self._boundaries is None:
             return True
         with self._explained():
@@ -503,6 +509,7 @@ class DiLoCoStrategy(WorkerStrategy):
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):
                     self._runtime.session.finish()
+                    self._all_is_over()
                     if self._slices is not None:
                         self._slices.finish()
 
@@ -514,34 +521,6 @@ class DiLoCoStrategy(WorkerStrategy):
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
         return {} if self._boundaries is None or self._runtime is None else self._runtime.session.progress()
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def outer_state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps beside the weights."""
-        if not isinstance(self._runtime, LeadingRuntime | CoordinatedRuntime) or self._failed:
-            return None
-        return self._runtime.state_dict()
-
-    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Have the rounds carry on from what a checkpoint kept."""
-        self._kept_state = state
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """See DDPStrategy; during a fit, with the global weights."""
-        state = None if self._runtime is None or not self.is_global_zero else self._runtime.state
-        if state is None:
-            return super().lightning_module_state_dict()
-        self.flush()
-        with state.shown():
-            weights: dict[str, Any] = super().lightning_module_state_dict()
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
-        with nullcontext() if self._board is None else self._board.patient():
-            if self._coordination is None or self._coordination.leads or self._failed:
-                super().save_checkpoint(*args, **kwargs)
 
     def _end_with(self, cause: BaseException) -> None:
         if self._slices is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
@@ -50,6 +50,9 @@ class Rounds(Protocol):
 
     def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
         """Have the rounds carry on from what a checkpoint kept."""
+
+    def validated(self) -> None:
+        """A validation is over."""
 
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails."""
@@ -95,6 +98,10 @@ class RoundHooks(pl.Callback):
         """See to it that the epoch ends for all."""
         self._strategy.end_epoch()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Know of it before a checkpoint is written."""
+        self._strategy.validated()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring all workers to the global weights, before other callbacks look at them."""
         self._strategy.end_rounds()
@@ -139,6 +146,16 @@ class SharedData(Protocol):
         """Go on to the next epoch of the data, if nothing is left of this one. All workers stand still."""
 
 
+class Kept(Protocol):
+    """What a checkpoint is to have of this worker."""
+
+    def begun(self) -> None:
+        """A round has begun, and nothing of its first batch but that it is there."""
+
+    def halted(self) -> None:
+        """All workers stand still, and what this round's end is for is done here, but for a validation."""
+
+
 class RoundBoundaries(LoopBoundaries):
     """Validates, and ends epochs and the training, at the end of a round, on all workers at once.
 
@@ -148,6 +165,7 @@ class RoundBoundaries(LoopBoundaries):
         group: The ranks of this worker.
         first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
         together: What holds while all workers validate together.
+        explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
         clock: Seconds; injected by tests.
     """
@@ -160,6 +178,7 @@ class RoundBoundaries(LoopBoundaries):
         group: WorkerGroup,
         first_worker: bool,
         together: Callable[[], AbstractContextManager[None]],
+        explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: SharedData | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -167,11 +186,22 @@ class RoundBoundaries(LoopBoundaries):
         self._session = session
         self._first_worker = first_worker
         self._together = together
+        self._explained = explained
         self._shared_data = shared_data
+        self._kept: Kept | None = None
         self._open = ExitStack()
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
         self._has_batch = False  # since the last decision
+
+    def attach(self, kept: Kept | None = None) -> None:
+        """Begin to decide.
+
+        Args:
+            kept: Told of the moments that a checkpoint may be of.
+        """
+        self._kept = kept
+        super().attach()
 
     def detach(self) -> None:
         """Leave the loop as it was."""
@@ -193,6 +223,8 @@ class RoundBoundaries(LoopBoundaries):
         self._began = self._clock()
         if not goes_on:
             self._stop()
+        elif self._kept is not None:
+            self._kept.begun()
         return goes_on
 
     def before_epoch_end(self) -> None:
@@ -211,6 +243,8 @@ class RoundBoundaries(LoopBoundaries):
             if not session.pass_on():
                 self._stop()
                 return
+            if self._kept is not None:
+                self._kept.begun()
             self._end_epoch_for_all(used_up=True)
             if self._halt(own_epoch_ends=True):
                 trainer.validating = True
@@ -235,7 +269,13 @@ class RoundBoundaries(LoopBoundaries):
             self._ended = self._group.any(True)
 
     def _after_batch(self, data_fetcher: Any) -> bool:
+        with self._explained():
+            return self._decide(data_fetcher)
+
+    def _decide(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self._trainer
+        if loop.restarting and not self._has_batch and self._shared_data is None:
+            return self._after_restart()
         stepped = trainer.global_step != self._global_step
         own_epoch = loop._num_ready_batches_reached()
         # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
@@ -266,6 +306,16 @@ class RoundBoundaries(LoopBoundaries):
         if stepped:
             self._began = self._clock()
         return session.halted and self._halt(own_epoch)
+
+    def _after_restart(self) -> bool:
+        """Lightning asks before the first batch whether the epoch was over but for a validation; returns whether.
+
+        No round is ended here: it was ended when the checkpoint was written. But where this worker had gone through its
+        share, and others had not yet, they still have to know.
+        """
+        over = bool(self._loop._num_ready_batches_reached())
+        self._epoch_to_end = over and not self._loop.batch_progress.is_last_batch
+        return over
 
     def _awaits_others(self) -> bool:
         if self._shared_data is None or self._session.halted or self._session.over:
@@ -301,6 +351,8 @@ class RoundBoundaries(LoopBoundaries):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ended.stop:
             self._stop()
+        if self._kept is not None:
+            self._kept.halted()
         if ended.validate:
             self._open.enter_context(self._together())
         return ended.validate

@@ -62,6 +62,9 @@ class CatchUp:
 class Exchanging(Protocol):
     """A pseudo-gradient that is on its way."""
 
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once. Looks only."""
+
     def wait(self, timeout: float) -> tuple[Tensor, int] | CatchUp:
         """Wait for the end of the round.
 

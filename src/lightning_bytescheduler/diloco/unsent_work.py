@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange
+from lightning_bytescheduler.diloco.messages import SendingPseudoGradient
+from lightning_bytescheduler.diloco.transport import Contribution
 
 __all__ = ["Sent", "UnsentWork"]
 
@@ -22,6 +26,7 @@ class Sent:
         round_tokens: Processed in the round.
         samples: Processed since the fragment was last sent.
         tokens: The same in tokens.
+        longest: Steps beside it after which the worker waits.
         steps_since: Steps taken beside it.
     """
 
@@ -33,6 +38,7 @@ class Sent:
     round_tokens: int
     samples: int
     tokens: int
+    longest: int
     steps_since: int = 0
 
 
@@ -63,6 +69,50 @@ class UnsentWork:
         for fragment in range(len(self.samples)):
             self.samples[fragment] += samples
             self.tokens[fragment] += tokens
+
+    def contribution(
+        self, said: SendingPseudoGradient, fragment: int, pseudo_gradient: Tensor, weight: int
+    ) -> Contribution:
+        """What the coordinator gets of a fragment.
+
+        Args:
+            said: Of the round that it ends.
+            fragment: Which.
+            pseudo_gradient: Of all that was trained since the fragment was last part of a mean.
+            weight: In the mean, as this worker works it out.
+        """
+        return Contribution(
+            worker=said.worker,
+            round=said.round,
+            fragment=fragment,
+            pseudo_gradient=pseudo_gradient,
+            weight=weight,
+            samples=self.samples[fragment],
+            tokens=self.tokens[fragment],
+            steps=said.steps + self.steps,
+            round_samples=said.samples + self.round_samples,
+        )
+
+    def sent(self, said: SendingPseudoGradient, fragment: int, exchange: CoordinatedExchange, *, longest: int) -> Sent:
+        """What is on its way now.
+
+        Args:
+            said: Of the round that it ends.
+            fragment: Which.
+            exchange: Carries it.
+            longest: Steps beside it after which the worker waits.
+        """
+        return Sent(
+            round=said.round,
+            fragment=fragment,
+            exchange=exchange,
+            steps=said.steps,
+            round_samples=said.samples,
+            round_tokens=said.tokens,
+            samples=self.samples[fragment],
+            tokens=self.tokens[fragment],
+            longest=longest,
+        )
 
     def taken(self, sent: Sent) -> None:
         """An update has become part of a mean, or is late; steps beside which it travelled are still to be sent."""

@@ -39,6 +39,7 @@ _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _LOCATE_S = 1.0
+_DIAGNOSE_S = 3.0
 _WHERE = "Where the ranks are:"
 
 
@@ -146,18 +147,19 @@ class FaultBoard(FaultWatcher):
                     break
             return self._published
 
-    def explain(self, error: BaseException) -> BaseException:
+    def explain(self, error: BaseException, *, timeout: float = _DIAGNOSE_S) -> BaseException:
         """Return the failure that ``error`` is a consequence of, or ``error`` itself.
 
         Args:
             error: What a rank met with, on any thread. One that has nothing to do with communication is returned at
                 once.
+            timeout: See :meth:`diagnose`.
         """
         if isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error)):
             return self._locate(error)
-        return self.diagnose(error) if is_communication_error(error) else error
+        return self.diagnose(error, timeout) if is_communication_error(error) else error
 
-    def diagnose(self, error: BaseException, timeout: float = 3.0, *, silence: float = 0.0) -> BaseException:
+    def diagnose(self, error: BaseException, timeout: float = _DIAGNOSE_S, *, silence: float = 0.0) -> BaseException:
         """Find out whose failure made one of this rank's collectives fail.
 
         Args:

@@ -17,7 +17,6 @@ not waiting; with NCCL the host hardly ever waits inside a collective, so that l
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.failures.messages import StoreMessage
+from lightning_bytescheduler.failures.watchdog import frame_of
 
 __all__ = [
     "Blocked",
@@ -300,7 +300,7 @@ def blocked_in(thread: int) -> Blocked | None:
     Args:
         thread: Its identifier, as of :func:`threading.get_ident`.
     """
-    frame = sys._current_frames().get(thread)
+    frame = frame_of(thread)
     if frame is None:
         return None
     name, module = _place(frame)

@@ -46,6 +46,20 @@ class StorePresence:
             self._socket = socket.create_connection((host, port), timeout=_TIMEOUT.total_seconds())
             self._socket.setblocking(False)
 
+    def introduce(self, word: bytes, answer: int) -> None:
+        """Say ``word``, and wait for ``answer`` bytes.
+
+        Raises:
+            OSError: If they do not come.
+        """
+        if self._socket is None:
+            return
+        self._socket.settimeout(_TIMEOUT.total_seconds())
+        self._socket.sendall(word)
+        if len(self._socket.recv(answer)) != answer:
+            raise ConnectionError("The other side has hung up.")
+        self._socket.setblocking(False)
+
     def gone(self) -> bool:
         """Whether the host has ended; at once, never blocks."""
         if self._socket is None:

@@ -8,6 +8,7 @@ process too; this one says first why, and where the thread was.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -16,13 +17,38 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "frame_of"]
 
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
 _LAST_WORDS_S = 1.0
+
+_collecting = threading.Lock()  # held while collection of garbage is put off
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Where a thread is, or ``None`` if there is none such.
+
+    Until Python 3.12 the interpreter holds a lock of its own while it answers, and may collect garbage meanwhile. What
+    a destructor does then, such as joining a thread that wants that lock, never ends: all threads stood still for good.
+    So there is no collection meanwhile. Source: CPython's issue 106883.
+
+    Args:
+        thread: Its identifier, as of :func:`threading.get_ident`.
+    """
+    if sys.version_info >= (3, 12):
+        return sys._current_frames().get(thread)
+    with _collecting:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if enabled:
+                gc.enable()
 
 
 class Watchdog:
@@ -74,7 +100,7 @@ class Watchdog:
         self._end(1)
 
     def _report(self) -> None:
-        frame = sys._current_frames().get(self._thread)
+        frame = frame_of(self._thread)
         place = "" if frame is None else "".join(traceback.format_stack(frame))
         why = (self._why or "").rstrip(".")
         log.critical(

@@ -43,6 +43,7 @@ class ByteCore:
         partition_size: Largest sub-task, in parameters. Clamped to ``credit``.
         credit: How much may be in flight, in parameters.
         one_at_a_time: Start a sub-task only when nothing is in flight, whatever the credit.
+        overtaking: Let what is more urgent than all that is in flight take as much credit again, see ``lanes.py``.
         order: Which ready sub-task is next; by priority unless given.
         observer: Called with each sub-task that has finished, its times (``ready_at``, ``started_at``,
             ``finished_at``, seconds of ``clock``) filled in.
@@ -60,6 +61,7 @@ class ByteCore:
         partition_size: int,
         credit: int,
         one_at_a_time: bool = False,
+        overtaking: bool = False,
         order: LaunchOrder | None = None,
         observer: Callable[[SubCommTask], None] | None = None,
         name: str = "bytescheduler",
@@ -69,6 +71,7 @@ class ByteCore:
         self._partition_size = require_size("partition_size", partition_size)
         self._credit = require_size("credit", credit)
         self._one_at_a_time = require_bool("one_at_a_time", one_at_a_time)
+        self._overtaking = require_bool("overtaking", overtaking)
         self._order: LaunchOrder = PriorityOrder() if order is None else order
         self._observer = observer
         self._clock = clock
@@ -353,7 +356,7 @@ class ByteCore:
             try:
                 while not self._stopped:
                     credit = 1 if self._one_at_a_time else self._credit
-                    sub = self._order.pop(credit_left=self._in_flight_size < credit)
+                    sub = self._order.pop(credit_left=self._in_flight_size < credit, overtaking=self._overtaken(credit))
                     if sub is None:
                         break
                     self._in_flight.add(sub)
@@ -364,6 +367,12 @@ class ByteCore:
                 failure = error
         self._cannot_launch(batch, failure)
         return []
+
+    def _overtaken(self, credit: int) -> int | None:
+        """The priority of the most urgent in flight, as long as what overtakes has credit of its own."""
+        if not self._overtaking or not credit <= self._in_flight_size < 2 * credit:
+            return None
+        return min((sub.priority for sub in self._in_flight if sub.parent.takes_credit), default=None)
 
     def _launch(self, batch: list[SubCommTask]) -> None:
         try:

@@ -297,6 +297,7 @@ class LateTransfers:
         self.usual = min(pace.forms, default=0)
         self._left: dict[tuple[int, int], float] = {}  # bytes that were not sent, by bucket and half
         self._under_way: dict[Hashable, tuple[int, float]] = {}
+        self._whole: set[int] = set()  # buckets that are to be smaller as a whole
         self._waited_for_long = 0
         self._planned = False
         self._steps = 0
@@ -314,6 +315,7 @@ class LateTransfers:
                     self.pace.forget(form)
         times.begin(kind)
         self._left.clear()
+        self._whole.clear()
         self._under_way.clear()
         self._planned = False
 
@@ -337,6 +339,33 @@ class LateTransfers:
         if known is not None:
             self.pace.ended(*known, started, ended)
 
+    def whole_is_late(self, bucket: int, nbytes: float, now: float) -> bool:
+        """Whether a bucket that has just become ready is to travel in fewer bytes, all of it.
+
+        Here what is ready already and was not to be smaller is taken to be sent as it is, as then all parts of a bucket
+        travel alike. Otherwise those of many buckets would be left when time runs out, each to be encoded by itself.
+
+        Args:
+            bucket: That is ready, and of which nothing was sent.
+            nbytes: Of it, as it is.
+            now: When that is decided.
+        """
+        if not self._may_compress(nbytes, now):
+            return False
+        start, behind = now + self._busy(now), self._behind(now, settled=True)
+        exact, smaller = self._paces()
+        own = next(each for at, each in behind if at == (bucket, 0))
+        others = [each for at, each in behind if at != (bucket, 0)]
+        plays = [lateness(start, [*others, replace(own, seconds=nbytes * pace)]) for pace in (exact, smaller)]
+        late = plays[0] > self._allowed(now) and plays[0] > plays[1] + _SAME
+        if late:
+            self._whole.add(bucket)
+        return late
+
+    def is_whole(self, bucket: int) -> bool:
+        """Whether :meth:`whole_is_late` has said so in this step."""
+        return bucket in self._whole
+
     def is_late(self, bucket: int, half: int, nbytes: float, now: float) -> bool:
         """Whether the part that is next has to be smaller, so that nothing waits for it, or for what is behind it.
 
@@ -346,37 +375,62 @@ class LateTransfers:
             nbytes: Of the part, as it is.
             now: When that is decided.
         """
-        times, exact, smaller = self.times, self.pace.seconds_per_byte(), self.pace.seconds_per_byte(self.usual)
-        span = times.span
-        if exact is None or smaller is None or not span or not times.complete:
+        if bucket in self._whole:
+            return True
+        if not self._may_compress(nbytes, now):
+            return False
+        exact, smaller = self._paces()
+        due, others = now, []
+        for at, transfer in self._behind(now):
+            if at == (bucket, half):
+                due = transfer.due
+                transfer = replace(transfer, seconds=transfer.seconds - nbytes * smaller)
+            if transfer.seconds > 0:
+                others.append(transfer)
+        ends = [now + self._busy(now) + nbytes * pace for pace in (exact, smaller)]
+        as_it_is = max(ends[0] - due, lateness(ends[0], others))
+        return as_it_is > self._allowed(now) and as_it_is > max(ends[1] - due, lateness(ends[1], others)) + _SAME
+
+    def _may_compress(self, nbytes: float, now: float) -> bool:
+        """Whether something that is as large may have to be smaller in this step."""
+        exact, smaller = self._paces()
+        if not exact or not smaller or not self.times.span or not self.times.complete:
             return False
         if nbytes * exact < _LEAST_SECONDS:
             return False
         if not self._planned:
             self._planned = True
-            self._plan(exact, span)
-        if not self.compressing:
-            return False
-        origin, waited = times.origin(now), times.waited(now)
+            self._plan(exact, self.times.span)
+        return self.compressing
+
+    def _paces(self) -> tuple[float, float]:
+        """Seconds for a byte as it is, and in the usual form; 0 where that is not known."""
+        return self.pace.seconds_per_byte() or 0.0, self.pace.seconds_per_byte(self.usual) or 0.0
+
+    def _busy(self, now: float) -> float:
+        """How long the link still takes for what is on its way."""
         busy = sum((self.pace.seconds_per_byte(form) or 0.0) * n for form, n in self._under_way.values())
         if self._under_way and self.pace.last_end > 0:  # the first of them is partly there
             busy = max(busy - max(now - self.pace.last_end, 0.0), 0.0)
+        return busy
+
+    def _allowed(self, now: float) -> float:
+        return max(AIM * self.times.span - self.times.waited(now), 0.0)
+
+    def _behind(self, now: float, *, settled: bool = False) -> list[tuple[tuple[int, int], Transfer]]:
+        """What is left to be sent of this step, by bucket and half: in fewer bytes, but for what is settled."""
+        times, found = self.times, []
+        (exact, smaller), origin, waited = self._paces(), times.origin(now), times.waited(now)
         soonest = min(times.offsets(each)[1] for each in times.buckets)
-        behind, due = [], now
         for each, known in times.buckets.items():
             ready, needed = times.offsets(each)
-            at = now if times.is_ready(each) else max(origin + ready, now)
-            for part, size in self._sizes(each, known):
-                transfer = self._transfer(known, part, at, origin + waited, (soonest, needed), size * smaller)
-                if (each, part) == (bucket, half):
-                    due, left = transfer.due, size - nbytes
-                    transfer = replace(transfer, seconds=max(left, 0.0) * smaller)
-                if transfer.seconds > 0:
-                    behind.append(transfer)
-        ends = [now + busy + nbytes * per_byte for per_byte in (exact, smaller)]
-        allowed = max(AIM * span - waited, 0.0)
-        as_it_is = max(ends[0] - due, lateness(ends[0], behind))
-        return as_it_is > allowed and as_it_is > max(ends[1] - due, lateness(ends[1], behind)) + _SAME
+            there = times.is_ready(each)
+            at = now if there else max(origin + ready, now)
+            pace = exact if settled and there and each not in self._whole else smaller
+            for half, size in self._sizes(each, known):
+                transfer = self._transfer(known, half, at, origin + waited, (soonest, needed), size * pace)
+                found.append(((each, half), transfer))
+        return found
 
     def _plan(self, per_byte: float, span: float) -> None:
         """Whether exact transfers of the whole step hide."""

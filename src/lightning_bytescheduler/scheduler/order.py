@@ -30,6 +30,7 @@ class Decision:
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
         form: In which the sub-task travels, see ``PartForms`` in ``task.py``.
         cut: Sizes of all parts of the task, where they are not equal.
+        lane: On which the sub-task travels, see ``lanes.py``.
     """
 
     key: TaskKey
@@ -38,6 +39,7 @@ class Decision:
     task_size: int | None = None
     form: int = 0
     cut: tuple[int, ...] | None = None
+    lane: int = 0
 
 
 class LaunchOrder(Protocol):
@@ -49,11 +51,12 @@ class LaunchOrder(Protocol):
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
         """Take in sub-tasks whose data exists now."""
 
-    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
         """Claim and return the ready sub-task to start next, or return ``None`` when there is none.
 
         Args:
             credit_left: Whether it may be one that takes credit.
+            overtaking: Where no credit is left: it may be one that is more urgent than this priority.
         """
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
@@ -84,9 +87,9 @@ class PriorityOrder:
         for sub in sub_tasks:
             heapq.heappush(self._heap, (sub.priority, sub.parent._sequence, sub.index, sub))
 
-    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
         """Claim and return the most urgent ready sub-task, skipping those that failed while they waited."""
-        while credit_left and self._heap:
+        while self._heap and (credit_left or (overtaking is not None and self._heap[0][0] < overtaking)):
             sub = heapq.heappop(self._heap)[-1]
             if sub.claim():
                 return sub
@@ -136,7 +139,7 @@ class MixedOrder(PriorityOrder):
         """All ranks have submitted the first ``count`` foreign tasks."""
         self._on_all = max(self._on_all, count)
 
-    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
         """Claim and return a foreign sub-task that may go, or else the most urgent other one."""
         while self._foreign and self._may_go(self._foreign[0]):
             task = self._foreign.popleft()
@@ -145,7 +148,7 @@ class MixedOrder(PriorityOrder):
             self.ready(later)
             if task.sub_tasks[0].claim():
                 return task.sub_tasks[0]
-        return super().pop(credit_left=credit_left)
+        return super().pop(credit_left=credit_left, overtaking=overtaking)
 
     def _may_go(self, task: CommTask) -> bool:
         return task.ready and self._on_all > self._foreign_popped
@@ -186,11 +189,12 @@ class AnnouncedOrder:
         """Append decisions of the deciding rank, in its order."""
         self._decisions.extend(decisions)
 
-    def pop(self, *, credit_left: bool = True) -> SubCommTask | None:
+    def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
         """Claim and return the next announced sub-task if its data exists here.
 
         Args:
             credit_left: Whether it may be one that takes credit.
+            overtaking: Given where what overtakes may go without; whether it does, the deciding rank has seen to.
 
         Raises:
             LaunchOrderError: If the decision does not fit the task that carries its key on this rank.
@@ -205,7 +209,7 @@ class AnnouncedOrder:
             return None
         if task.error is not None:
             raise task.error
-        if not task.ready or (task.takes_credit and not credit_left):
+        if not task.ready or (task.takes_credit and not credit_left and overtaking is None):
             return None
         sub = self._part(task, decision)
         if not task.takes_credit and sub is None:
@@ -221,6 +225,7 @@ class AnnouncedOrder:
                 "launched. Every rank must build the same model and use the same bucket sizes."
             )
         sub.take(decision.form)
+        sub.lane = decision.lane
         self._decisions.popleft()
         popped = self._popped.pop(decision.key, 0) + 1
         if popped == len(task.sub_tasks):

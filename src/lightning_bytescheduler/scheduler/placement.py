@@ -27,6 +27,7 @@ from lightning_bytescheduler.scheduler.task import part_size
 
 __all__ = [
     "PLACEMENTS",
+    "Nodes",
     "Placement",
     "chosen_placement",
     "cut",
@@ -42,6 +43,10 @@ PLACEMENTS = ("balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"
 
 MIXED_MODE_VARIABLE = "BYTEPS_ENABLE_MIXED_MODE"
 
+Nodes = tuple[tuple[int, ...], ...]
+"""The ranks of each node."""
+
+_NODES_SHOWN = 4
 _BY_SHARES = ("balanced", "mixed")
 
 _PART = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
@@ -62,6 +67,8 @@ class Placement:
         spare_servers: k, no more than n.
         owners: The server of each key; empty where parts are placed as they are sent.
         bytes_per_server: By number of the server.
+        nodes: The ranks of each node, where one of them pushes the sum of all of a node's; the nodes are the workers
+            then, and the bytes those of this rank's share.
     """
 
     how: str
@@ -69,6 +76,7 @@ class Placement:
     spare_servers: int
     owners: Mapping[str, int]
     bytes_per_server: tuple[int, ...]
+    nodes: Nodes = ()
 
     def owner(self, key: str) -> int:
         """The server that sums ``key``.
@@ -113,7 +121,7 @@ class Placement:
         total = sum(self.bytes_per_server) or 1
         weights = server_weights(self.workers, self.spare_servers)
         names = [f"spare server {k}" for k in range(self.spare_servers)]
-        names += [f"server of worker {n}" for n in range(self.workers)]
+        names += [f"server of {'node' if self.nodes else 'worker'} {n}" for n in range(self.workers)]
         rows = zip(names, self.bytes_per_server, weights, strict=True)
         return [(name, has, has / total, weight) for name, has, weight in rows if has or weight]
 
@@ -124,6 +132,16 @@ class Placement:
         what = f"{len(self.owners)} tensors on " if self.owners else ""
         fullest = f"the fullest {self.fullest:.3f} times its ideal"
         return "\n".join([f"placement {self.how!r}: {what}{len(rows)} servers, {fullest}", *rows])
+
+    @property
+    def grouping(self) -> str:
+        """What is added up before it is pushed, in words; empty if nothing is."""
+        if not self.nodes:
+            return ""
+        shown = [f"{', '.join(map(str, ranks))}" for ranks in self.nodes[:_NODES_SHOWN]]
+        more = len(self.nodes) - len(shown)
+        ranks = "; ".join([*shown, f"and {more} nodes more"] if more else shown)
+        return f"gradients are added up on each node before one of its ranks pushes the sum: ranks {ranks}"
 
 
 def spare_share(workers: int, servers: int) -> float:

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.scheduler.passage import Passage
 
 __all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
 
@@ -55,7 +56,9 @@ class SubCommTask:
             accounting, set by whoever sends.
         form: In which it travels, where there is a choice: 0 as it is. Set by the deciding rank's choice, see
             :class:`CommTask`, and told to the others with its decision to send it.
+        lane: On which it travels, see ``lanes.py``; set by the deciding rank, and told to the others with its decision.
         charge: What it takes of the credit: its size, or less where it travels in fewer bytes.
+        passage: By way of a parameter server, if that is what it goes; set by whoever sends.
     """
 
     __slots__ = (
@@ -65,8 +68,10 @@ class SubCommTask:
         "finished_at",
         "form",
         "index",
+        "lane",
         "offset",
         "parent",
+        "passage",
         "ready_at",
         "size",
         "started_at",
@@ -84,6 +89,8 @@ class SubCommTask:
         self.finished_at = 0.0
         self.encoded_bytes: int | None = None
         self.form = 0
+        self.lane = 0
+        self.passage: Passage | None = None
         self.charge = size if parent.takes_credit else 0
         self._claimed = False  # chosen to be sent next, but not launched yet
 

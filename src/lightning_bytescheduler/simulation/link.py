@@ -9,7 +9,8 @@ workers then occupies that link, by architecture, for
 - ``ps``, parameter servers: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
   ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
   partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
-  workers push and serve over one link, a lone partition would be a little faster than modelled.
+  workers push and serve over one link, a lone partition would be a little faster than modelled. In a step that is
+  played links of servers and workers besides wait for each other for a share of the time, see ``LinkModel.idle``.
 
 A collective costs two more things. *Latency*: its hops take time in which the link is free for other
 collectives in flight, so a window that covers bandwidth × latency hides it. *Overhead*: what each collective
@@ -32,6 +33,7 @@ from lightning_bytescheduler.checks import (
     require_one_of,
     require_positive,
     require_seconds,
+    require_share,
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
@@ -51,6 +53,8 @@ Algorithm = Literal["ring", "halving_doubling"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """How workers can reduce gradients among themselves."""
 
+_IDLE_AMONG_WORKERS, _IDLE_WITH_SPARE_SERVERS = 0.12, 0.22
+"""So that steps played are those measured within 8%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
 _NO_ALGORITHM = "Servers are an architecture: architecture='ps', with servers=k spare machines."
 
 
@@ -74,6 +78,8 @@ class LinkModel:
         algorithm: One of ``ALGORITHMS``; with architecture ``"allreduce"``.
         messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
             for gloo's two threads; ``None`` for no limit.
+        idle_share: Of the time in which gradients are under way to and from servers, what links wait for each other;
+            with architecture ``"ps"``. ``None`` for what was measured, see :attr:`idle`; 0 for the formula's servers.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -87,6 +93,7 @@ class LinkModel:
     servers: int = 0
     algorithm: Algorithm = "ring"
     messages_in_flight: int | None = None
+    idle_share: float | None = None
 
     _options_elsewhere: ClassVar[Mapping[str, str]] = {
         "spare_servers": "It is servers, with architecture='ps', as of the strategy."
@@ -103,6 +110,7 @@ class LinkModel:
         servers: int = 0,
         algorithm: str = "ring",
         messages_in_flight: int | None = None,
+        idle_share: float | None = None,
     ) -> None:
         require_whole("workers", workers, 1)
         require_architecture(architecture)
@@ -114,6 +122,10 @@ class LinkModel:
             raise OptionError("servers", servers, "0 unless architecture is 'ps'")
         if messages_in_flight is not None:
             require_whole("messages_in_flight", messages_in_flight, 1)
+        if idle_share is not None and architecture != "ps":
+            raise OptionError("idle_share", idle_share, "left out unless architecture is 'ps'")
+        if idle_share is not None and require_share("idle_share", idle_share) == 1:
+            raise OptionError("idle_share", idle_share, "from 0 to less than 1")
         values = {
             "workers": workers,
             "bandwidth": require_rate("bandwidth", bandwidth),
@@ -123,6 +135,7 @@ class LinkModel:
             "servers": servers,
             "algorithm": algorithm,
             "messages_in_flight": messages_in_flight,
+            "idle_share": idle_share,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -150,7 +163,7 @@ class LinkModel:
     @property
     def without_servers(self) -> LinkModel:
         """The same network, on which workers reduce among themselves."""
-        return replace(self, architecture="allreduce", servers=0)
+        return replace(self, architecture="allreduce", servers=0, idle_share=None)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -161,6 +174,18 @@ class LinkModel:
         if self.architecture == "ps":
             return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth
         return 2 * (n - 1) / n / self.bandwidth
+
+    @property
+    def idle(self) -> float:
+        """Of the time in which gradients are under way, what this package's links wait for each other.
+
+        Without a plan of who sends to whom and when, senders meet at one receiver, and sums wait for the last push.
+        """
+        if self.architecture != "ps" or self.workers == 1:
+            return 0.0
+        if self.idle_share is not None:
+            return self.idle_share
+        return _IDLE_WITH_SPARE_SERVERS if self.servers else _IDLE_AMONG_WORKERS
 
     @property
     def latency_seconds(self) -> float:
@@ -183,7 +208,8 @@ def network_in_words(link: LinkModel) -> str:
     """For example ``4 workers and 2 servers, 500 Mbit/s each way, 0.2 ms a hop``."""
     hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
     servers = f" and {_count(link.servers, 'spare server')}" if link.architecture == "ps" else ""
-    return f"{_count(link.workers, 'worker')}{servers}, {rate_in_words(link.bandwidth)} each way{hop}"
+    idle = f", idle for {link.idle:.0%} of the time" if link.idle else ""
+    return f"{_count(link.workers, 'worker')}{servers}, {rate_in_words(link.bandwidth)} each way{hop}{idle}"
 
 
 def _count(number: int, of: str) -> str:

@@ -456,7 +456,8 @@ class _Simulation:
             self._arrive(piece)
             return
         share = 1.0 if self._schedule.clipping is None else 0.5
-        seconds = self._link.overhead_seconds + share * piece.size * self._link.seconds_per_byte
+        on_link = self._link.seconds_per_byte / (1 - self._link.idle)
+        seconds = self._link.overhead_seconds + share * piece.size * on_link
         latency = share * self._link.latency_seconds / len(self._stages)
         self._at(stage.passed(self._now, seconds) + latency, lambda: self._pass(piece, stages))
 

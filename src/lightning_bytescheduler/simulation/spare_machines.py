@@ -60,7 +60,7 @@ def spare_machines_in_words(tried: Sequence[SpareMachines]) -> str:
     """A sentence that says when they are worth their money."""
     best = best_value(tried)
     if best is None:
-        return "Spare machines as parameter servers bring nothing here that shows."
+        return "Spare machines as parameter servers (architecture='ps') bring nothing here that shows."
     most = max(tried, key=lambda one: one.gain)
     text = f"{_count(best)} as parameter servers (architecture='ps') make a step {best.gain:.2f}x as fast, and are "
     text += f"worth their money where each costs less than {best.worth:.0%} of a worker"

@@ -3,8 +3,10 @@
 - A slice and its bytes: ``slice``, ``checksums``, ``catalogue``, ``formats``, ``shuffle``.
 - Where slices come from, and where they are kept: ``urls``, ``refusals``, ``source``, ``fetch``, ``prefetch``,
   ``cache``, ``store``.
-- Batches: ``open_slice``, ``batches``, ``lock_step`` (ranks that step together), ``tracked_batches`` (workers that take
-  slices as they need them), ``loader``, ``dataset``.
+- Batches: ``open_slice``, ``batches``, ``tracked_batches`` (workers that take slices as they need them), ``loader``,
+  ``dataset``.
+- Ranks that step together: ``epoch_line``, ``epoch_plan``, ``lock_step`` (each with batches of its own size),
+  ``shared_pool`` and ``shared_plan`` (with their share of the batches of all).
 - The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracked_workers``,
   ``tracker_state``.
 - Lightning: ``options``, ``training``, ``slice_coordinator``, ``data_module``.
@@ -13,7 +15,8 @@
 
 from lightning_bytescheduler.slices.batches import SampleRun
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.lock_step import LockStepEpoch, Stage
+from lightning_bytescheduler.slices.epoch_line import Stage
+from lightning_bytescheduler.slices.lock_step import LockStepEpoch
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions, TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice, SliceState, SliceStream

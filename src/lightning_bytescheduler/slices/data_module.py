@@ -12,6 +12,7 @@ from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, collate_samples
@@ -30,6 +31,7 @@ from lightning_bytescheduler.slices.options import (
     require_packages,
     require_urls,
 )
+from lightning_bytescheduler.slices.shared_plan import SharedPlan
 from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
@@ -67,17 +69,22 @@ class SliceDataModule(CoordinatedDataModule):
     without a message. A slice that is corrupt however often it is fetched is named in a warning, and left out from the
     next epoch on; for the rest of its epoch other samples are repeated in its place, so that no rank runs out of steps.
 
+    Where the strategy shares out batches of all ranks, as ``ByteSchedulerStrategy(batch_size="balanced")`` does, each
+    rank takes its share of every batch from slices of its own, and whoever is faster gets more of them.
+
     Workers of unequal speed take slices from a tracker as they need them, if their strategy has called
     :meth:`bind_tracker`. The loader has no length then, and corrupt slices are left out at once.
 
-    As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches weigh more.
+    As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches weigh more;
+    under ``ByteSchedulerStrategy(weighting="samples")`` they weigh alike.
 
     Args:
         train: URL, glob or folder of files or slices, or a list of them; anything that fsspec opens.
         val: Of the validation.
         test: Of the test.
         predict: Of the prediction.
-        batch_size: Samples of a batch; a list has one number for each rank.
+        batch_size: Samples of a batch; a list has one number for each rank. Where the strategy shares batches out,
+            it is one number: times the ranks, or of all ranks, as the strategy says.
         eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
         num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
             should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
@@ -301,21 +308,36 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _together(self, before: TrainingSlices | None) -> LockStepTraining:
         rank, ranks = self._rank_and_ranks()
-        catalogue = self._catalogue("train")
-        plan = LockStepPlan(
-            catalogue,
-            batch_sizes=batch_sizes_of("batch_size", require_batch_size("batch_size", self.batch_size), ranks),
-            rank=rank,
-            seed=self._loading.seed,
-            shuffle=self._loading.shuffle,
-            shortage=self._loading.shortage,
-        )
+        catalogue, size = self._catalogue("train"), require_batch_size("batch_size", self.batch_size)
+        order: dict[str, Any] = {
+            "rank": rank,
+            "seed": self._loading.seed,
+            "shuffle": self._loading.shuffle,
+            "shortage": self._loading.shortage,
+        }
+        together = self._batch_of_all(size)
+        plan: EpochPlan
+        if together is None:
+            plan = LockStepPlan(catalogue, batch_sizes=batch_sizes_of("batch_size", size, ranks), **order)
+        else:
+            plan = SharedPlan(catalogue, batch_size=together, ranks=ranks, **order)
         training = LockStepTraining(plan)
         if before is not None:  # a further fit goes on where the last one stopped
             training.load_state_dict(before.state_dict())
         if self.trainer is not None:
             require_same_slices(self.trainer, catalogue)
         return training
+
+    def _batch_of_all(self, size: int | list[int]) -> int | None:
+        """Samples of a batch of all ranks, where the strategy shares batches out."""
+        shared = None if self.trainer is None else getattr(self.trainer.strategy, "batch_of_all", None)
+        if shared is None or shared(1) is None:
+            return None
+        if not isinstance(size, int):
+            allowed = "one number, of which each rank gets its share by the strategy's batch_size"
+            raise OptionError("batch_size", size, allowed)
+        found: int | None = shared(size)
+        return found
 
     def _tracked(self, host: TrackerHost, before: TrainingSlices | None) -> TrackedTraining:
         ranks = self._rank_and_ranks()[1]

@@ -111,6 +111,11 @@ class SliceLoader:
             raise TypeError("How many batches there will be is not known: they are handed out as they are needed.")
         return self._length
 
+    @property
+    def draws_ahead(self) -> int:
+        """Batches that may be asked for of the plan before the first of them is trained on, 1 at least."""
+        return self._workers.draws_ahead
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
         if self._is_alone:
@@ -181,6 +186,11 @@ class BatchWorkers:
         self._pin_memory = pin_memory
         self._kept: _Loading | None = None
         self._closings = 0
+
+    @property
+    def draws_ahead(self) -> int:
+        """Batches that are asked for before the first is there."""
+        return max(self._num_workers * self._prefetch_factor, 1)
 
     def batches(
         self, plan: Iterable[SliceBatch], worker_init_fn: Callable[[int], None] | None = None

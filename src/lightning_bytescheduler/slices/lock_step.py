@@ -10,30 +10,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lightning_bytescheduler.checks import is_whole, require_whole
-from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
+from lightning_bytescheduler.checks import is_whole
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch, cut_batches
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.epoch_line import EpochLine, EpochPosition, Stage, Stretch, samples_without
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.options import Shortage, require_shortage
-from lightning_bytescheduler.slices.shuffle import slice_order
-from lightning_bytescheduler.slices.tracker_state import read_state
 
-__all__ = ["LockStepEpoch", "LockStepPlan", "LockStepShares", "Stage"]
-
-_VERSION = 1
+__all__ = ["LockStepEpoch", "LockStepPlan", "LockStepShares"]
 
 
-class LockStepPlan:
-    """A ``BatchPlan`` for ranks that take the same number of steps: one epoch after the other.
-
-    Every rank calls the same methods with the same values, so that all agree without a message.
+class LockStepPlan(EpochPlan):
+    """A ``BatchPlan`` for ranks that take the same number of steps, each with batches of its own size.
 
     Args:
         catalogue: The slices.
@@ -43,10 +37,6 @@ class LockStepPlan:
         shuffle: False keeps the catalogue's order in every epoch.
         shortage: ``"pad"`` or ``"drop"``, see :class:`LockStepEpoch`.
         repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
-
-    Attributes:
-        epoch: The running epoch, from 0.
-        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
 
     Raises:
         OptionError: If an option is not allowed.
@@ -63,42 +53,24 @@ class LockStepPlan:
         shortage: Shortage = "pad",
         repeats: bool = True,
     ) -> None:
-        self.catalogue = catalogue
+        super().__init__(catalogue, seed=seed, shuffle=shuffle)
         self._batch_sizes = tuple(batch_sizes)
         if not is_whole(rank) or rank >= max(len(self._batch_sizes), 1):
             raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
         self._rank = rank
-        self._seed, self._shuffle, self._shortage, self._repeats = seed, shuffle, shortage, repeats
-        self.epoch = 0
-        self.counted = 0
-        self._stages: tuple[Stage, ...] = ()
-        self._steps = 0
-        self._left_out: dict[str, str] = {}  # of this epoch
-        self._quarantined: dict[str, str] = {}
-        self._start(())
+        self._shortage, self._repeats = shortage, repeats
+        self._rest: tuple[Stretch, ...] | None = None  # before the stages, unless it is all
+        self._start(EpochPosition())
 
     @property
     def shares(self) -> LockStepEpoch:
-        """How what is left of the epoch was shared when it began, or was resumed."""
+        """See ``EpochPlan``."""
         return self._shares
 
     @property
-    def quarantined(self) -> dict[str, str]:
-        """Reason by key of the slices that are left out from the next epoch on."""
-        return dict(self._quarantined)
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of the epoch is left to these ranks."""
-        return self._steps >= self._shares.steps
-
-    @property
-    def begun(self) -> bool:
-        """Whether a step of the epoch was taken."""
-        return bool(self._steps or self._stages)
-
-    def __len__(self) -> int:
-        return self.counted + self._shares.steps - self._steps
+    def position(self) -> EpochPosition:
+        """See ``EpochPlan``."""
+        return EpochPosition(rest=self._rest, stages=self._shares.after(self._steps))
 
     def __iter__(self) -> Iterator[SliceBatch]:
         shares, first = self._shares, self._steps
@@ -109,158 +81,30 @@ class LockStepPlan:
         return cut_batches(self.epoch, runs, sizes)
 
     def _next_epoch(self) -> Iterator[SampleRun]:
-        yield from self._shared(self.epoch + 1, self._quarantined, ()).runs(self._rank)
+        yield from self._shared(self.epoch + 1, self._quarantined, EpochPosition()).runs(self._rank)
 
-    def trained(self) -> None:
-        """Count a step that every rank has taken.
-
-        Raises:
-            OptionError: If the epoch has no more of them.
-        """
-        if self.over:
-            raise OptionError("steps", self._steps + 1, f"at most {self._shares.steps}, the steps of the epoch")
-        self._steps += 1
-
-    def end_epoch(self) -> None:
-        """Go to the next epoch; what is left of this one is not trained on."""
-        self.start_epoch(self.epoch + 1)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch.
-
-        Raises:
-            OptionError: If it is no number of an epoch.
-        """
-        self.epoch = require_whole("epoch", epoch, 0)
-        self.counted = 0
-        self._left_out = dict(self._quarantined)
-        self._start(())
-
-    def quarantine(self, slices: Mapping[str, str]) -> None:
-        """Leave slices out from the next epoch on; this one goes on with the steps that all ranks know of.
-
-        Args:
-            slices: Reason by key.
-        """
-        self._quarantined.update(slices)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, of primitives; the same on every rank."""
-        fingerprint = self.catalogue.fingerprint
-        stages = self._shares.after(self._steps)
-        return {
-            "version": _VERSION,
-            "epoch": self.epoch,
-            "stages": [
-                {"batch_sizes": list(stage.batch_sizes), "steps": stage.steps, "shortage": stage.shortage}
-                for stage in stages
-            ],
-            "left_out": dict(self._left_out),
-            "quarantined": dict(self._quarantined),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "slices": fingerprint.slices,
-            "samples": fingerprint.samples,
-            "blocks": list(fingerprint.blocks),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved, with as many ranks and with the batch sizes that there are now.
-
-        Between epochs, data and seed may have changed.
-
-        Raises:
-            TrackerStateError: If the state is damaged, or of the middle of an epoch of other slices or another order.
-                Nothing changed then.
-        """
-        saved = read_state(state, _SavedPosition, version=_VERSION, what="The state of the slices")
-        if saved.stages:
-            self._require_same_order(saved)
-        before = (self.epoch, self._left_out)
-        self.epoch, self._left_out = saved.epoch, saved.left_out
-        try:
-            self._start(saved.stages)
-        except OptionError as error:
-            self.epoch, self._left_out = before
-            raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
-        self._quarantined = saved.quarantined
-
-    def _start(self, stages: tuple[Stage, ...]) -> None:
-        """Share what is left after some stages; the last one is continued if it was of these ranks."""
+    def _start(self, position: EpochPosition) -> None:
+        """See ``EpochPlan``; the last stage is continued if it was of these ranks."""
+        stages = position.stages
         last = stages[-1] if stages else None
         continues = last is not None and (last.batch_sizes, last.shortage) == (self._batch_sizes, self._shortage)
-        shares = self._shared(self.epoch, self._left_out, stages[:-1] if continues else stages)
+        before = replace(position, stages=stages[:-1] if continues else stages)
+        shares = self._shared(self.epoch, self._left_out, before)
         steps = last.steps if continues and last is not None else 0
         shares.after(steps)  # raises if there are not so many
-        self._shares, self._stages, self._steps = shares, stages, steps
+        self._shares, self._steps, self._opened = shares, steps, steps
+        self._rest = None if position.rest is None else tuple(before.left(shares.line))
 
-    def _shared(self, epoch: int, left_out: Mapping[str, str], stages: Sequence[Stage]) -> LockStepEpoch:
+    def _shared(self, epoch: int, left_out: Mapping[str, str], position: EpochPosition) -> LockStepEpoch:
         return LockStepEpoch(
-            samples=self._samples_without(left_out),
+            samples=samples_without(self.catalogue, left_out),
             batch_sizes=self._batch_sizes,
             seed=self._seed,
             epoch=epoch,
             shuffle=self._shuffle,
             shortage=self._shortage,
-            stages=stages,
+            position=position,
         )
-
-    def _samples_without(self, keys: Mapping[str, str]) -> npt.NDArray[np.int64]:
-        samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
-        for key in keys:
-            index = self.catalogue.find(key)
-            if index is not None:
-                samples[index] = 0
-        return samples
-
-    def _require_same_order(self, saved: _SavedPosition) -> None:
-        here = self.catalogue.fingerprint
-        now = {
-            "slices": here.slices,
-            "samples": here.samples,
-            "blocks": here.blocks,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
-        for name, value in now.items():
-            there = getattr(saved, name)
-            if there != value:
-                what = (
-                    "the slices' keys or sample counts" if name == "blocks" else f"{name} was {there}, is {value} now"
-                )
-                raise TrackerStateError(
-                    f"The state was saved in the middle of an epoch of other data or another order ({what}): "
-                    "resume with what it was saved with, or from the end of an epoch."
-                )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """Steps that were taken together; plain numbers, to be kept in a checkpoint.
-
-    Attributes:
-        batch_sizes: Of each rank, in samples.
-        steps: How many steps.
-        shortage: As the epoch was shared.
-    """
-
-    batch_sizes: tuple[int, ...]
-    steps: int
-    shortage: str = "pad"
-
-
-class _SavedPosition(msgspec.Struct):
-    """A plan's saved state: the types that are required of it."""
-
-    epoch: Annotated[int, msgspec.Meta(ge=0)]
-    stages: tuple[Stage, ...]
-    left_out: dict[str, str]
-    quarantined: dict[str, str]
-    seed: int
-    shuffle: bool
-    slices: int
-    samples: int
-    blocks: tuple[str, ...]
 
 
 class LockStepEpoch:
@@ -274,8 +118,10 @@ class LockStepEpoch:
         shuffle: False keeps the catalogue's order.
         shortage: ``"pad"`` or ``"drop"``, where there is not one sample for each rank in every step.
         stages: How the part of the epoch that is trained on was trained on, from :meth:`after`.
+        position: In place of ``stages``.
 
     Attributes:
+        line: The epoch.
         steps: Of every rank: the length of its loader.
         left: Samples of the epoch that were not trained on before.
         padded: Samples that are trained on twice, fewer than there are ranks.
@@ -295,23 +141,24 @@ class LockStepEpoch:
         shuffle: bool = True,
         shortage: str = "pad",
         stages: Sequence[Stage] = (),
+        position: EpochPosition | None = None,
     ) -> None:
-        counts = np.asarray(samples, dtype=np.int64)
-        if counts.ndim != 1 or (counts < 0).any():
-            raise OptionError("samples", samples, "a count for each slice, 0 or more")
-        self._order = slice_order(len(counts), seed=seed, epoch=epoch, shuffle=shuffle)
-        # Place of each slice's end on a line through all samples of the epoch.
-        self._ends = np.cumsum(counts[self._order], dtype=np.int64)
-        # What is left, as stretches of that line, in order.
-        self._stretches = [(0, int(self._ends[-1]))] if len(self._ends) else []
-        for stage in stages:
+        self.line = EpochLine(samples, seed=seed, epoch=epoch, shuffle=shuffle)
+        position = EpochPosition(stages=tuple(stages)) if position is None else position
+        self._stretches = position.left(self.line)  # what is left, in order
+        for stage in position.stages:
             self._share(stage.batch_sizes, stage.shortage)
             if not is_whole(stage.steps) or stage.steps > self.steps:
                 raise OptionError("steps", stage.steps, f"from 0 to {self.steps}, the steps of that stage")
             self._stretches = self._left_after(stage.steps)
         self._share(batch_sizes, shortage)
         self._shortage = shortage
-        self._stages = tuple(stages)
+        self._stages = position.stages
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """What is left, in order."""
+        return list(self._stretches)
 
     def _share(self, batch_sizes: Sequence[int], shortage: str) -> None:
         if not len(batch_sizes) or not all(is_whole(size, 1) for size in batch_sizes):
@@ -336,11 +183,11 @@ class LockStepEpoch:
         """
         offset, stop = self._own(rank)
         for low, high in self._on_line(offset + self._shares.samples_until(rank, first_step), stop):
-            yield from self._in_slices(low, high)
+            yield from self.line.runs(low, high)
         if self._is_padded(rank) and first_step < self.steps:
             place = (rank - (len(self._shares.samples) - self.padded)) % self.left
             for low, high in self._on_line(place, place + 1):
-                yield from self._in_slices(low, high)
+                yield from self.line.runs(low, high)
 
     def _is_padded(self, rank: int) -> bool:
         """Whether a rank's last sample is one that another has, or had.
@@ -386,17 +233,6 @@ class LockStepEpoch:
                 found.append((low + first, low + last))
             before += high - low
         return found
-
-    def _in_slices(self, start: int, stop: int) -> Iterator[SampleRun]:
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = int(self._ends[place])
-            begin = int(self._ends[place - 1]) if place else 0
-            if start < end:
-                upto = min(stop, end)
-                yield SampleRun(slice_index=int(self._order[place]), start=start - begin, stop=upto - begin)
-                start = upto
-            place += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

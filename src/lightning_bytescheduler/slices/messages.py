@@ -76,7 +76,7 @@ class Joined(_Message, frozen=True):
 
     Attributes:
         session: Goes into every other message.
-        epoch: The running epoch.
+        epoch: The newest epoch that slices are handed out of.
         lease: Seconds without a message after which the worker is taken for dead.
     """
 
@@ -90,7 +90,8 @@ class RequestSlice(_Message, frozen=True):
 
     Attributes:
         session: The worker's.
-        epoch: The epoch it trains. The first request for the next one starts it, if this one is over.
+        epoch: The epoch it trains; it may be given what is left of one before. The first request for the next one
+            opens it, if all that is left of this one is in workers' hands.
         holding: Every grant that it was told of and has not finished: one that is missing here and that the worker
             never began is sent again, as its answer must have been lost.
         cached: Keys of slices it has got locally since it last said so. Repeating all is as good, only slower.
@@ -136,7 +137,7 @@ class WaitReason(str, Enum):
     HELD = "held"
     """Other workers hold the rest: ask again, as one may die or be overtaken."""
     EPOCH = "epoch"
-    """The epoch before the one asked for is not over."""
+    """The epoch asked for cannot begin yet, as one is not over that is two before it."""
 
 
 class AskLater(_Message, frozen=True):

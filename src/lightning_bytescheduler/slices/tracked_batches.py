@@ -40,6 +40,7 @@ class _Held:
     """A slice of this worker: what the tracker was told is ``trained``, what readers were given is ``handed``."""
 
     grant: int
+    epoch: int
     slice_index: int
     slice: Slice
     trained: int
@@ -53,10 +54,12 @@ class TrackerPlan:
     Asks the tracker for slices one at a time, some ahead of need; begins each before its first sample is handed out,
     and reports each batch when it was trained on.
 
-    An iteration ends, with a smaller batch if need be, when nothing is to be had *for now*: the others may hold what is
-    left. It never waits while a batch that it handed out may be untrained, since that may be what others wait for; so
-    one that has just begun waits, for a slice that comes back or for the next epoch. With ``waits=False`` that one
-    ends too, and whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
+    An iteration ends, with a smaller batch if need be, when nothing of its epoch is to be had *for now*: the others may
+    hold what is left. The one after it is of the next epoch, which the tracker opens then. So each iteration has slices
+    of one epoch, and of the epoch before only what has come back from others; no batch has samples of both. None waits
+    while a batch that it handed out may be untrained, since that may be what others wait for; so one that has just
+    begun waits if the next epoch cannot be opened yet. With ``waits=False`` an iteration goes on to no other epoch, and
+    whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
 
     Args:
         client: The tracker.
@@ -66,7 +69,7 @@ class TrackerPlan:
         ahead: Slices to hold that are not begun; None follows what readers ask for.
         slices: Those of the data, in the tracker's order.
         cached: Says which of some slices are local, by key.
-        waits: Whether an iteration that has just begun waits, and goes on to the next epoch by itself.
+        waits: Whether an iteration that has just begun goes on to the next epoch by itself, or waits for it.
         clock: Seconds that never run backwards.
 
     Raises:
@@ -74,7 +77,7 @@ class TrackerPlan:
 
     Attributes:
         batch_size: Samples of the batches from the next one on; may be changed at any time.
-        epoch: The epoch of the data that is trained on.
+        epoch: The epoch of the data that is asked for; batches say theirs.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class TrackerPlan:
         self._told: set[str] = set()
         self._ask_at = 0.0
         self._is_over = False
+        self._is_given_out = False  # nothing of this epoch is to be had for now
         self._out: dict[int, list[tuple[int, int]]] = {}  # by number of the batch: grants, and where it leaves them
         self._handed = self._received = 0
 
@@ -129,13 +133,15 @@ class TrackerPlan:
         for held in self._held.values():
             held.handed = held.trained
         self._has_given = False
+        if self._waits and self._is_given_out and not self._held:
+            self._go_on()
 
     def poll(self) -> SliceBatch | float | None:
         """The next batch; or the seconds after which to ask again; or ``None``, as the iteration is over."""
         while (batch := self._next()) is None:
             if self._has_given or not self._waits:
                 return None
-            if not self._is_over:
+            if not self._is_given_out:
                 return max(self._ask_at - self._clock(), 0.0)
             self._go_on()
         self._has_given = True
@@ -217,11 +223,11 @@ class TrackerPlan:
         runs: list[SampleRun] = []
         parts: list[tuple[int, int]] = []
         missing = self.batch_size
-        session = None
+        session, epoch = None, self.epoch
         while missing and (held := self._current()) is not None:
-            if runs and self._session != session:
-                break  # joined again, and maybe in another epoch
-            session = self._session
+            if runs and (self._session != session or held.epoch != epoch):
+                break  # another epoch, or joined again
+            session, epoch = self._session, held.epoch
             taken = min(missing, held.slice.samples - held.handed)
             runs.append(SampleRun(slice_index=held.slice_index, start=held.handed, stop=held.handed + taken))
             held.handed += taken
@@ -233,19 +239,20 @@ class TrackerPlan:
             pass
         self._out[self._handed] = parts
         self._handed += 1
-        return SliceBatch(self.epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
+        return SliceBatch(epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
 
     def _current(self) -> _Held | None:
         """A slice with samples to hand out, begun; None if there is none for now."""
         while True:
-            for held in list(self._held.values()):
+            # What others may wait for comes first: a slice that came back from them is of the epoch before.
+            for held in sorted(self._held.values(), key=lambda held: (not held.begun, held.epoch)):
                 if held.grant in self._held and held.handed < held.slice.samples and self._begin(held):
                     return held
             if not self._ask():
                 return None
 
     def _waiting(self) -> list[_Held]:
-        return [held for held in self._held.values() if not held.begun]
+        return [held for held in sorted(self._held.values(), key=lambda held: held.epoch) if not held.begun]
 
     def _begin(self, held: _Held) -> bool:
         if not held.begun and self._session is not None:
@@ -262,7 +269,7 @@ class TrackerPlan:
 
     def _go_on(self) -> None:
         self.epoch += 1
-        self._is_over = False
+        self._is_over = self._is_given_out = False
         self._ask_at = 0.0
 
     def _ask(self, *, looks: bool = False) -> bool:
@@ -287,15 +294,18 @@ class TrackerPlan:
         self._drop(answer.revoked)
         if isinstance(answer, Assignment):
             self._require_same_slice(answer)
-            held = _Held(answer.grant, answer.slice_index, answer.slice, trained=answer.first, handed=answer.first)
+            first = answer.first
+            held = _Held(answer.grant, answer.epoch, answer.slice_index, answer.slice, trained=first, handed=first)
             self._held[held.grant] = held
+            self._is_given_out = False
             self._local[held.slice.key] = held.slice
             return True
         if isinstance(answer, EpochOver):
-            self._is_over = True
+            self._is_over = self._is_given_out = True
         elif answer.reason is WaitReason.LIMIT:
             self._allowed = max(len(self._waiting()), 1)  # from now on it is asked when one more was begun
         else:
+            self._is_given_out = answer.reason is WaitReason.HELD
             self._ask_at = self._clock() + min(answer.seconds, _LATEST)
         return False
 
@@ -313,7 +323,7 @@ class TrackerPlan:
         )
         self._session, self._lease, self._heard = joined.session, joined.lease, self._clock()
         self._allowed = SLICES_AHEAD if self._most_ahead is None else self._most_ahead
-        self.epoch, self._is_over, self._ask_at = joined.epoch, False, 0.0
+        self.epoch, self._is_over, self._is_given_out, self._ask_at = joined.epoch, False, False, 0.0
         return joined.session
 
     def _cache_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -26,7 +26,7 @@ class TrackedWorker:
         deadline: When it is taken for dead unless it says something, on the tracker's clock.
         prefetch: Slices it may hold that it has not begun.
         grants: By number, in the order in which they were made.
-        taken: Numbers of this epoch's grants that were taken from it.
+        taken: Numbers of the open epochs' grants that were taken from it.
         cached: What it has locally.
         speed: How fast it trains.
     """
@@ -54,6 +54,10 @@ class TrackedWorker:
         """Whether it has begun one that it holds."""
         return any(grant.begun for grant in self.grants.values())
 
+    def held_of(self, epoch: int) -> list[tuple[int, bool]]:
+        """What it holds of an epoch, in order: the slice, and whether it was begun."""
+        return [(grant.index, grant.begun) for grant in self.grants.values() if grant.epoch == epoch]
+
 
 @dataclass(kw_only=True, slots=True)
 class Grant:
@@ -61,12 +65,14 @@ class Grant:
 
     Attributes:
         number: Never used twice.
+        epoch: The slice is to be used in it.
         index: The slice's, in the catalogue.
         begun: The worker trains on it, or may.
         told: The worker is known to know of it.
     """
 
     number: int
+    epoch: int
     index: int
     begun: bool = False
     told: bool = False

@@ -12,11 +12,21 @@ What holds for an epoch, whatever workers come, go and die, and whichever messag
 
 A state that is loaded takes the epoch back to when it was saved; the promises hold for the training that goes on from
 there, with weights saved at the same moment.
+
+Nobody stands still at an epoch's end: while the last slices of the running epoch are in workers' hands, whoever asks
+for the next epoch is given slices of that one. This changes none of the promises, which are of an epoch each: its
+slices are counted in arrays of their own, and a grant is of one epoch for good. What comes back of the running epoch is
+handed out before anything of the next one, to whoever asks next. No more than two epochs are open, so that no slice is
+left behind by more than one; where both are given out, a worker waits.
+
+Two workers never train on the same samples to be done sooner, as backup tasks do: what both had trained on by the time
+one of them is first would be in the weights of both. A slice that a worker has begun which is slow, and alive, stays
+with it, and costs nobody anything; what the dead and the cut off hold comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +52,7 @@ from lightning_bytescheduler.slices.messages import (
     Verdict,
     WaitReason,
 )
+from lightning_bytescheduler.slices.open_epochs import OpenEpoch, OpenEpochs
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracked_workers import (
@@ -51,7 +62,7 @@ from lightning_bytescheduler.slices.tracked_workers import (
     WorkerRegistry,
     holder_to_relieve,
 )
-from lightning_bytescheduler.slices.tracker_state import EpochSlices, SavedEpoch, pack, unpack
+from lightning_bytescheduler.slices.tracker_state import SavedTracker, pack, unpack
 
 __all__ = ["SliceTracker", "TrackerReport"]
 
@@ -73,12 +84,9 @@ class SliceTracker:
         self.catalogue = catalogue
         self.options = TrackerOptions() if options is None else options
         self._clock = clock
-        self._slices = EpochSlices(catalogue.samples, seed=self.options.seed, shuffle=self.options.shuffle)
         self._workers = WorkerRegistry()
-        self._holders: dict[int, TrackedWorker] = {}  # of ASSIGNED slices
         self._next_grant = 1
-        self._first_grant = 1  # of the running epoch
-        self._returned = self._stolen = 0
+        self._epochs = OpenEpochs(catalogue, self.options, next_grant=lambda: self._next_grant)
         self._wanted = False
 
     # What workers call: see TrackerClient.
@@ -109,44 +117,51 @@ class SliceTracker:
         record.incarnation = message.incarnation
         record.prefetch = prefetch
         record.deadline = now + self.options.lease
-        record.cached.add(self._known(message.cached), self._slices.ranks)
+        record.cached.add(self._known(message.cached), self._epochs.newest.slices.ranks)
         session = self._workers.open_session(record) if record.session is None else record.session
         self.expire()
-        return Joined(session=session, epoch=self._slices.epoch, lease=self.options.lease)
+        return Joined(session=session, epoch=self._epochs.newest.slices.epoch, lease=self.options.lease)
 
     def request(self, message: RequestSlice) -> Answer:
-        """Hand out one more slice, or say why there is none."""
+        """Hand out one more slice, or say why there is none.
+
+        Raises:
+            OptionError: If all slices are quarantined, so that there will never be one.
+        """
         record = self._renewed(message.session)  # first: who is late, but here, is not dead
         self.expire()
         if record is None:
             return JoinAgain()
         for index in self._known(message.evicted):
             record.cached.discard(index)
-        record.cached.add(self._known(message.cached), self._slices.ranks)
-        if message.epoch == self._slices.epoch + 1:
-            self.start_epoch(message.epoch)
+        if len(self._epochs.quarantined) == len(self.catalogue):  # epochs would be over as soon as they begin
+            raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         revoked = tuple(number for number in message.holding if number not in record.grants)
-        if message.epoch < self._slices.epoch:
-            return EpochOver(epoch=message.epoch, revoked=revoked)
-        if message.epoch > self._slices.epoch:
-            return AskLater(reason=WaitReason.EPOCH, seconds=self._until_change(record), revoked=revoked)
         for number in message.holding:
             if number in record.grants:
                 record.grants[number].told = True
-        for grant in record.grants.values():
-            if not grant.told:  # the answer that named it was lost, or it was held before a restart
-                return self._assignment(grant, revoked)
-        if self.over:
+        if self._epochs.open_for(message.epoch):
+            self._roll()
+        record.cached.add(self._known(message.cached), self._epochs.newest.slices.ranks)
+        asked = self._epochs.up_to(message.epoch)
+        if not asked:
             return EpochOver(epoch=message.epoch, revoked=revoked)
-        if message.looks and self._holders:
+        for grant in record.grants.values():
+            if not grant.told and grant.epoch <= message.epoch:
+                return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
+        beyond = message.epoch > self._epochs.newest.slices.epoch
+        if not beyond and not any(one.slices.unfinished for one in asked):
+            return EpochOver(epoch=message.epoch, revoked=revoked)
+        if message.looks and any(one.holders for one in asked):
             return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
         if len(record.ahead) >= record.prefetch:
             return AskLater(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
-        chosen = self._choose(record)
+        chosen = self._choose(record, asked)
         if chosen is None:
             self._wanted = True
-            return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
-        return self._assignment(self._grant(record, chosen), revoked)
+            reason = WaitReason.EPOCH if beyond else WaitReason.HELD
+            return AskLater(reason=reason, seconds=self._until_change(record), revoked=revoked)
+        return self._assignment(self._grant(record, *chosen), revoked)
 
     def begin(self, message: BeginSlice) -> Receipt:
         """Say whether the worker may train on a slice."""
@@ -164,14 +179,15 @@ class SliceTracker:
         """
         record, grant, verdict = self._look_up(message.session, message.grant)
         if record is not None and grant is not None:
-            samples = int(self._slices.samples[grant.index])
+            slices = self._epochs.of(grant).slices
+            samples = int(slices.samples[grant.index])
             trained = message.trained
             if not is_whole(trained) or trained > samples:
                 raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
             now = self._clock()
             grant.begun = grant.told = True
             record.speed.begin(now)
-            record.speed.report(self._slices.train(grant.index, trained), now)
+            record.speed.report(slices.train(grant.index, trained), now)
         return Receipt(verdict=verdict)
 
     def done(self, message: FinishSlice) -> Receipt:
@@ -180,12 +196,13 @@ class SliceTracker:
         if record is not None and grant is not None:
             now = self._clock()
             record.speed.begin(now)
-            record.speed.report(self._slices.finish(grant.index), now)
+            record.speed.report(self._epochs.of(grant).slices.finish(grant.index), now)
             self._drop_grant(record, grant)
+            self._roll()
         return Receipt(verdict=verdict)
 
     def quarantine(self, message: QuarantineSlice) -> Receipt:
-        """Leave a slice out of this epoch and the following ones.
+        """Leave a slice out of the epochs that are open and the following ones.
 
         Raises:
             OptionError: If there is no such slice.
@@ -193,10 +210,13 @@ class SliceTracker:
         if self._renewed(message.session) is None:
             return Receipt(verdict=Verdict.JOIN_AGAIN)
         index = self._index(message.key)
-        holder = self._holders.get(index)
-        if holder is not None:
-            self._take(holder, next(grant for grant in holder.grants.values() if grant.index == index))
-        self._slices.quarantine(index, message.reason)
+        self._epochs.quarantined.setdefault(index, message.reason)
+        for one in self._epochs:
+            held = one.held_by(index)
+            if held is not None:
+                self._take(*held)
+            one.slices.leave_out(index)
+        self._roll()
         return Receipt(verdict=Verdict.ACCEPTED)
 
     def renew(self, message: RenewLease) -> Receipt:
@@ -244,40 +264,37 @@ class SliceTracker:
             epoch: The epoch that is to run; if it does, nothing changes.
             abandon: Drop what is left of the running epoch, in workers' hands too; otherwise it must be over.
         """
-        if epoch == self._slices.epoch:
+        running = self._epochs.running.slices
+        if epoch == running.epoch:
             return True
-        if epoch != self._slices.epoch + 1 or not (self.over or abandon):
+        if epoch != running.epoch + 1 or not (self.over or abandon):
             return False
         if abandon:
-            self._slices.abandon()
-        for record in self._workers:
-            record.grants.clear()
-            record.taken.clear()
-            record.speed.pause()
-        self._holders.clear()
-        self._first_grant = self._next_grant
-        self._returned = self._stolen = 0
-        self._wanted = False
-        self._slices.start(epoch)
+            running.abandon()
+            for record in self._workers:
+                for grant in [grant for grant in record.grants.values() if grant.epoch == running.epoch]:
+                    self._drop_grant(record, grant)
+        self._epochs.open_for(epoch)
+        self._roll()
         return True
 
     def lift_quarantine(self, key: str) -> bool:
-        """Hand a slice out again from the next epoch on; returns whether it was quarantined.
+        """Hand a slice out again from the next epoch that begins on; returns whether it was quarantined.
 
         Raises:
             OptionError: If there is no such slice.
         """
-        return self._slices.quarantined.pop(self._index(key), None) is not None
+        return self._epochs.quarantined.pop(self._index(key), None) is not None
 
     @property
     def epoch(self) -> int:
-        """The running epoch, from 0."""
-        return self._slices.epoch
+        """The running epoch, from 0: the first of which something may be left."""
+        return self._epochs.running.slices.epoch
 
     @property
     def over(self) -> bool:
         """Whether nothing is left of the running epoch."""
-        return self._slices.unfinished == 0
+        return self._epochs.over
 
     @property
     def wanted(self) -> bool:
@@ -285,16 +302,17 @@ class SliceTracker:
         return self._wanted and not self.over
 
     def state_of(self, key: str) -> SliceState:
-        """Where a slice stands.
+        """Where a slice stands in the running epoch.
 
         Raises:
             OptionError: If there is no such slice.
         """
-        return self._slices.state(self._index(key))
+        return self._epochs.running.slices.state(self._index(key))
 
     def report(self) -> TrackerReport:
         """How far the running epoch is."""
-        slices = self._slices
+        running = self._epochs.running
+        slices = running.slices
         return TrackerReport(
             epoch=slices.epoch,
             over=self.over,
@@ -302,28 +320,18 @@ class SliceTracker:
             trained=slices.trained,
             dropped=slices.dropped,
             unfinished=slices.unfinished,
-            quarantined={self.catalogue.key(index): reason for index, reason in slices.quarantined.items()},
+            quarantined={self.catalogue.key(index): reason for index, reason in self._epochs.quarantined.items()},
             workers=len(self._workers),
-            returned=self._returned,
-            stolen=self._stolen,
+            returned=running.returned,
+            stolen=running.stolen,
+            ahead=sum(one.slices.trained for one in self._epochs if one is not running),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
-        workers = {
-            record.name: [(grant.index, grant.begun) for grant in record.grants.values()] for record in self._workers
-        }
-        slices = self._slices
-        saved = SavedEpoch(
-            epoch=slices.epoch,
-            states=slices.states,
-            positions=slices.positions,
-            quarantined=slices.quarantined,
-            cursor=slices.cursor,
-            places=slices.returned,
-            workers=workers,
-            returned=self._returned,
-            stolen=self._stolen,
+        saved = SavedTracker(
+            epochs=[one.saved(self._workers) for one in self._epochs],
+            quarantined=self._epochs.quarantined,
             next_grant=self._next_grant,
             next_session=self._workers.next_session,
         )
@@ -341,29 +349,22 @@ class SliceTracker:
             TrackerStateError: If the state is of other slices or another order, or damaged. Nothing changed then.
         """
         saved = unpack(state, self.catalogue, self.options)
-        self._slices.restore(
-            epoch=saved.epoch,
-            states=saved.states,
-            positions=saved.positions,
-            quarantined=saved.quarantined,
-            cursor=saved.cursor,
-            returned=saved.places,
-        )
-        self._returned, self._stolen = saved.returned, saved.stolen
-        self._next_grant = self._first_grant = max(self._next_grant, saved.next_grant)
+        self._next_grant = max(self._next_grant, saved.next_grant)
+        self._epochs.restore(saved.epochs, saved.quarantined)
         next_session = max(self._workers.next_session, saved.next_session)
         self._workers = WorkerRegistry()
         self._workers.next_session = next_session
-        self._holders.clear()
         deadline = self._clock() + self.options.lease
         stay = None if workers is None else frozenset(workers)
-        for name, held in saved.workers.items():
+        for name in saved.epochs[0].workers:
             record = TrackedWorker(
                 name, session=None, incarnation=None, deadline=deadline, prefetch=self.options.prefetch
             )
             self._workers.add(record)
-            for index, begun in held:
-                self._grant(record, index).begun = begun
+            for one, found in zip(self._epochs, saved.epochs, strict=True):
+                for index, begun in found.workers[name]:
+                    self._grant(record, one, index).begun = begun
+        for name in saved.epochs[0].workers:
             if stay is not None and name not in stay:
                 self.release(name)
 
@@ -374,6 +375,13 @@ class SliceTracker:
         if index is None:
             raise OptionError("key", key, "the key of a slice of this catalogue")
         return index
+
+    def _roll(self) -> None:
+        """Go on to the next epoch, if it is open and nothing is left of the running one."""
+        if self._epochs.roll():
+            for record in self._workers:
+                record.taken = {number for number in record.taken if number >= self._epochs.running.first_grant}
+            self._wanted = False
 
     def _known(self, keys: Iterable[str]) -> Iterable[int]:
         """Indices of those keys that are of this catalogue: a cache may hold slices of other data too."""
@@ -392,54 +400,68 @@ class SliceTracker:
         grant = record.grants.get(number)
         if grant is not None:
             return record, grant, Verdict.ACCEPTED
-        if number < self._first_grant:
+        if number < self._epochs.running.first_grant:
             return record, None, Verdict.EPOCH_OVER
         return record, None, Verdict.TAKEN if number in record.taken else Verdict.FINISHED
 
-    def _choose(self, record: TrackedWorker) -> int | None:
-        """Assign a slice: one that came back, or one the worker has locally, or the next, or a slower worker's."""
-        slices = self._slices
-        index = slices.take_returned()
-        if index is not None:
-            return index
-        for cached in record.cached.offers(slices.epoch, slices.ranks):
-            if slices.take(cached):
-                return cached
-        index = slices.take_next()
-        return self._steal(record) if index is None else index
+    def _choose(self, record: TrackedWorker, asked: Sequence[OpenEpoch]) -> tuple[OpenEpoch, int] | None:
+        """Assign a slice of the first epoch that has one to give, or else a slower worker's.
 
-    def _steal(self, record: TrackedWorker) -> int | None:
+        In an epoch: one that came back, or one the worker has locally, or the next.
+        """
+        for one in asked:
+            slices = one.slices
+            if not slices.available:
+                continue
+            index = slices.take_returned()
+            if index is None:
+                offers = record.cached.offers(slices.epoch, slices.ranks)
+                index = next((cached for cached in offers if slices.take(cached)), None)
+            if index is None:
+                index = slices.take_next()
+            if index is not None:
+                return one, index
+        return self._steal(record, asked[-1].slices.epoch)
+
+    def _steal(self, record: TrackedWorker, epoch: int) -> tuple[OpenEpoch, int] | None:
+        """Take a slice, of this epoch or one before."""
         now = self._clock()
         # Who has not joined since a state was loaded is about to continue exactly what it held.
         others = [other for other in self._workers if other is not record and other.session is not None]
-        found = holder_to_relieve(self._as_holder(record, now), [self._as_holder(other, now) for other in others])
+        found = holder_to_relieve(
+            self._as_holder(record, now, epoch), [self._as_holder(other, now, epoch) for other in others]
+        )
         if found is None:
             return None
         victim = others[found]
-        grant = victim.ahead[-1]
+        grant = [grant for grant in victim.ahead if grant.epoch <= epoch][-1]
         self._take(victim, grant)
-        self._stolen += 1
-        return grant.index
+        one = self._epochs.of(grant)
+        one.stolen += 1
+        return one, grant.index
 
-    def _as_holder(self, record: TrackedWorker, now: float) -> Holder:
-        ahead = record.ahead
+    def _left(self, grant: Grant) -> int:
+        return self._epochs.of(grant).slices.left(grant.index)
+
+    def _as_holder(self, record: TrackedWorker, now: float, epoch: int) -> Holder:
+        ahead = [grant for grant in record.ahead if grant.epoch <= epoch]
         return Holder(
-            left=sum(self._slices.left(grant.index) for grant in record.grants.values()),
-            last=self._slices.left(ahead[-1].index) if ahead else 0,
+            left=sum(self._left(grant) for grant in record.grants.values()),
+            last=self._left(ahead[-1]) if ahead else 0,
             speed=record.speed.samples_per_second(now),
         )
 
-    def _grant(self, record: TrackedWorker, index: int) -> Grant:
+    def _grant(self, record: TrackedWorker, one: OpenEpoch, index: int) -> Grant:
         self._wanted = False
-        grant = Grant(number=self._next_grant, index=index)
+        grant = Grant(number=self._next_grant, epoch=one.slices.epoch, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
-        self._holders[index] = record
+        one.holders[index] = record
         return grant
 
     def _drop_grant(self, record: TrackedWorker, grant: Grant) -> None:
         del record.grants[grant.number]
-        del self._holders[grant.index]
+        del self._epochs.of(grant).holders[grant.index]
         if not record.training:
             record.speed.pause()
 
@@ -451,18 +473,20 @@ class SliceTracker:
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
+            one = self._epochs.of(grant)
             if lost and grant.begun:
-                self._slices.drop_rest(grant.index)
-            elif self._slices.give_back(grant.index):
-                self._returned += 1
+                one.slices.drop_rest(grant.index)
+            elif one.slices.give_back(grant.index):
+                one.returned += 1
+        self._roll()
 
     def _assignment(self, grant: Grant, revoked: tuple[int, ...]) -> Assignment:
         return Assignment(
             grant=grant.number,
-            epoch=self._slices.epoch,
+            epoch=grant.epoch,
             slice_index=grant.index,
             slice=self.catalogue[grant.index],
-            first=int(self._slices.positions[grant.index]),
+            first=int(self._epochs.of(grant).slices.positions[grant.index]),
             lease=self.options.lease,
             revoked=revoked,
         )
@@ -478,7 +502,7 @@ class SliceTracker:
             if speed is not None:
                 for grant in other.grants.values():
                     if grant.begun:
-                        soonest = min(soonest, self._slices.left(grant.index) / speed)
+                        soonest = min(soonest, self._left(grant) / speed)
         return max(soonest, _SOONEST)
 
 
@@ -497,6 +521,7 @@ class TrackerReport:
         workers: Workers known.
         returned: Slices that came back from workers that died or left.
         stolen: Slices taken from a slower worker that had not begun them.
+        ahead: Samples of the next epoch that are trained on already.
     """
 
     epoch: int
@@ -509,3 +534,4 @@ class TrackerReport:
     workers: int
     returned: int
     stolen: int
+    ahead: int

@@ -1,4 +1,4 @@
-"""Where every slice stands in the tracker's running epoch, in arrays of 17 bytes a slice; and how that is saved.
+"""Where every slice stands in an epoch of the tracker, in arrays of 17 bytes a slice; and how that is saved.
 
 The saved state is plain values and tensors, for ``torch.load(weights_only=True)``. It is checked when it is loaded.
 """
@@ -6,9 +6,9 @@ The saved state is plain values and tensors, for ``torch.load(weights_only=True)
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,9 +23,9 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
-__all__ = ["EpochSlices", "SavedEpoch", "pack", "read_state", "unpack"]
+__all__ = ["EpochSlices", "SavedEpoch", "SavedTracker", "pack", "read_state", "unpack"]
 
-_VERSION = 1
+_VERSION = 2
 
 _Saved = TypeVar("_Saved")
 
@@ -38,39 +38,33 @@ class EpochSlices:
 
     Args:
         samples: Samples of each slice.
+        epoch: Which, from 0.
         seed: Of the order.
         shuffle: Whether the order is another one in each epoch.
+        left_out: Slices that are quarantined as it begins.
 
     Attributes:
-        epoch: The running epoch, from 0.
+        epoch: As given.
         states: A :class:`SliceState` each.
         positions: In samples.
         ranks: Place of each slice in the epoch's order.
-        quarantined: Reason by slice; these are left out of the following epochs too.
+        available: Slices that are AVAILABLE.
         trained: Samples known to be trained on in this epoch, each counted once.
         dropped: Samples that this epoch will not train on.
         unfinished: Slices that are AVAILABLE or ASSIGNED.
     """
 
-    def __init__(self, samples: npt.NDArray[np.int64], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, samples: npt.NDArray[np.int64], *, epoch: int, seed: int, shuffle: bool, left_out: Iterable[int] = ()
+    ) -> None:
         self.samples = samples
-        self.seed = seed
-        self.shuffle = shuffle
-        self.states: npt.NDArray[np.uint8] = np.zeros(len(samples), np.uint8)
-        self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
-        self.quarantined: dict[int, str] = {}
-        self.start(0)
-
-    def start(self, epoch: int) -> None:
-        """Make every slice available again, but for the quarantined ones."""
         self.epoch = epoch
-        self._order = slice_order(len(self.samples), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        self._order = slice_order(len(samples), seed=seed, epoch=epoch, shuffle=shuffle)
         self.ranks: npt.NDArray[np.int32] = np.empty_like(self._order)
         self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
-        self.states[:] = SliceState.AVAILABLE
-        self.positions[:] = 0
-        out = list(self.quarantined)
-        self.states[out] = SliceState.QUARANTINED
+        self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
+        self.states[list(left_out)] = SliceState.QUARANTINED
+        self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
         self.cursor = 0  # place in the order; whatever is before it was looked at
         self.returned: list[int] = []  # heap of places; some may have been handed out again by another way
         self._count()
@@ -78,16 +72,12 @@ class EpochSlices:
     def restore(
         self,
         *,
-        epoch: int,
         states: npt.NDArray[np.uint8],
         positions: npt.NDArray[np.int64],
-        quarantined: dict[int, str],
         cursor: int,
         returned: list[int],
     ) -> None:
-        """Take up a saved epoch; the values must have been checked."""
-        self.quarantined = dict(quarantined)
-        self.start(epoch)
+        """Take up where this epoch was saved; the values must have been checked."""
         self.states[:] = states
         self.positions[:] = positions
         self.cursor = cursor
@@ -100,6 +90,7 @@ class EpochSlices:
         self.trained = int(self.positions.sum())
         self.dropped = int(left[ended].sum())
         self.unfinished = int(len(ended) - np.count_nonzero(ended))
+        self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
     def state(self, index: int) -> SliceState:
         """State of a slice."""
@@ -114,6 +105,7 @@ class EpochSlices:
         if self.states[index] != SliceState.AVAILABLE:
             return False
         self.states[index] = SliceState.ASSIGNED
+        self.available -= 1
         return True
 
     def take_returned(self) -> int | None:
@@ -154,6 +146,7 @@ class EpochSlices:
             self._end(index, SliceState.USED)
             return False
         self.states[index] = SliceState.AVAILABLE
+        self.available += 1
         heapq.heappush(self.returned, int(self.ranks[index]))
         return True
 
@@ -162,15 +155,12 @@ class EpochSlices:
         self.dropped += self.left(index)
         self._end(index, SliceState.USED)
 
-    def quarantine(self, index: int, reason: str) -> bool:
-        """Leave a slice out, of this epoch too if it has not ended; returns False if it was quarantined before."""
-        if index in self.quarantined:
-            return False
-        self.quarantined[index] = reason
-        if self.states[index] < SliceState.USED:  # it may be out already, as a quarantine is lifted for later epochs
+    def leave_out(self, index: int) -> None:
+        """Leave a slice out that is quarantined; changes nothing if its part in the epoch has ended."""
+        if self.states[index] < SliceState.USED:
+            self.available -= int(self.states[index] == SliceState.AVAILABLE)
             self.dropped += self.left(index)
             self._end(index, SliceState.QUARANTINED)
-        return True
 
     def _end(self, index: int, state: SliceState) -> None:
         self.states[index] = state
@@ -191,32 +181,42 @@ class SavedEpoch:
         epoch: Which.
         states: A :class:`SliceState` for each slice.
         positions: In samples, for each slice.
-        quarantined: Reason by slice.
         cursor: Place in the epoch's order up to which slices were looked at.
         places: Places of slices that came back.
-        workers: By name, what each holds, in order: the slice, and whether it was begun.
+        workers: By name, what each holds of it, in order: the slice, and whether it was begun.
         returned: Count for the report.
         stolen: Count for the report.
-        next_grant: Number of the next grant.
-        next_session: Number of the next session.
     """
 
     epoch: int
     states: npt.NDArray[np.uint8]
     positions: npt.NDArray[np.int64]
-    quarantined: dict[int, str]
     cursor: int
     places: list[int]
     workers: dict[str, list[tuple[int, bool]]]
     returned: int
     stolen: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTracker:
+    """A tracker as it is saved.
+
+    Attributes:
+        epochs: The running one, and the next if it is open; each names the same workers.
+        quarantined: Reason by slice.
+        next_grant: Number of the next grant.
+        next_session: Number of the next session.
+    """
+
+    epochs: Sequence[SavedEpoch]
+    quarantined: dict[int, str]
     next_grant: int
     next_session: int
 
 
-def pack(saved: SavedEpoch, catalogue: SliceCatalogue, options: TrackerOptions) -> dict[str, Any]:
-    """State of an epoch: a byte a slice, and 16 for each whose position its state does not tell."""
-    (partial,) = np.nonzero(saved.positions != _usual_positions(saved.states, catalogue))
+def pack(saved: SavedTracker, catalogue: SliceCatalogue, options: TrackerOptions) -> dict[str, Any]:
+    """State of a tracker: in each open epoch a byte a slice, and 16 for each whose position its state does not tell."""
     fingerprint = catalogue.fingerprint
     return {
         "version": _VERSION,
@@ -227,18 +227,25 @@ def pack(saved: SavedEpoch, catalogue: SliceCatalogue, options: TrackerOptions) 
         },
         "seed": options.seed,
         "shuffle": options.shuffle,
+        "epochs": [_packed(epoch, catalogue) for epoch in saved.epochs],
+        "quarantined": dict(saved.quarantined),
+        "next_grant": saved.next_grant,
+        "next_session": saved.next_session,
+    }
+
+
+def _packed(saved: SavedEpoch, catalogue: SliceCatalogue) -> dict[str, Any]:
+    (partial,) = np.nonzero(saved.positions != _usual_positions(saved.states, catalogue))
+    return {
         "epoch": saved.epoch,
         "states": torch.from_numpy(saved.states.copy()),
         "partial": torch.from_numpy(partial.astype(np.int64)),
         "partial_positions": torch.from_numpy(saved.positions[partial]),
-        "quarantined": dict(saved.quarantined),
         "cursor": saved.cursor,
         "places": list(saved.places),
         "workers": {name: [list(pair) for pair in held] for name, held in saved.workers.items()},
         "returned": saved.returned,
         "stolen": saved.stolen,
-        "next_grant": saved.next_grant,
-        "next_session": saved.next_session,
     }
 
 
@@ -248,22 +255,26 @@ class _SavedCatalogue(msgspec.Struct):
     blocks: tuple[str, ...]
 
 
+class _SavedEpoch(msgspec.Struct):
+    epoch: Natural
+    states: torch.Tensor
+    partial: torch.Tensor
+    partial_positions: torch.Tensor
+    cursor: Natural
+    places: list[Natural]
+    workers: dict[Name, list[tuple[Natural, bool]]]
+    returned: Natural
+    stolen: Natural
+
+
 class _SavedState(msgspec.Struct):
     """What ``pack`` has made: the types that are required of it."""
 
     catalogue: _SavedCatalogue
     seed: int
     shuffle: bool
-    epoch: Natural
-    states: torch.Tensor
-    partial: torch.Tensor
-    partial_positions: torch.Tensor
+    epochs: Annotated[list[_SavedEpoch], msgspec.Meta(min_length=1, max_length=2)]
     quarantined: dict[Natural, str]
-    cursor: Natural
-    places: list[Natural]
-    workers: dict[Name, list[tuple[Natural, bool]]]
-    returned: Natural
-    stolen: Natural
     next_grant: Natural
     next_session: Natural
 
@@ -292,8 +303,8 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
         raise TrackerStateError(f"{what} is damaged: {error}.") from error
 
 
-def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions) -> SavedEpoch:
-    """The epoch that was saved.
+def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions) -> SavedTracker:
+    """The tracker that was saved.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
@@ -306,6 +317,19 @@ def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: Tracker
                 f"The state was saved with {option}={getattr(saved, option)!r}, and {option} is "
                 f"{getattr(options, option)!r} now: resume with the value it was saved with."
             )
+    if any(index >= len(catalogue) for index in saved.quarantined):
+        raise _damaged("quarantined", "names slices that are not there")
+    epochs = [_unpacked(epoch, catalogue) for epoch in saved.epochs]
+    first = epochs[0]
+    for place, epoch in enumerate(epochs):
+        if epoch.epoch != first.epoch + place or epoch.workers.keys() != first.workers.keys():
+            raise _damaged("epochs", "do not follow each other, or name different workers")
+    return SavedTracker(
+        epochs=epochs, quarantined=saved.quarantined, next_grant=saved.next_grant, next_session=saved.next_session
+    )
+
+
+def _unpacked(saved: _SavedEpoch, catalogue: SliceCatalogue) -> SavedEpoch:
     slices = len(catalogue)
     states = _column("states", saved.states, torch.uint8)
     partial = _column("partial", saved.partial, torch.int64)
@@ -321,22 +345,17 @@ def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: Tracker
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
         raise _damaged("workers", "does not hold each assigned slice once")
-    if any(index >= slices for index in saved.quarantined):
-        raise _damaged("quarantined", "names slices that are not there")
     if any(place >= slices for place in saved.places) or saved.cursor > slices:
         raise _damaged("places", "or cursor is outside the order")
     return SavedEpoch(
         epoch=saved.epoch,
         states=states,
         positions=positions,
-        quarantined=saved.quarantined,
         cursor=saved.cursor,
         places=saved.places,
         workers=saved.workers,
         returned=saved.returned,
         stolen=saved.stolen,
-        next_grant=saved.next_grant,
-        next_session=saved.next_session,
     )
 
 

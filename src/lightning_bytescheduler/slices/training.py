@@ -15,9 +15,9 @@ from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import BatchPlan, ReadReport
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceStatistics
 from lightning_bytescheduler.slices.following_plan import FollowingPlan
-from lightning_bytescheduler.slices.lock_step import LockStepPlan
 from lightning_bytescheduler.slices.options import LoaderOptions, TrackerOptions
 from lightning_bytescheduler.slices.plan_thread import PlanThread
 from lightning_bytescheduler.slices.store import SliceStore
@@ -113,7 +113,7 @@ class LockStepTraining:
 
     fills = True
 
-    def __init__(self, plan: LockStepPlan) -> None:
+    def __init__(self, plan: EpochPlan) -> None:
         self.plan = plan
         self._corrupt: dict[str, str] = {}
         self._only_ends = False
@@ -137,11 +137,8 @@ class LockStepTraining:
         plan = self.plan
         if plan.over and plan.begun:  # these ranks have no step for what was left to others
             plan.end_epoch()
-        plan.counted = 0
-        self._only_ends = False
-        if trainer is not None:
-            self._only_ends = not plan.begun and ends_restored_epoch(trainer)
-            plan.counted = counted_batches(trainer)
+        self._only_ends = trainer is not None and not plan.begun and ends_restored_epoch(trainer)
+        plan.open(0 if trainer is None else counted_batches(trainer))
         shares = plan.shares
         if not shares.steps:
             raise OptionError(
@@ -163,10 +160,13 @@ class LockStepTraining:
         self.plan.trained()
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Go to the next epoch, without the slices that any rank found to be corrupt."""
+        """Go to the next epoch, or to this one again to overfit, without the slices that any rank found corrupt."""
         self.plan.quarantine(self._agreed(trainer))
         self._corrupt = {}
-        self.plan.end_epoch()
+        if trainer.overfit_batches:  # type: ignore[attr-defined]  # the same batches in each epoch
+            self.plan.start_epoch(self.plan.epoch)
+        else:
+            self.plan.end_epoch()
 
     def keep_alive(self) -> None:
         """Nobody waits for this."""

@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT
+from lightning_bytescheduler.timeline.timeline import (
+    COMMUNICATION,
+    COMPUTE,
+    GATE,
+    LOCAL_BROADCAST,
+    LOCAL_REDUCE,
+    PULL,
+    PUSH,
+    QUEUE,
+    REPLY,
+    STEP,
+    SUM,
+    WAIT,
+)
 from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
 
 if TYPE_CHECKING:
@@ -27,6 +40,14 @@ __all__ = ["draw_timeline"]
 
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
 _BETWEEN, _QUEUED, _SENT, _INK = "#6c7a86", "#aab4be", "#6b5b95", "#26323d"
+_STAGES = {
+    LOCAL_REDUCE: "#c08457",
+    PUSH: "#6b5b95",
+    SUM: "#8d99a6",
+    REPLY: "#b2a1d6",
+    PULL: "#2f8f9d",
+    LOCAL_BROADCAST: "#7fb069",
+}
 _STEPS_SHOWN = 3
 _CROWDED = 150  # bars in a row: white edges would hide them
 _LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
@@ -172,6 +193,9 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
     rows = _rows(sent)
     heights = [1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6]
     labels = ["compute", "waits, updates", "communication", "messages\nin flight"]
+    stages = [(name, found) for name in _STAGES if (found := union(_intervals(trace.select(name))))]
+    heights += [0.4] * len(stages)
+    labels += [name.replace(" ", "\n") for name, _ in stages]
     if queued:
         heights.append(1.3)
         labels.append("messages\nqueued")
@@ -204,11 +228,13 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
     _draw_sub_tasks(network, sent, rows)
     if not sent:
         network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=_INK)
+    for row, (name, intervals) in zip(axes[4:], stages, strict=False):
+        _bars(row, intervals, _STAGES[name])
     if queued:
         times, depths = _depth(queued)
-        axes[4].fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
-        axes[4].set_ylim(0, max(depths) * 1.08 + 0.1)
-        axes[4].set_yticks([max(depths)])
+        axes[-1].fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
+        axes[-1].set_ylim(0, max(depths) * 1.08 + 0.1)
+        axes[-1].set_yticks([max(depths)])
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     finding, figures = _finding(covered, length(union(_intervals(held))) / len(steps), end / len(steps))

@@ -36,10 +36,16 @@ __all__ = [
     "COMPUTE",
     "GATE",
     "INNER",
+    "LOCAL_BROADCAST",
+    "LOCAL_REDUCE",
+    "PULL",
+    "PUSH",
     "QUEUE",
+    "REPLY",
     "SPOOL_EVENTS",
     "STEP",
     "STILL",
+    "SUM",
     "WAIT",
     "Timeline",
     "timeline_path",
@@ -60,6 +66,18 @@ COMPUTE: Final = "compute"
 
 CODEC: Final = "codec"
 """Parts of gradients are encoded, added up or decoded, where they travel compressed."""
+PUSH: Final = "push"
+"""A sub-task is on its way to a parameter server."""
+PULL: Final = "pull"
+"""It has left, and its sum is waited for, and comes back."""
+SUM: Final = "sum"
+"""It is added up in this process, and what others push of it is waited for."""
+REPLY: Final = "reply"
+"""A sum that was formed in this process is on its way to another."""
+LOCAL_REDUCE: Final = "local reduce"
+"""The ranks of a node send a sub-task to the one of them that pushes it, which adds it up."""
+LOCAL_BROADCAST: Final = "local broadcast"
+"""That one sends the mean to the others; there, from when their own part had left."""
 INNER: Final = "inner"
 """A step of a worker that trains in rounds."""
 STILL: Final = "still"

@@ -26,8 +26,8 @@ _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
 _ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
 # Over long ways several partitions hide the start-up of each other, and what is under way already is not overtaken:
 # with 20 and 50 ms there and back steps were shortest with this much under way, in eight parts or so.
-_ALPHAS_IN_CREDIT_WHEN_FAR = 1.75  # of alphas that the probe finds, and betas, which are too small there
-_SECONDS_IN_CREDIT_WHEN_FAR = 0.012
+_ALPHAS_IN_CREDIT_WHEN_FAR = 1.35  # of alphas that the probe finds, and betas, which are too small there
+_SECONDS_IN_CREDIT_WHEN_FAR = 0.01
 _PARTITIONS_IN_CREDIT_WHEN_FAR = 8
 _MOST_PARTITIONS_IN_CREDIT_WHEN_FAR = 32
 # Each partition wakes half a dozen threads on each rank and takes a millisecond of processor time. Where the processor

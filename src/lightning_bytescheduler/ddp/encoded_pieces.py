@@ -1,0 +1,195 @@
+"""Buckets that travel encoded: of neighbouring elements each parameter's in its own codec, one behind the other.
+
+A *payload* is the bodies of pieces, each beginning at a multiple of eight bytes. Where the size of one depends on what
+is in it, the sizes of all are in front. Both sides know the pieces, so nothing else has to be said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_bytescheduler.collectives.operations import StartedOperation
+from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.scheduler.task import PartForms, SubCommTask
+
+__all__ = [
+    "EncodedBucket",
+    "Piece",
+    "aligned",
+    "bodies_of",
+    "encoded",
+    "is_finite",
+    "joined",
+    "most_bytes",
+    "payload_bytes",
+    "size_of",
+]
+
+_ALIGNED = 8  # bytes: so that a body can be read as numbers
+_LENGTH = 8  # bytes of one
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring elements of a bucket that travel alike: those of one parameter.
+
+    Attributes:
+        first: Position in the bucket.
+        end: Position after the last.
+        codec: What they travel in; ``None`` for as they are.
+        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
+        before: Is filled with the residual as it was before the step, if that may have to be taken back.
+        name: The parameter's.
+        idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
+            so that nothing that was left may travel with it.
+    """
+
+    first: int
+    end: int
+    codec: Compressor | None
+    residual: Tensor | None
+    before: Tensor | None = None
+    name: str = ""
+    idle: bool = False
+
+    def within(self, first: int, end: int) -> Piece | None:
+        """The part of it between two positions in the bucket, or ``None``."""
+        start, stop = max(first, self.first), min(end, self.end)
+        if start >= stop:
+            return None
+        here = slice(start - self.first, stop - self.first)
+        residual = None if self.residual is None else self.residual[here]
+        before = None if self.before is None else self.before[here]
+        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
+
+    def nbytes(self, width: int) -> int | None:
+        """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
+        size = self.end - self.first
+        if self.codec is None:
+            return size * width
+        return None if self.codec.exact else self.codec.payload_bytes(size)
+
+
+class EncodedBucket(PartForms, Protocol):
+    """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether each part may travel as it is, too: then its form says so."""
+
+    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
+        """Before a part is sent as it is: add what was left to be sent of it."""
+
+    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """:meth:`scatter`, and then :meth:`gather`; an ``EncodedStart``."""
+
+    def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
+
+    def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
+
+    def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Push a part to a server, and pull the sum from there; a ``ServedStart``."""
+
+
+def payload_bytes(pieces: Sequence[Piece], width: int) -> int | None:
+    """Size of the payload of pieces, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
+    sizes = [piece.nbytes(width) for piece in pieces]
+    known = [size for size in sizes if size is not None]
+    return None if len(known) < len(sizes) else sum(map(aligned, known))
+
+
+def most_bytes(pieces: Sequence[Piece], width: int) -> int:
+    """The largest size that the payload of pieces can have."""
+    sizes = (
+        piece.nbytes(width) if piece.codec is None else piece.codec.payload_bytes(piece.end - piece.first)
+        for piece in pieces
+    )
+    return _LENGTH * len(pieces) + sum(aligned(size or 0) for size in sizes)
+
+
+def bodies_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with its part of a payload."""
+    sizes = [piece.nbytes(width) for piece in pieces]
+    at = 0
+    if None in sizes:
+        at = _LENGTH * len(pieces)
+        sizes = payload[:at].view(torch.int64).tolist()
+    for piece, size in zip(pieces, sizes, strict=True):
+        if size is not None:
+            yield piece, payload[at : at + size]
+            at += aligned(size)
+
+
+def size_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> int:
+    """Size of a payload that is in the first part of some memory."""
+    size = payload_bytes(pieces, width)
+    if size is not None:
+        only = pieces[0].nbytes(width) if len(pieces) == 1 and pieces[0].codec is not None else None
+        return size if only is None else only
+    front = _LENGTH * len(pieces)
+    return front + sum(map(aligned, payload[:front].view(torch.int64).tolist()))
+
+
+def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Tensor:
+    """The payload that has these bodies of pieces."""
+    size = payload_bytes(pieces, width)
+    if len(bodies) == 1 and pieces[0].codec is not None and size == len(bodies[0]):
+        return bodies[0]
+    lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
+    at = 0 if size is not None else len(lengths)
+    payload = torch.empty(at + sum(aligned(len(body)) for body in bodies), dtype=torch.uint8)
+    payload[:at] = lengths[:at]
+    for body in bodies:
+        payload[at : at + len(body)] = body
+        at += aligned(len(body))
+    return payload
+
+
+def encoded(
+    piece: Piece, part: Tensor, *, seed: int, worker: int, squares: list[float], sent: Tensor | None = None
+) -> tuple[Tensor, bool]:
+    """Encode the numbers of a piece, and keep what is left out.
+
+    Args:
+        piece: Whose codec and residual count.
+        part: Its numbers; in fp32 where it has a residual.
+        seed: Of random numbers, the same on all who encode the same part of a step.
+        worker: Tells those apart.
+        squares: Is told the square of the norm of what is left.
+        sent: Is filled with what is read again, if it is in fp32 and that costs nothing.
+
+    Returns:
+        The body, and whether ``sent`` was filled.
+    """
+    codec, residual = piece.codec, piece.residual
+    if codec is None:
+        return part.view(torch.uint8), False
+    if residual is None or not is_finite(part):  # what overflows is lost, and the residual stays
+        return codec.compress(part, seed=seed + piece.first, worker=worker), False
+    sent = sent if sent is not None and sent.dtype is torch.float32 else None
+    left = torch.zeros_like(residual) if piece.idle else residual
+    body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker, sent=sent)
+    if piece.idle:
+        residual.add_(left)
+    squares.append(float(torch.dot(residual, residual)))
+    return body, sent is not None
+
+
+def aligned(size: int) -> int:
+    """The next multiple of what a body begins at."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def is_finite(part: Tensor) -> bool:
+    """Whether all numbers are; looked at one by one only if their squares overflow."""
+    return math.isfinite(torch.dot(part, part)) or bool(torch.isfinite(part).all())

@@ -1,0 +1,228 @@
+"""Each rank's share of an epoch's samples, which goes on where a checkpoint stood: with any number of ranks.
+
+An epoch's order follows from a seed, and ranks take their samples from it in turn, as Lightning's sampler deals them.
+So numbers say what has been trained on: how many ranks there were, and how many samples of its share each had taken.
+With as many ranks, each goes on in its share. With another number, what is left of the order is dealt anew, as if it
+were all of the data; and so on, from one restart to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_bytescheduler.ddp.balanced_batches import EpochOrder
+from lightning_bytescheduler.lightning_api import pl
+
+__all__ = ["EpochShare", "ShareLoader", "deal", "share_of", "shared_loader", "what_is_left"]
+
+
+def deal(order: Sequence[int], ranks: int, rank: int) -> Sequence[int]:
+    """A rank's share of an order: as torch's DistributedSampler, which repeats the first ones so that all are equal."""
+    if not order:
+        return order
+    length = -(-len(order) // ranks) * ranks
+    return [order[index % len(order)] for index in range(rank, length, ranks)]
+
+
+def what_is_left(order: Sequence[int], taken: Sequence[Sequence[int]]) -> Sequence[int]:
+    """An order without what was trained on.
+
+    Args:
+        order: Of the epoch.
+        taken: Of one stretch of training after another, how many samples each of its ranks took.
+    """
+    for counts in taken:
+        used = {sample for rank, count in enumerate(counts) for sample in deal(order, len(counts), rank)[:count]}
+        order = [sample for sample in order if sample not in used]
+    return order
+
+
+class EpochShare(Sampler[list[int]]):
+    """This rank's batches of an epoch.
+
+    Args:
+        order: Of an epoch's samples, the same on all ranks.
+        batch_size: Of this rank.
+        rank: This one.
+        ranks: How many there are.
+        drop_last: Leave out a last batch that is not full.
+        trained: Batches of the epoch that this rank has been through, as Lightning counts them.
+
+    Attributes:
+        sampler: The order; Lightning tells it the epoch.
+        batch_size: As given.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        *,
+        drop_last: bool = False,
+        trained: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.sampler = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._rank = rank
+        self._ranks = ranks
+        self._trained = trained
+        self._before: list[list[int]] = []  # see what_is_left, of the pass that is on, or comes first
+        self._first = 0  # samples of the share that were taken before that pass
+        self._batches_before = 0
+        self._size = 0  # of the share
+        self._to_resume = False
+
+    def resume(self, saved: Sequence[Mapping[str, Any]], rank_of_each: int) -> bool:
+        """Have the next pass over the data go on where an epoch stood.
+
+        Args:
+            saved: What :attr:`position` said on the first rank of each worker.
+            rank_of_each: How many ranks a worker had; all of them take as many batches.
+
+        Returns:
+            Whether it can: not if these are other data, or another order.
+        """
+        if any((one["samples"], one["order"]) != (len(self.sampler), self.sampler.described) for one in saved):
+            return False
+        taken = [one["taken"] for one in saved for _ in range(rank_of_each)]
+        before = [list(counts) for counts in saved[0]["before"]]
+        if len(taken) == self._ranks:
+            self._before, self._first = before, taken[self._rank]
+        elif what_is_left(range(len(self.sampler)), [*before, taken]):
+            self._before, self._first = [*before, taken], 0
+        self._to_resume = True
+        return True
+
+    def left(self) -> int:
+        """Batches of the next pass."""
+        return self._batches(len(self._share()) - self._first)
+
+    @property
+    def begins_within(self) -> bool:
+        """Whether the next pass goes on in the middle of this rank's share."""
+        return self._to_resume and self._first > 0
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where this rank stands in the epoch: primitives only."""
+        taken = self._first
+        if not self._to_resume:
+            taken = min(self._size, taken + (self._trained() - self._batches_before) * self.batch_size)
+        return {
+            "samples": len(self.sampler),
+            "order": self.sampler.described,
+            "before": [list(counts) for counts in self._before],
+            "taken": max(taken, 0),
+        }
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self._batches(-(-len(self.sampler) // self._ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self._to_resume:
+            self._before, self._first = [], 0
+        self._to_resume = False
+        share = self._share()
+        self._size, self._batches_before = len(share), self._trained()
+        left = share[self._first :]
+        for batch in range(self._batches(len(left))):
+            yield list(left[batch * self.batch_size : (batch + 1) * self.batch_size])
+
+    def _share(self) -> Sequence[int]:
+        return deal(what_is_left(list(self.sampler), self._before), self._ranks, self._rank)
+
+    def _batches(self, samples: int) -> int:
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+
+class ShareLoader(DataLoader[Any]):
+    """Draws its batches from an :class:`EpochShare`, and nothing before the first one is asked for.
+
+    Lightning makes iterators before it is known where the epoch of a checkpoint stands.
+
+    Attributes:
+        at_position: Called once, where random numbers are to be those of the checkpoint: before an iterator is made,
+            which draws one, if the epoch is only to begin, and else before the next batch is drawn.
+    """
+
+    at_position: Callable[[], object] | None = None
+
+    def __iter__(self) -> Any:
+        """See DataLoader."""
+        return _Late(self, super().__iter__)
+
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make the iterator that is asked for its first batch now."""
+        then, self.at_position = self.at_position, None
+        share = self.batch_sampler
+        within = isinstance(share, EpochShare) and share.begins_within
+        if then is not None and not within:
+            then()
+        made = make()
+        if then is not None and within:
+            then()
+        return made
+
+
+class _Late:
+    def __init__(self, loader: ShareLoader, make: Callable[[], Iterator[Any]]) -> None:
+        self._loader = loader
+        self._make = make
+        self._made: Iterator[Any] | None = None
+
+    def __iter__(self) -> _Late:
+        return self
+
+    def __next__(self) -> Any:
+        if self._made is None:
+            self._made = self._loader.begin(self._make)
+        return next(self._made)
+
+
+def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], int]) -> object:
+    """The same loader, which can go on in the middle of an epoch, if it is a plain one of numbered samples.
+
+    Args:
+        loader: Of training data, as Lightning has made it, with its own sampler.
+        rank: This one.
+        ranks: How many there are.
+        trained: See :class:`EpochShare`.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches = loader.batch_sampler
+    dealt: Any = batches.sampler if type(batches) is BatchSampler else None
+    if type(batches) is not BatchSampler or type(dealt) is not DistributedSampler:
+        return loader
+    if dealt.drop_last or dealt.dataset is not loader.dataset or (dealt.rank, dealt.num_replicas) != (rank, ranks):
+        return loader
+    order = EpochOrder(len(cast(Any, loader.dataset)), shuffle=dealt.shuffle, seed=dealt.seed)
+    share = EpochShare(order, batches.batch_size, rank, ranks, drop_last=batches.drop_last, trained=trained)
+    return ShareLoader(
+        loader.dataset,
+        batch_sampler=share,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def share_of(trainer: pl.Trainer) -> tuple[ShareLoader, EpochShare] | None:
+    """The loader that a fit trains on, with its share, if there is one loader, and it is such a one."""
+    loader = trainer.train_dataloader
+    if not isinstance(loader, ShareLoader) or not isinstance(loader.batch_sampler, EpochShare):
+        return None
+    return loader, loader.batch_sampler

@@ -1,0 +1,267 @@
+"""What makes a restart exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
+
+A checkpoint is of a moment between two rounds: of a round's begin where it is written amid the round, or of a round's
+end where all workers stand still. Each worker keeps what it had at the last such moment (``worker_state.py``), the
+first one asks all others for theirs when it writes (``state_collection.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
+from lightning_bytescheduler.diloco.epoch_shares import share_of
+from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
+from lightning_bytescheduler.diloco.runtime import LeadingRuntime
+from lightning_bytescheduler.diloco.state_collection import KeptStates, StateCollection, StateService
+from lightning_bytescheduler.diloco.worker_state import (
+    Moment,
+    give,
+    put_back,
+    random_numbers,
+    set_random_numbers,
+    take,
+)
+from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+
+__all__ = ["Resumed", "WorkerStates"]
+
+log = logging.getLogger(__name__)
+
+_WORKERS = "workers"
+_OF_FIRST = ("random", "position", "weights", "samples", "tokens", "begun_with")  # what Lightning's places do not have
+_SHARE_OF_TIMEOUT = 0.25  # then all others wait for who writes, whose own limit is the timeout
+_STOP_S = 5.0
+
+
+class WorkerStates:
+    """One leader's part in it, for one fit. For the training thread.
+
+    Args:
+        trainer: Whose fit it is.
+        runtime: This leader's.
+        world: Where it is.
+        full: Whether optimizers' states, own weights and what was left unsent are kept, too.
+        timeout: The strategy's, in seconds.
+        numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        runtime: LeadingRuntime,
+        world: WorkerWorld,
+        *,
+        full: bool,
+        timeout: float,
+        numbers: Mapping[str, Any] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._runtime = runtime
+        self._session = runtime.session
+        self._inner_size = world.inner_size
+        self._full = full
+        self._timeout = timeout
+        self._numbers = numbers
+        self._kept = KeptStates(2 if runtime.overlaps else 1)
+        self._service: StateService | None = None
+        self._collection: StateCollection | None = None
+        limit = _SHARE_OF_TIMEOUT * timeout
+        if world.worker:
+            self._service = StateService(world.store, worker_name(world.worker), self._kept, limit=limit)
+        else:
+            others = [worker_name(number) for number in range(1, world.workers)]
+            self._collection = StateCollection(world.store, others, limit=limit, check=self._session.check)
+        self._session.at_begin = self._begun_after_batch
+
+    def begun(self) -> None:
+        """A round has begun, and nothing of its first batch but that it is there."""
+        self._keep(after_batch=False)
+
+    def halted(self) -> None:
+        """All workers stand still, and what this round's end is for is done here, but for a validation."""
+        ended = self._session.round_end
+        if ended is not None:
+            state = self._take(after_batch=True, halted=True, numbers=None)
+            self._numbers = state["random"]
+            self._kept.keep(Moment(ended.round, halted=True), state, settled=not ended.validate)
+
+    def validated(self) -> None:
+        """A validation is over, which may have drawn random numbers."""
+        if self._session.halted:
+            self._numbers = random_numbers(self._trainer.strategy.root_device)
+            self._kept.settle(random=self._numbers)
+
+    def over(self) -> None:
+        """The last round is over, and this worker has the global weights, however it came there."""
+        last, ended = self._kept.last, self._session.round_end
+        if ended is not None and (last is None or last[0] != Moment(ended.round, halted=True)):
+            state = self._take(after_batch=False, halted=True, numbers=None)
+            self._kept.keep(Moment(ended.round, halted=True), state)
+        self._kept.settle()
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """On the first worker: have a checkpoint be of one moment, with what all workers have then."""
+        last, outer = self._kept.last, checkpoint.get(OUTER_STATE)
+        if self._collection is None or last is None or outer is None or "optimizer_states" not in checkpoint:
+            return
+        moment, own, settled = last
+        if not moment.halted:
+            put_back(own, checkpoint)
+            if "unsent" in own:
+                outer["unsent"] = own["unsent"]
+        outer["rounds"] = {**outer["rounds"], "round": moment.rounds}
+        found = self._collection.collect(moment, settled=settled)
+        lacking = {worker: state for worker, state in found.items() if isinstance(state, str)}
+        if lacking:
+            log.warning(
+                "diloco: a checkpoint lacks what %s alone had: %s. A training goes on from it with worker 0's "
+                "optimizer there, and in the middle of an epoch with other samples.",
+                ", ".join(lacking),
+                "; ".join(dict.fromkeys(lacking.values())),
+            )
+        outer[_WORKERS] = {
+            "halted": moment.halted,
+            "inner_size": self._inner_size,
+            "of": [
+                {name: own[name] for name in _OF_FIRST if name in own},
+                *(state if isinstance(state, dict) else None for state in found.values()),
+            ],
+        }
+
+    def leave(self, *, failed: bool) -> None:
+        """The fit is over: stay until the first worker has written its last checkpoint. Bounded, never raises.
+
+        Args:
+            failed: Whether it ended with an error: then nobody is waited for.
+        """
+        self._session.at_begin = None
+        if self._collection is not None:
+            self._collection.end()
+        if self._service is not None:
+            if not failed:
+                try:
+                    self._service.await_writer(self._timeout, self._session.check)
+                except Exception:
+                    log.debug("The first worker is gone.", exc_info=True)
+            self._service.stop(_STOP_S)
+
+    def _begun_after_batch(self) -> None:
+        self._numbers = None
+        self._keep(after_batch=True)
+
+    def _keep(self, *, after_batch: bool) -> None:
+        state = self._take(after_batch=after_batch, halted=False, numbers=self._numbers)
+        self._numbers = None
+        self._kept.keep(Moment(self._session.round - 1, halted=False), state)
+
+    def _take(self, *, after_batch: bool, halted: bool, numbers: Mapping[str, Any] | None) -> dict[str, Any]:
+        taken = take(self._trainer, full=self._full, after_batch=after_batch, halted=halted, numbers=numbers)
+        return {**taken, **self._runtime.own_state()} if self._full else taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a checkpoint had of all workers, on a rank that goes on from it.
+
+    Attributes:
+        own: Of this rank's worker, if it was there.
+        positions: Where each worker stood in its epoch, if that is known of all.
+        inner_size: How many ranks a worker had.
+        alike: Whether there were as many workers.
+    """
+
+    own: Mapping[str, Any] | None
+    positions: Sequence[Mapping[str, Any]]
+    inner_size: int
+    alike: bool
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: dict[str, Any], worker: int, workers: int) -> Resumed | None:
+        """Put what this worker had into Lightning's places.
+
+        Args:
+            checkpoint: As it was loaded; is changed, and rid of what others had.
+            worker: Number of this rank's.
+            workers: How many there are.
+        """
+        outer = checkpoint.get(OUTER_STATE)
+        saved = None if outer is None else outer.pop(_WORKERS, None)
+        if saved is None:
+            return None
+        of = saved["of"]
+        own = of[worker] if worker < len(of) else None
+        if worker and own is not None and outer is not None:
+            give(own, checkpoint, halted=saved["halted"])
+            if "unsent" in own:
+                outer["unsent"] = own["unsent"]
+        lacking = [number for number, state in enumerate(of) if state is None]
+        if lacking:
+            rank_zero_warn(
+                f"diloco: the checkpoint lacks what workers {lacking} alone had. They go on with worker 0's optimizer, "
+                "and in the middle of an epoch with other samples."
+            )
+        positions = [state and state.get("position") for state in of]
+        return cls(
+            own=own,
+            positions=positions if all(positions) else (),
+            inner_size=saved["inner_size"],
+            alike=len(of) == workers,
+        )
+
+    def go_on(self, trainer: pl.Trainer, *, leads: bool) -> Callable[[], None] | None:
+        """Put this worker's own state where Lightning has no place for it, before the first batch.
+
+        Args:
+            trainer: Has loaded the checkpoint.
+            leads: Whether this rank speaks for its worker, whose random numbers were kept.
+
+        Returns:
+            To be called when the next epoch begins, if the rest of this one has another length.
+        """
+        module, own = trainer.lightning_module, self.own or {}
+        with torch.no_grad():
+            buffers = dict(module.named_buffers())
+            for name, value in own.get("buffers", {}).items():
+                if name in buffers:
+                    buffers[name].copy_(value)
+            if self.alike:
+                parameters = dict(module.named_parameters())
+                for name, value in own.get("weights", {}).items():
+                    parameters[name].copy_(value)
+        found, device = share_of(trainer), trainer.strategy.root_device
+        if leads and "random" in own and found is not None:
+            found[0].at_position = lambda: set_random_numbers(own["random"], device)
+        loop: Any = trainer.fit_loop.epoch_loop
+        if found is None or not self.positions or loop.batch_progress.is_last_batch:
+            return None
+        share = found[1]
+        if not share.resume(self.positions, self.inner_size):
+            rank_zero_warn(
+                "diloco: the checkpoint is of the middle of an epoch of other data, or in another order: what is left "
+                "of it cannot be told. Its batches are drawn from the beginning."
+            )
+            return None
+        done = loop.batch_progress.current.processed
+        return None if done + share.left() == len(share) else _of_length(trainer, share.left())
+
+
+def _of_length(trainer: pl.Trainer, batches: int) -> Callable[[], None]:
+    """Have this epoch have so many batches from here on; returns what makes the next ones as they were."""
+    fit_loop: Any = trainer.fit_loop
+    whole, checked = fit_loop.max_batches, trainer.val_check_batch
+    length = min(batches, whole)
+    fit_loop.epoch_loop.batch_progress.current.reset()
+    fit_loop.max_batches = fit_loop._data_fetcher.length = length
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+
+    def as_before() -> None:
+        fit_loop.max_batches, trainer.val_check_batch = whole, checked
+
+    return as_before

@@ -1,0 +1,40 @@
+"""Which ranks are on which node, as they say themselves; what does not fit is refused on all of them alike."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_bytescheduler.collectives.node_layout import lay_out
+from lightning_bytescheduler.exceptions import UnsupportedError
+
+
+def test_rails_take_one_rank_of_each_node() -> None:
+    layout = lay_out(4, [(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 3), (1, 1, 3), (1, 2, 3)])
+    assert layout.nodes == ((0, 1, 2), (3, 4, 5))
+    assert layout.rails == ((0, 3), (1, 4), (2, 5))
+    assert (layout.node, layout.local_rank, layout.local_size) == (1, 1, 3)
+
+
+def test_ranks_may_be_numbered_in_turns_over_nodes() -> None:
+    """As SLURM does with --distribution=cyclic; nodes may have any numbers."""
+    layout = lay_out(3, [(7, 0, 2), (9, 0, 2), (7, 1, 2), (9, 1, 2)])
+    assert layout.nodes == ((0, 2), (1, 3))
+    assert (layout.node, layout.local_rank) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        pytest.param([(0, 0, 2), (0, 1, 2), (1, 0, 1)], "node 0 has 2, node 1 has 1", id="unequal nodes"),
+        pytest.param([(0, 0, 1), (0, 0, 1)], "numbers 0, 0", id="all say that they are the first of one node"),
+        pytest.param([(0, 0, 2), (0, 2, 2)], "numbers 0, 2", id="a number is missing"),
+        pytest.param([(0, 0, 4), (0, 1, 4)], "node 0 has 4 ranks, and 2 say", id="devices=4"),
+    ],
+)
+def test_what_cannot_be_is_refused(places: list[tuple[int, int, int]], said: str) -> None:
+    for rank in range(len(places)):
+        with pytest.raises(UnsupportedError, match=re.escape(said)) as error:
+            lay_out(rank, places)
+        assert "Leave group out" in str(error.value)

@@ -1,0 +1,123 @@
+"""Ranks of a node add up a part before one of them pushes it: in their order, in turns, and nobody waits for good."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
+from lightning_bytescheduler.collectives.operations import StartedOperation
+from lightning_bytescheduler.collectives.server_meeting import join_group
+from lightning_bytescheduler.collectives.summing_server import abandon
+from lightning_bytescheduler.scheduler.passage import NodePassage
+
+TIMEOUT = timedelta(seconds=20)
+NODES, RANKS = 2, 3
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each returns or raises, on a thread of its own."""
+    results: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[NodePushPull]]:
+    """Two nodes of three ranks, each a server besides."""
+    store = dist.HashStore()
+
+    def join(node: int, local: int) -> NodePushPull:
+        made = partial(join_group, store, 1, timeout=TIMEOUT)
+        rail = made(rank=node, size=NODES, name=f"rail {local}")
+        return NodePushPull(
+            rail, made(rank=local, size=RANKS, name=f"node {node}"), workers=NODES, servers=0, timeout=TIMEOUT
+        )
+
+    made = at_once([partial(join, node, local) for node in range(NODES) for local in range(RANKS)])
+    yield made
+    at_once([partial(one.close, idle=False) for one in made])
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
+
+
+def ended(started: StartedOperation) -> StartedOperation:
+    following: StartedOperation | None = started
+    while following is not None:
+        for work in following.works:
+            work.wait()
+        following = None if following.finish is None else following.finish()
+    return started
+
+
+def test_sums_are_formed_in_the_order_of_ranks_whoever_pushes(ranks: list[NodePushPull]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for number in range(1, 7):  # each rank of a node pushes two of them
+        values = [torch.randn(1000, generator=generator) for _ in ranks]
+        parts = [value.clone() for value in values]
+        # Another rank is last in each round.
+        started = at_once(
+            [
+                partial(lambda one, part, n: ended(one.reduce(one.group, part, n)), one, part, number)
+                for one, part in zip(ranks, parts, strict=True)
+            ]
+        )
+        scaled = [value * (1.0 / 6) for value in values]
+        expected = ((scaled[0] + scaled[1]) + scaled[2]) + ((scaled[3] + scaled[4]) + scaled[5])
+        assert all(torch.equal(part, expected) for part in parts)
+        pushers = [index % RANKS for index, one in enumerate(started) if one.passage.where.get("pusher") is None]
+        assert pushers == [(number - 1) % RANKS] * NODES
+    assert [sum(one.shares.bytes_per_server) for one in ranks] == [8000] * 6
+    assert ranks[0].wire_share == pytest.approx(1 / RANKS)
+
+
+def test_a_rank_that_has_gone_ends_all_that_waits_for_it(ranks: list[NodePushPull]) -> None:
+    """It has sent nothing of the part: the other ranks of its node find out, then those of the other node."""
+    gone = ranks[1]
+    waiting = ranks[:1] + ranks[2:]
+
+    def wait(one: NodePushPull) -> None:
+        try:
+            ended(one.reduce(one.group, torch.ones(10), 1))
+        finally:  # as a strategy does that has an error
+            one.close(idle=False)
+
+    def leave() -> None:
+        abandon(gone._local)
+        abandon(gone.group)
+
+    results = at_once([*(partial(wait, one) for one in waiting), leave])
+    assert all(isinstance(result, RuntimeError) for result in results[:2]), "of its node"
+
+
+def test_stages_follow_each_other() -> None:
+    passage = NodePassage(moved=8, server=2, pushed=16, pulled=16)
+    passage.began, passage.reduced, passage.came = 1.0, 2.0, 5.0
+    passage.sent(2.5, 3.0)
+    assert [*passage.stages(6.0)] == [
+        ("local reduce", 1.0, 2.0, 8),
+        ("push", 2.5, 3.0, 16),
+        ("pull", 3.0, 5.0, 16),
+        ("local broadcast", 5.0, 6.0, 8),
+    ]
+    other = NodePassage(moved=8, pusher=1)
+    other.began, other.reduced = 1.0, 2.0
+    assert [*other.stages(6.0)] == [("local reduce", 1.0, 2.0, 8), ("local broadcast", 2.0, 6.0, 8)]

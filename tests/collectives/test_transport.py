@@ -1,0 +1,87 @@
+"""The two lanes of long ways: what is urgent arrives though what was sent before it has not."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.collectives.operations import StartedOperation
+from lightning_bytescheduler.collectives.transport import GradientTransport
+
+WAIT = 20.0
+
+
+class Part:
+    name = "part"
+    size = 4
+
+    def __init__(self, lane: int) -> None:
+        self.lane = lane
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def notify_finish(self) -> None:
+        self.ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.ended.set()
+
+
+class Held:
+    """Something under way that ends when it is let go of."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def wait(self) -> None:
+        assert self.let_go.wait(WAIT)
+
+
+def transports(ranks: int = 2) -> list[GradientTransport]:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(rank: int) -> GradientTransport:
+        store = dist.TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
+        made: list[Any] = []
+        for lane in range(2):
+            own = dist.PrefixStore(f"{lane}", store)
+            made.append(dist.ProcessGroupGloo(own, rank, ranks, timedelta(seconds=WAIT)))
+        return GradientTransport(made[0], lambda error: error, None, None, made[1])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(make, range(ranks)))
+
+
+@pytest.mark.parametrize("lane", [1, pytest.param(0, id="the same lane")])
+def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None:
+    made = transports()
+    held = [Held() for _ in made]
+    tensors = [torch.full((4,), float(rank)) for rank in range(2)]
+    before: Any = Part(0)
+    urgent: Any = [Part(lane) for _ in made]
+    try:
+        for rank, transport in enumerate(made):
+            holding = held[rank]
+            transport.send(torch.zeros(4), before, lambda *_, h=holding: StartedOperation([h], messages=True))
+            transport.send(tensors[rank], urgent[rank], transport.all_reduce)
+        if lane == 0:
+            assert not urgent[0].ended.wait(0.3)
+            for holding in held:
+                holding.let_go.set()
+        for sub in urgent:
+            assert sub.ended.wait(WAIT)
+            assert sub.error is None
+        for tensor in tensors:
+            assert tensor.tolist() == [0.5] * 4
+    finally:
+        for holding in held:
+            holding.let_go.set()
+        for transport in made:
+            assert transport.stop(WAIT)

@@ -1,0 +1,136 @@
+"""What a rank of a coordinator's run hears of its own end, and of others', while it begins."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from torch import nn
+
+from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.diloco import coordinated_runtime
+from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.exceptions import RankFailedError
+from tests.diloco.coordinated_fits import coordinator_options
+from tests.support.rank_pool import free_port
+
+
+@contextmanager
+def beginning(url: str) -> Iterator[CoordinatedRuntime]:
+    """A rank that has said nothing yet."""
+    board: Any = SimpleNamespace(watch=lambda _: None, unwatch=lambda _: None)
+    runtime = CoordinatedRuntime(
+        CoordinatorAddress(urls=(url,), worker="anna"),
+        nn.Linear(2, 1),
+        given={},
+        group=WorkerGroup(),
+        board=board,
+        flush=lambda: None,
+        timeout=30.0,
+    )
+    try:
+        yield runtime
+    finally:
+        runtime.stop(failed=True)
+
+
+FAULT = RankFailedError(1, "ValueError: on purpose")
+
+
+def test_a_rank_that_looks_for_a_coordinator_hears_that_another_one_has_failed() -> None:
+    with beginning(f"http://127.0.0.1:{free_port()}") as runtime:
+        fails = threading.Timer(0.05, runtime.rank_failed, [FAULT, None])
+        fails.start()
+        with pytest.raises(RankFailedError, match="on purpose"):
+            runtime.connect()
+        fails.join()
+
+
+def test_a_rank_that_fails_before_there_is_a_session_ends_it() -> None:
+    with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as runtime:
+        runtime.connect()
+        runtime.rank_failed(FAULT, None)
+        with pytest.raises(RankFailedError, match="on purpose"):
+            runtime.prepare()
+
+
+def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was heard of it is enough to go on with; the wait for it to come back is the session's, and has an end."""
+
+    class Gone:
+        def __init__(self, *_: Any, on_welcome: Any, on_lost: Any, **__: Any) -> None:
+            on_welcome(SimpleNamespace(worker="bert", options=coordinated_runtime.RunOptions(), leads=True))
+            on_lost()
+
+        def post(self, *_: Any) -> None:
+            pass
+
+        def flush(self, _: float) -> bool:
+            return False
+
+        def stop(self, _: float) -> bool:
+            return True
+
+    monkeypatch.setattr(coordinated_runtime, "CoordinatorClient", Gone)
+    with beginning("http://127.0.0.1:1") as runtime:
+        monkeypatch.setattr(runtime._arrived, "wait", lambda _: pytest.fail("it waits for another word"))
+        runtime.connect()
+        assert (runtime.worker, runtime.leads) == ("bert", True)
+
+
+def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
+    """Not that it was closed, which says nothing of the cause."""
+    cause = ValueError("cannot be taken in")
+    welcomed, ended = threading.Event(), threading.Event()
+
+    def welcome(_: object) -> None:
+        waiting.append(client.start(asyncio.sleep(60)))  # a request might be answered before the connection has ended
+        welcomed.set()
+        assert went_on.wait(10)
+        raise cause
+
+    waiting: list[Any] = []
+    went_on = threading.Event()
+    with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as known:
+        client = CoordinatorClient(
+            known._address,
+            hello=known._hello,
+            timeout=30.0,
+            on_welcome=welcome,
+            on_message=lambda _: None,
+            on_lost=lambda: None,
+            on_error=lambda _: ended.set(),
+        )
+        try:
+            assert welcomed.wait(20)
+            went_on.set()
+            assert ended.wait(20)
+            waiting.append(client.start(client.request("GET", "/nothing/answers/this")))
+            for future in waiting:
+                assert future.exception(10) is cause
+        finally:
+            client.stop(5)
+
+
+def test_a_timeline_is_closed_where_a_thread_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    for transport in (Mock(**{"stop.return_value": False}), Mock(**{"stop.side_effect": OSError})):
+        with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as runtime:
+            runtime.connect()
+            assert runtime.client is not None
+            runtime.client.stop(10.0)
+            runtime._transport, runtime._timeline = transport, Mock()
+            assert runtime.stop(failed=False)
+            assert transport.stop.called
+            assert runtime._timeline.close.called
+    assert "anna: the coordinator's threads did not end within 5 s" in caplog.text

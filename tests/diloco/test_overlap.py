@@ -1,0 +1,349 @@
+"""When a worker merges what travels beside its steps: the session by itself, with a transport that the test moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.overlap import Overlap
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.transport import Contribution
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+
+AUTO = Overlap(steps="auto")
+
+
+class Sending:
+    """A pseudo-gradient on its way; its mean is there once the test has set it."""
+
+    def __init__(self, contribution: Contribution) -> None:
+        self.contribution = contribution
+        self.mean: tuple[Tensor, int] | None = None
+
+    def is_there(self) -> bool:
+        return self.mean is not None
+
+    def wait(self, timeout: float) -> tuple[Tensor, int]:
+        if self.mean is None:
+            raise SchedulerTimeoutError("the mean")
+        return self.mean
+
+
+class Kept:
+    """A transport that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.posted: list[Message] = []
+        self.started: list[Sending] = []
+
+    def post(self, message: Message) -> None:
+        self.posted.append(message)
+
+    def start(self, contribution: Contribution) -> Sending:
+        self.started.append(Sending(contribution))
+        return self.started[-1]
+
+    def abort(self, cause: BaseException) -> None:
+        pass
+
+    def stop(self, timeout: float) -> bool:
+        return True
+
+
+class Worker:
+    """The leader of a worker, in its first round."""
+
+    def __init__(
+        self,
+        number: int = 0,
+        *,
+        overlap: Overlap = AUTO,
+        fragments: int = 1,
+        group: WorkerGroup | None = None,
+        begins: bool = True,
+    ) -> None:
+        self.name = f"worker{number}"
+        self.module = model()
+        self.transport = Kept()
+        self.session = LeadingSession(
+            worker=self.name,
+            group=WorkerGroup() if group is None else group,
+            state=OuterState(
+                trained(self.module, fragments), weighting="samples", lr=None, momentum=None, factory=None
+            ),
+            transport=self.transport,
+            overlap=overlap,
+            flush=lambda: None,
+            timeout=0.02,
+        )
+        self._random = torch.Generator().manual_seed(number)
+        self.session.receive(StartRound(round=1))
+        if begins:
+            self.session.begin()
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    parameter.sub_(0.1 * torch.rand(parameter.shape, generator=self._random))
+            self.session.count(samples=2, seconds=0.1)
+
+    def send(self, *, after: int) -> Sending:
+        self.step(after)
+        self.session.end_round()
+        return self.transport.started[-1]
+
+    @property
+    def rounds(self) -> int:
+        return self.session.statistics.rounds
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [value.clone() for value in self.session._state.weights.values()]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Linear(4, 3)
+
+
+def trained(module: nn.Module, fragments: int = 1) -> TrainedWeights:
+    return TrainedWeights(module, FragmentOptions(fragments=fragments, overlap_steps="auto"))
+
+
+def mean_of(sent: Sequence[Sending]) -> tuple[Tensor, int]:
+    total = sum(one.contribution.weight for one in sent)
+    weighted = [one.contribution.pseudo_gradient * one.contribution.weight for one in sent]
+    return torch.stack(weighted).sum(0) / total, total
+
+
+def ended(round: int, **halts: bool) -> RoundEnded:
+    return RoundEnded(round=round, samples=1, shares={}, **halts)
+
+
+def conclude(worker: Worker, sent: Sending, **halts: bool) -> None:
+    """All that a worker waits for arrives."""
+    sent.mean = mean_of([sent])
+    worker.session.receive(ended(sent.contribution.round, **halts))
+    worker.session.receive(StartRound(round=sent.contribution.round + 1))
+
+
+@pytest.mark.parametrize("beside", [1, 3])
+def test_a_worker_merges_at_the_first_step_after_the_mean_has_come(beside: int) -> None:
+    worker = Worker()
+    sent = worker.send(after=10)
+    worker.step(beside)
+    assert worker.rounds == 0
+    conclude(worker, sent)
+    assert worker.rounds == 0  # in the middle of a step
+    worker.step()
+    assert (worker.rounds, worker.session.round) == (1, 2)
+    assert worker.session._counter.steps == beside + 1  # count for the next round
+
+
+ARRIVALS: dict[str, Callable[[Worker, Sending], None]] = {
+    "the mean": lambda worker, sent: setattr(sent, "mean", mean_of([sent])),
+    "the end of the round": lambda worker, sent: worker.session.receive(ended(1)),
+    "the next round": lambda worker, sent: worker.session.receive(StartRound(round=2)),
+}
+
+
+@pytest.mark.parametrize("last", list(ARRIVALS))
+def test_it_trains_on_while_anything_is_missing(last: str) -> None:
+    worker = Worker()
+    sent = worker.send(after=12)
+    for what, arrive in ARRIVALS.items():
+        if what != last:
+            arrive(worker, sent)
+    worker.step(4)
+    assert worker.rounds == 0
+    ARRIVALS[last](worker, sent)
+    worker.step()
+    assert worker.rounds == 1
+
+
+def test_after_half_of_its_round_it_waits() -> None:
+    worker = Worker()
+    worker.send(after=9)
+    worker.step(3)
+    with pytest.raises(SchedulerTimeoutError, match="the mean"):
+        worker.step()
+
+
+def test_the_bound_follows_the_last_round() -> None:
+    worker = Worker()
+    for steps, bound in ((8, 4), (20, 10), (3, 1)):
+        sent = worker.send(after=steps - worker.session._counter.steps)
+        worker.step(bound - 1)
+        rounds = worker.rounds
+        conclude(worker, sent)
+        worker.step()
+        assert worker.rounds == rounds + 1
+
+
+@pytest.mark.parametrize(
+    ("inner_steps", "taken", "longest"),
+    [(None, 0, 1), (None, 1, 1), (None, 9, 4), (10, 10, 5), (10, 500, 5), (2, 2, 1)],
+)
+def test_the_bound(inner_steps: int | None, taken: int, longest: int) -> None:
+    assert Overlap(steps="auto", inner_steps=inner_steps).longest(taken) == longest
+    assert inner_steps is None or longest < inner_steps
+
+
+def test_a_number_is_the_same_for_all() -> None:
+    overlap = Overlap(steps=3, inner_steps=4)
+    assert [overlap.longest(taken) for taken in (0, 4, 100)] == [3, 3, 3]
+    worker = Worker(overlap=overlap)
+    conclude(worker, worker.send(after=10))
+    worker.step(2)
+    assert worker.rounds == 0
+    worker.step()
+    assert worker.rounds == 1
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True, "soon", None])
+def test_what_is_no_overlap(steps: Any) -> None:
+    with pytest.raises(OptionError, match="overlap_steps must be a whole number, 0 or more, or 'auto'"):
+        Overlap(steps=steps)
+
+
+def test_where_all_stand_still_no_next_round_is_waited_for() -> None:
+    worker = Worker()
+    sent = worker.send(after=10)
+    worker.step()
+    sent.mean = mean_of([sent])
+    worker.session.receive(ended(1, validate=True))
+    worker.step()
+    assert (worker.rounds, worker.session.halted) == (1, True)
+    assert all(map(torch.equal, worker.weights, worker.module.parameters()))
+
+
+def test_the_last_round_is_merged_too() -> None:
+    worker = Worker()
+    sent = worker.send(after=10)
+    sent.mean = mean_of([sent])
+    worker.session.receive(ended(1))
+    worker.session.receive(TrainingOver(round=1))
+    worker.step()
+    assert (worker.rounds, worker.session.over) == (1, True)
+
+
+def test_what_it_is_told_beside_the_mean_of_the_next_end_holds_when_said_again() -> None:
+    worker = Worker()
+    sent = worker.send(after=10)
+    conclude(worker, sent)
+    worker.session.receive(SendNow(round=2))  # of a round that has not begun here
+    assert not worker.session.is_due()
+    worker.step()
+    assert worker.rounds == 1
+    worker.session.receive(SendNow(round=2))
+    assert worker.session.is_due()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_workers_that_merge_at_different_steps_have_the_same_global_weights(fragments: int) -> None:
+    """One takes three times as many steps in a round, and as many beside each mean, another number every time."""
+    fast, slow = Worker(0, fragments=fragments), Worker(1, fragments=fragments)
+    beside = [(9, 1), (2, 3), (0, 2), (14, 0), (5, 3)]
+    for round, counts in enumerate(beside, start=1):
+        sent = [fast.send(after=30 - fast.session._counter.steps), slow.send(after=10 - slow.session._counter.steps)]
+        assert {one.contribution.round for one in sent} == {round}
+        mean = mean_of(sent)
+        for worker, exchange, count in zip((fast, slow), sent, counts, strict=True):
+            worker.step(count)
+            assert worker.rounds == round - 1
+            exchange.mean = mean
+            worker.session.receive(ended(round))
+            worker.session.receive(StartRound(round=round + 1))
+            worker.step()
+            assert worker.rounds == round
+        assert all(map(torch.equal, fast.weights, slow.weights))
+    own = [list(worker.module.parameters()) for worker in (fast, slow)]
+    assert not all(map(torch.equal, *own))
+    samples = [sum(one.contribution.weight for one in worker.transport.started) for worker in (fast, slow)]
+    if fragments == 1:  # each step counts in one round
+        assert samples == [2 * 5 * 30, 2 * 5 * 10]
+
+
+class Pair(WorkerGroup):
+    """Two ranks of one worker in two threads."""
+
+    def __init__(self, rank: int, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self._rank = rank
+        self._shared = shared
+
+    @property
+    def leads(self) -> bool:
+        return self._rank == 0
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        return [sum(column) for column in zip(*self._exchanged(list(numbers)), strict=True)]
+
+    def tell(self, text: str = "") -> str:
+        return str(self._exchanged(text)[0])
+
+    @torch.no_grad()
+    def share(self, tensors: Any) -> None:
+        tensors = list(tensors)
+        leaders, _ = self._exchanged([tensor.detach().clone() for tensor in tensors])
+        for tensor, leader in zip(tensors, leaders, strict=True):
+            tensor.copy_(leader)
+
+    def _exchanged(self, own: Any) -> list[Any]:
+        self._shared["given"][self._rank] = own
+        self._shared["barrier"].wait(5.0)
+        found = list(self._shared["given"])
+        self._shared["barrier"].wait(5.0)
+        return found
+
+
+def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
+    """The leader alone sees that the mean is there; the other one would train on for as long as it knows no bound."""
+    shared: dict[str, Any] = {"given": [None, None], "barrier": threading.Barrier(2)}
+    module, errors = model(), list[BaseException]()
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    arrives = {1: 2, 2: 0, 3: 4}  # steps beside each round's mean
+
+    def train(session: WorkerSession, rank: int, step: Callable[[], None], arrive: Callable[[], None]) -> None:
+        try:
+            session.begin()
+            for round, beside in arrives.items():
+                for _ in range(10):
+                    step()
+                    assert not session.is_due()
+                session.end_round()
+                for count in range(beside + 1):
+                    if count == beside:
+                        arrive()
+                    step()
+                    seen[rank].append(session.statistics.rounds)
+                assert session.statistics.rounds == round
+        except BaseException as error:
+            errors.append(error)
+            shared["barrier"].abort()
+
+    follower = FollowingSession(
+        worker="worker0", group=Pair(1, shared), trained=trained(module), overlap=AUTO, flush=lambda: None
+    )
+    other = threading.Thread(
+        target=train,
+        args=(follower, 1, lambda: follower.count(samples=2, seconds=0.1), lambda: None),
+        daemon=True,
+    )
+    other.start()
+    leading = Worker(group=Pair(0, shared), begins=False)
+    train(leading.session, 0, leading.step, lambda: conclude(leading, leading.transport.started[-1]))
+    other.join(10.0)
+    assert not errors
+    assert seen[0] == seen[1] == [0, 0, 1, 2, 2, 2, 2, 2, 3]
+    assert all(map(torch.equal, leading.module.parameters(), module.parameters()))

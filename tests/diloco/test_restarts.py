@@ -1,0 +1,212 @@
+"""A training that is restarted from a checkpoint ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from tests.diloco.fits import Result, fit_alone, fit_diloco
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+STEPS = 16  # of each of two workers in an epoch
+
+
+class Noted(Tower):
+    """Has all that a worker has alone: buffers, an optimizer with state, a schedule, random numbers."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(
+            optimizer=partial(AdamW, lr=0.01), schedule=partial(StepLR, step_size=5, gamma=0.8), **arguments
+        )
+        self.norm = nn.BatchNorm1d(12)
+        random.seed(torch.initial_seed())
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return super().predict(self.norm(inputs) * (1 + 0.1 * random.random()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.notes.append([round(float(row[0]), 5) for row in batch[0]])
+        return super().training_step(batch, batch_idx)
+
+
+class Saves(Callback):
+    """Writes checkpoints after some of the steps, and at the ends of epochs."""
+
+    def __init__(self, folder: str, steps: tuple[int, ...]) -> None:
+        self.folder = folder
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(os.path.join(self.folder, f"{trainer.global_step}.ckpt"))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(os.path.join(self.folder, f"epoch{trainer.current_epoch}.ckpt"))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(os.path.join(self.folder, f"validated{trainer.global_step}.ckpt"))
+
+
+def fit(
+    ranks: RankPool,
+    folder: Path,
+    *,
+    saved: Path | None = None,
+    steps: tuple[int, ...] = (),
+    alone: bool = False,
+    **more: Any,
+) -> Any:
+    arguments: dict[str, Any] = {
+        "options": {"inner_steps": 4, "equal_steps": True, **more.pop("options", {})},
+        "model": Noted,
+        "default_root_dir": str(folder),
+        "max_epochs": 2,
+        "ckpt_path": None if saved is None else str(saved),
+        "callbacks": (partial(Saves, str(folder), steps),),
+        **more,
+    }
+    return ranks.run(fit_alone if alone else fit_diloco, timeout=60.0, **arguments)
+
+
+def assert_same_end(rest: list[Result], whole: list[Result], *, after: int) -> None:
+    """The rest of a training is the whole one's: the same samples, losses and weights on each worker."""
+    for part, all_of_it in zip(rest, whole, strict=True):
+        assert part.notes == all_of_it.notes[-len(part.notes) :]  # some are of validations
+        assert part.losses == all_of_it.losses[after:]
+        assert part.global_step == all_of_it.global_step
+        for name, value in all_of_it.weights.items():
+            assert torch.equal(part.weights[name], value), name
+
+
+def test_a_restart_changes_nothing(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"limit_val_batches": 1}
+    whole = fit(diloco_ranks, tmp_path, steps=(22,), **more)
+    assert not torch.equal(whole[0].weights["norm.running_mean"], whole[1].weights["norm.running_mean"])
+    # In the middle of a round; after the validation at an epoch's end, and at that end itself.
+    for name, after in {"22": 20, "validated16": STEPS, "epoch0": STEPS}.items():
+        rest = fit(diloco_ranks, tmp_path / name, saved=tmp_path / f"{name}.ckpt", **more)
+        assert_same_end(rest, whole, after=after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fragments": 2, "wire_dtype": "int8", "partition_size": 1000, "credit": 4000},
+        {"overlap_steps": 2, "fragments": 3},
+    ],
+    ids=["int8", "overlap"],
+)
+def test_nor_with_what_rounds_leave_open(options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """Weights of fragments that were not averaged, what was not sent, and validations amid an epoch."""
+    more: dict[str, Any] = {"options": options, "limit_val_batches": 1, "val_check_interval": 10}
+    whole = fit(diloco_ranks, tmp_path, steps=(22,), **more)
+    names = ["22", *(file.stem for file in tmp_path.glob("validated*.ckpt"))]
+    assert len(names) == 3
+    for name in names:
+        saved = tmp_path / f"{name}.ckpt"
+        after = torch.load(saved, weights_only=True)["global_step"]
+        rest = fit(diloco_ranks, tmp_path / name, saved=saved, **more)
+        done = len(whole[0].losses) - len(rest[0].losses)
+        for part, all_of_it in zip(rest, whole, strict=True):
+            assert part.losses == all_of_it.losses[done:]
+            for weight, value in all_of_it.weights.items():
+                assert torch.equal(part.weights[weight], value), (name, after, weight)
+
+
+def test_steps_beside_a_mean_count_for_their_round_after_a_restart(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"options": {"overlap_steps": 2}, "limit_val_batches": 1}
+    whole = fit(diloco_ranks, tmp_path, steps=(23, 27), **more)
+    for name, after in {"23": 22, "27": 26}.items():  # rounds that began with two steps, of which the weights are
+        saved = tmp_path / f"{name}.ckpt"
+        state = torch.load(saved, weights_only=True)
+        own = state["lightning_bytescheduler.diloco"]["workers"]["of"]
+        assert [worker["begun_with"]["steps"] for worker in own] == [2, 2]
+        assert state["global_step"] == after
+        assert_same_end(fit(diloco_ranks, tmp_path / name, saved=saved, **more), whole, after=after)
+
+
+def test_a_restart_with_overlap_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """When workers merge depends on time, and so do the weights; that they are the same on all does not."""
+    more: dict[str, Any] = {"options": {"overlap_steps": "auto", "fragments": 2}, "limit_val_batches": 1}
+    fit(diloco_ranks, tmp_path, steps=(23,), **more)
+    rest = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "23.ckpt", **more)
+    assert [one.epoch for one in rest] == [2, 2]
+    assert [one.global_step for one in rest] == [2 * STEPS, 2 * STEPS]
+    assert all(
+        torch.equal(value, rest[1].weights[name]) for name, value in rest[0].weights.items() if "norm" not in name
+    )
+
+
+def test_workers_go_and_come(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """Two workers, then one, then two, each time in the middle of an epoch."""
+    first = fit(diloco_ranks, tmp_path, steps=(10,), max_steps=12)
+    second, _ = fit(diloco_ranks, tmp_path, saved=tmp_path / "10.ckpt", steps=(18,), alone=True, max_steps=20)
+    third = fit(diloco_ranks, tmp_path / "third", saved=tmp_path / "18.ckpt")
+    assert third[0].epoch == 2
+    epoch = [*first[0].notes[:8], *first[1].notes[:8], *second.notes[:8], *third[0].notes[:4], *third[1].notes[:4]]
+    samples = [sample for batch in epoch for sample in batch]
+    assert len(samples) == len(set(samples)) == 128
+    rest = [sample for worker in third for batch in worker.notes[4:] for sample in batch]
+    assert sorted(rest) == sorted(samples)  # the whole second epoch
+    again = fit(diloco_ranks, tmp_path / "again", saved=tmp_path / "18.ckpt")
+    assert_same_end(again, third, after=0)
+
+
+class EndsEarly(Callback):
+    """Leaves the epoch in the middle of a round, and writes a checkpoint when training is over."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 10:
+            raise StopIteration
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(os.path.join(self.folder, "end.ckpt"))
+
+
+def test_a_checkpoint_at_the_end_is_of_the_end(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """However it was ended, which merges what was trained in the round that was on."""
+    done = fit(diloco_ranks, tmp_path, max_epochs=1, callbacks=(partial(EndsEarly, str(tmp_path)),))
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["global_step"] == 10
+    assert torch.equal(saved["state_dict"]["first.weight"], done[1].weights["first.weight"])
+    workers = saved["lightning_bytescheduler.diloco"]["workers"]
+    assert workers["halted"]
+    assert workers["of"][1]["global_step"] == 10
+
+
+class Deaf(Callback):
+    """Worker 1 does not answer."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            trainer.strategy._states._kept.close()
+
+
+def test_a_checkpoint_that_lacks_a_worker_is_one_all_the_same(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """What optimizers have is wanted of nobody with ``worker_states=False``; places in the epoch are."""
+    light = {"worker_states": False}
+    whole = fit(diloco_ranks, tmp_path, steps=(10,), max_steps=14, options=light)
+    path = tmp_path / "10.ckpt"
+    assert "optimizers" not in torch.load(path, weights_only=True)["lightning_bytescheduler.diloco"]["workers"]["of"][1]
+    rest = fit(diloco_ranks, tmp_path / "light", saved=path, max_steps=14, options=light)
+    assert [one.notes for one in rest] == [one.notes[8:] for one in whole]
+    callbacks = (partial(Saves, str(tmp_path / "deaf"), (10,)), Deaf)
+    fit(diloco_ranks, tmp_path / "deaf", steps=(10,), max_steps=12, callbacks=callbacks)
+    saved = torch.load(tmp_path / "deaf" / "10.ckpt", weights_only=True)
+    assert saved["lightning_bytescheduler.diloco"]["workers"]["of"][1] is None
+    rest = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "deaf" / "10.ckpt", max_steps=14)
+    assert [one.global_step for one in rest] == [14, 14]

@@ -1,0 +1,99 @@
+"""How workers' states come to a checkpoint, and what becomes of it where they do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bytescheduler.diloco.state_collection import KeptStates, StateCollection, StateService
+from lightning_bytescheduler.diloco.worker_state import Moment
+
+BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)
+
+
+class Workers:
+    """Two that answer, on one store."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.kept = [KeptStates(2), KeptStates(1)]
+        self.services = [
+            StateService(self.store, f"worker{number + 1}", kept, limit=0.3) for number, kept in enumerate(self.kept)
+        ]
+        self.gone = False
+
+    def check(self) -> None:
+        if self.gone:
+            raise ConnectionError("rank 2 has died")
+
+    def collection(self, *more: str) -> StateCollection:
+        return StateCollection(self.store, ["worker1", "worker2", *more], limit=0.3, check=self.check)
+
+    def stop(self) -> None:
+        assert all(service.stop(5.0) for service in self.services)
+        assert not [thread for thread in threading.enumerate() if thread.name == "bytescheduler-outer-states"]
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers()
+    yield made
+    made.stop()
+
+
+def test_states_of_one_moment_come_together(workers: Workers) -> None:
+    large = torch.arange(3_000_000)  # several parts
+    workers.kept[0].keep(BEGUN, {"numbers": large})
+    workers.kept[0].keep(Moment(4, halted=False), {"numbers": None})
+    threading.Timer(0.1, workers.kept[1].keep, (BEGUN, {"later": (1, 2.5)})).start()
+    collection = workers.collection()
+    found = collection.collect(BEGUN)
+    assert isinstance(found["worker1"], dict)
+    assert torch.equal(found["worker1"]["numbers"], large)
+    assert found["worker2"] == {"later": (1, 2.5)}
+    assert isinstance(collection.collect(BEGUN)["worker2"], dict)  # as often as wanted
+
+
+def test_a_state_is_waited_for_until_all_of_it_is_there(workers: Workers) -> None:
+    for kept in workers.kept:
+        kept.keep(HALTED, {"random": 1}, settled=False)
+        threading.Timer(0.1, kept.settle, kwargs={"random": 2}).start()
+    assert workers.collection().collect(HALTED) == {"worker1": {"random": 2}, "worker2": {"random": 2}}
+
+
+def test_what_a_validation_adds_is_not_waited_for_amid_one(workers: Workers) -> None:
+    for kept in workers.kept:
+        kept.keep(HALTED, {"random": 1}, settled=False)
+    assert workers.collection().collect(HALTED, settled=False) == {"worker1": {"random": 1}, "worker2": {"random": 1}}
+
+
+def test_what_cannot_be_written_is_named(workers: Workers) -> None:
+    for kept in workers.kept:
+        kept.keep(BEGUN, {"schedule": lambda: None})
+    assert "pickle" in str(workers.collection().collect(BEGUN)["worker1"])
+
+
+def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
+    workers.kept[0].keep(BEGUN, {"own": 1})
+    began = time.monotonic()
+    found = workers.collection("worker3").collect(BEGUN)  # worker2 has not come there, and worker3 hears nothing
+    assert found["worker1"] == {"own": 1}
+    assert found["worker2"] == "it has not come to this moment"
+    assert str(found["worker3"]).startswith("nothing was heard of it")
+    assert time.monotonic() - began < 30
+    workers.gone = True
+    assert "rank 2 has died" in str(workers.collection("worker3").collect(BEGUN)["worker3"])
+
+
+def test_workers_stay_until_the_writer_is_through(workers: Workers) -> None:
+    threading.Timer(0.1, workers.collection().end).start()
+    began = time.monotonic()
+    workers.services[0].await_writer(60.0, workers.check)
+    assert time.monotonic() - began < 30
+    workers.gone = True
+    workers.services[1].await_writer(60.0, workers.check)  # it is over already
