@@ -133,7 +133,7 @@ def test_a_server_that_stands_still_for_too_long_is_named_on_all_ranks(
         assert one.outcome is None
         assert "arameter server 0 (process" in one.error
         assert "is silent" in one.error
-        assert one.seconds < 60
+        assert one.seconds < 100
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,18 +14,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import IO
 from unittest.mock import patch
+
+from torch.distributed import rendezvous
 
 from tests.support.fit import Outcome, Recipe, Run, train
 
 __all__ = ["ServedOutcome", "on_nodes", "started_servers", "train_with_servers"]
 
 _CLEAN = {"COVERAGE_PROCESS_START": ""}
+_START_S = 100.0
+_starts = itertools.count()  # of this process; as many on each rank of a pool
 
 
 @contextmanager
-def started_servers(count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes of the command, for the training whose address is in the environment."""
+def started_servers(count: int, *, ready: bool = False) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of the command, for the training whose address is in the environment.
+
+    Args:
+        count: Number of them.
+        ready: Wait until all have signed on; the training's store is there already.
+    """
     with tempfile.TemporaryFile("w+") as said:
         command = [sys.executable, "-m", "lightning_bytescheduler", "server"]
         servers = [
@@ -32,11 +43,37 @@ def started_servers(count: int) -> Iterator[list[subprocess.Popen[str]]]:
             for _ in range(count)
         ]
         try:
+            if ready:
+                _await_ready(said, servers)
             yield servers
         finally:
             for server in servers:
                 server.kill()
                 server.wait()
+
+
+def _await_ready(said: IO[str], servers: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        said.seek(0)
+        text = said.read()
+        if text.count("is ready for the training") == len(servers):
+            return
+        assert all(server.poll() is None for server in servers), text
+        assert time.monotonic() < deadline, f"not ready after {_START_S:g} s: {text}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def _after_the_servers(rank: int, count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Have every rank's training begin when its servers have started, which a busy machine takes long for."""
+    store, _, _ = next(rendezvous("env://", rank=rank))  # the training's own, as long as this one is held
+    begun = f"servers have started {next(_starts)}"
+    with started_servers(count if rank == 0 else 0, ready=True) as processes:
+        if rank == 0:
+            store.set(begun, "")
+        store.wait([begun], timedelta(seconds=2 * _START_S))
+        yield processes
 
 
 @contextmanager
@@ -80,12 +117,14 @@ def train_with_servers(
         pause_at: Batch after which rank 0 stops the last of them, as a machine without time for it would.
         pause_s: For how long; for good if 0.
         nodes: On which the pool's ranks count as being, as many on each.
-        timeouts: Of the strategy on each rank, in seconds, where they differ.
+        timeouts: Of the strategy on each rank, in seconds; none of it goes by while the servers start.
     """
     from lightning.pytorch import Callback
 
-    begin, error, outcome = time.monotonic(), "", None
-    with started_servers(servers if rank == 0 else 0) as processes, on_nodes(rank, nodes):
+    error, outcome = "", None
+    started = _after_the_servers(rank, servers) if timeouts else started_servers(servers if rank == 0 else 0)
+    with started as processes, on_nodes(rank, nodes):
+        begin = time.monotonic()
 
         class Kill(Callback):
             def on_train_batch_end(self, trainer: object, module: object, out: object, batch: object, n: int) -> None:
