@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
+    parser.add_argument("--congestion-control", help="of TCP, such as reno or bbr (default: the machine's)")
     asked = parser.parse_args(arguments)
     console = Console()
     sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
@@ -125,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     n = asked.workers
     with (
-        ShapedLink(hosts=n // each + max(asked.servers), mbit=asked.mbit) as link,
+        ShapedLink(
+            hosts=n // each + max(asked.servers), mbit=asked.mbit, congestion_control=asked.congestion_control
+        ) as link,
         Progress(console=console, transient=True) as progress,
     ):
         for ratio in progress.track(asked.ratios, description="ratios"):
