@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from torch import nn
@@ -121,6 +121,25 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
                 assert future.exception(10) is cause
         finally:
             client.stop(5)
+
+
+def test_work_that_comes_as_the_thread_ends_is_refused() -> None:
+    """Its loop takes it in, and does not run any more."""
+    too_late: list[Any] = []
+    with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as runtime:
+        runtime.connect()
+        client = runtime.client
+        assert client is not None
+        close = client._loop.close
+
+        def ask_and_close() -> None:
+            too_late.append(client.start(client.request("GET", "/too/late")))
+            close()
+
+        with patch.object(client._loop, "close", ask_and_close):
+            assert client.stop(20)
+        assert too_late[0].cancelled()
+        assert client.start(client.request("GET", "/much/too/late")).cancelled()
 
 
 def test_a_timeline_is_closed_where_a_thread_does_not_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,16 +38,16 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Hello,
     Refusal,
     Welcome,
+    coalesced,
     decode_frame,
     encode_frame,
 )
-from lightning_bytescheduler.diloco.messages import StepMetrics, StepReport
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Answer", "CoordinatorClient", "coalesced"]
+__all__ = ["Answer", "CoordinatorClient"]
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,9 @@ class CoordinatorClient:
         self._changed = asyncio.Event()  # something to send, or something heard
         self._sent = self._answered = self._heard = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Of any thread. Work is entered before the loop hears of it, and whoever takes it out runs or refuses it: the
+        # loop, the thread after it has closed the loop, or else start(), which the closed loop refuses.
+        self._asked: dict[Future[Any], Callable[[], None]] = {}
         self._http: aiohttp.ClientSession | None = None
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
@@ -164,6 +167,7 @@ class CoordinatorClient:
                 future.set_exception(self._error)
 
         def begin() -> None:
+            del self._asked[future]
             if self._stopping.is_set():
                 return refuse()
             task = self._loop.create_task(work)
@@ -172,8 +176,11 @@ class CoordinatorClient:
             task.add_done_callback(lambda done: _hand_over(done, future, self._error))
             future.add_done_callback(lambda done: done.cancelled() and self._call(task.cancel))
 
+        self._asked[future] = refuse
         if not self._call(begin):
-            refuse()
+            left = self._asked.pop(future, None)
+            if left is not None:
+                left()
         return future
 
     async def request(
@@ -249,6 +256,9 @@ class CoordinatorClient:
             finally:
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
+                with suppress(KeyError):
+                    while True:
+                        self._asked.popitem()[1]()
 
     async def _live(self) -> None:
         timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
@@ -436,58 +446,6 @@ class CoordinatorClient:
                     "serves with TLS (else its address begins with http://), and that it accepts "
                     "coordinator_certificate, if it asks for one."
                 ) from None
-
-
-def coalesced(messages: Sequence[FromWorker | FromCoordinator]) -> list[FromWorker | FromCoordinator]:
-    """The same in fewer messages.
-
-    Of a worker's reports of one round only the last is kept, in the last one's place; its measurements of one round
-    become one, weighted by samples. Everything else stays, in order.
-    """
-    kept: list[FromWorker | FromCoordinator] = []
-    places: dict[tuple[object, ...], int] = {}
-    for message in messages:
-        if isinstance(message, (StepReport, StepMetrics)):
-            names = tuple(sorted(_metrics(message))) if isinstance(message, StepMetrics) else ()
-            measured = isinstance(message, StepMetrics) and message.loss is not None
-            key = (type(message), message.worker, message.round, measured, names)
-            place = places.get(key)
-            if place is not None:
-                before = kept[place]
-                if isinstance(message, StepMetrics) and isinstance(before, StepMetrics):
-                    kept[place] = _together(before, message)
-                else:
-                    kept[place] = message
-                continue
-            places[key] = len(kept)
-        else:
-            places = {}  # what is told once is not to be overtaken
-        kept.append(message)
-    return kept
-
-
-def _metrics(message: StepMetrics) -> Mapping[str, float]:
-    metrics: Mapping[str, float] = getattr(message, "metrics", {})
-    return metrics
-
-
-def _together(one: StepMetrics, other: StepMetrics) -> StepMetrics:
-    samples = one.batch_size + other.batch_size
-    shares = (one.batch_size / samples, other.batch_size / samples) if samples else (0.5, 0.5)
-
-    def mean(first: float, second: float) -> float:
-        return first * shares[0] + second * shares[1]
-
-    fields: dict[str, Any] = {
-        "worker": one.worker,
-        "round": one.round,
-        "batch_size": samples,
-        "seconds": one.seconds + other.seconds,
-        "loss": None if one.loss is None or other.loss is None else mean(one.loss, other.loss),
-    }
-    if _metrics(one):
-        fields["metrics"] = {name: mean(value, _metrics(other)[name]) for name, value in _metrics(one).items()}
-    return StepMetrics(**fields)
 
 
 def _pause(tries: int) -> float:
