@@ -106,6 +106,8 @@ def require_whole(option: str, value: object, least: int) -> int:
     Raises:
         OptionError: If it is not; names ``option``.
     """
+    if type(value) is int and value >= least:
+        return value
     if not is_whole(value, least):
         raise OptionError(option, value, f"a whole number, {least} or more")
     return value

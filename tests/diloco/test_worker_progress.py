@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.messages import StepReport
 from lightning_bytescheduler.diloco.worker_progress import RobustMean, StepTime, WorkerProgress
@@ -123,3 +126,30 @@ def test_only_the_first_step_does_not_count() -> None:
     worker = WorkerProgress(name="a", heard=0.0)
     reported(worker, 1.0, 3.0)
     assert worker.step_time.seconds == 3.0
+
+
+def _plain_middle(values: list[float]) -> float:
+    ordered = sorted(values)
+    cut = max(len(values) // 4, 1) if len(values) > 2 else 0
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.5, 1.0, 1.0, 1.0, 2.0]), st.sampled_from([1.0, 1.0, 1.1, 1.3, 4.0])), max_size=80
+    )
+)
+def test_the_robust_mean_is_that_of_its_definition(chosen: list[tuple[float, float]]) -> None:
+    """Without the shortcuts: values that are alike, and recent ones that cannot lie beyond those before."""
+    mean, values = RobustMean(), list[float]()
+    for level, noise in chosen:
+        value = level * noise
+        mean.observe(value)
+        values = [*values, value][-16:]
+        before, recent = values[:-5], values[-5:]
+        if before:
+            middle = _plain_middle(before)
+            if min(recent) > 1.5 * middle or max(recent) < middle / 1.5:
+                values = recent
+        assert mean.values == values
+        assert mean.mean == pytest.approx(_plain_middle(values), rel=1e-12)

@@ -181,17 +181,12 @@ class Connection:
             finally:
                 self._hearing = False
             self._heard = frame.number
-            await self._hold_back()
+            if pause := self._limit.take():  # who sends too many frames is answered later, and sends no other before
+                await asyncio.sleep(pause)
             await self._flush()
             if self._ends:
                 await self.close("It has left.", code=WSCloseCode.OK)
                 return
-
-    async def _hold_back(self) -> None:
-        """Answer a worker that sends too many frames later: it sends no other before."""
-        pause = self._limit.take()
-        if pause:
-            await asyncio.sleep(pause)
 
     async def _flush_later(self) -> None:
         self._task = None

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 __all__ = ["Garbage"]
 
+_YOUNG = 20_000  # objects made before young ones are looked at; of 700, Python's own, seventy reports make as many
 _NEVER = 1_000_000  # collections of the middle generation before a full one
 _MOST_ENDED = 1000  # connections, after which it is not put off any longer
 
@@ -36,7 +37,7 @@ class Garbage:
         gc.collect()
         gc.freeze()  # torch's modules stay
         young, middle, old = gc.get_threshold()
-        gc.set_threshold(young, middle, _NEVER)
+        gc.set_threshold(max(young, _YOUNG), middle, _NEVER)
         cls._rarely = True
         try:
             yield

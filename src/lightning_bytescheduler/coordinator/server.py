@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import TypeVar
 
+import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -74,7 +75,7 @@ class CoordinatorServer:
         self._port = port
         self._keeper = keeper
         self._refusals = Refusals()
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # a third faster than asyncio's own, and a report is mostly that
         self._stop = threading.Event()
         self._started = threading.Event()
         self._acts = threading.Event()

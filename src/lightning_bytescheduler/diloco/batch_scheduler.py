@@ -184,6 +184,8 @@ class BatchScheduler:
         worker = self._roster.workers.get(message.worker)
         if self.finished:
             self._tell(message.worker, TrainingOver(round=self._round))
+        elif worker is not None and isinstance(message, StepReport):  # as most are
+            self._hear(worker, message, now)
         elif isinstance(message, LeaveRounds):
             if worker is not None:
                 self._roster.remove(worker, now, has_left=True)
@@ -317,9 +319,11 @@ class BatchScheduler:
         if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
             worker.receiving.observe(now - worker.told)
             worker.start(now)
-        if isinstance(message, StepReport) and worker.is_training and message.steps > worker.steps:
-            worker.paused = False
-            worker.take_report(message, now)
+        if isinstance(message, StepReport):
+            if worker.is_training and message.steps > worker.steps:
+                worker.paused = False
+                worker.take_report(message, now)
+            return
         if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:
             worker.steps, worker.samples, worker.tokens = message.steps, message.samples, message.tokens
         if isinstance(message, (SendingPseudoGradient, PseudoGradientArrived)) and worker.is_training:

@@ -161,6 +161,13 @@ class RoundRoster:
         """
         key, silent_at = worker.number, worker.silent_at(self._options)
         training = worker.is_training and not worker.paused and now < silent_at
+        if training and key in self._watched:  # as with nearly all reports: it trains on
+            self._all.set(key, samples=worker.samples, steps=worker.steps)
+            self._counted.set(key, samples=worker.samples, steps=worker.steps)
+            self._watch(worker, silent_at)
+            self._foresee(worker, training, self.pace(worker))
+            self._miss(worker)
+            return
         if worker.is_member:
             self._all.set(key, samples=worker.samples, steps=worker.steps)
         else:
@@ -179,14 +186,17 @@ class RoundRoster:
         is_sending = worker.state is WorkerState.SENDING and not worker.left
         (self._sending.add if is_sending else self._sending.discard)(key)
         if training or is_sending:
-            more = 0 if worker.send_after is None else max(worker.send_after - worker.steps, 0)
-            self._missing.set(key, worker.samples + more * (worker.step_time.batch_size or 0))
+            self._miss(worker)
         else:
             self._missing.discard(key)
         if worker.state is WorkerState.ARRIVED and not worker.left:
             self._idle.set(key, round((worker.samples_per_second or 0.0) * _MICRO))
         else:
             self._idle.discard(key)
+
+    def _miss(self, worker: WorkerProgress) -> None:
+        more = 0 if worker.send_after is None else max(worker.send_after - worker.steps, 0)
+        self._missing.set(worker.number, worker.samples + more * (worker.step_time.batch_size or 0))
 
     def _foresee(self, worker: WorkerProgress, training: bool, pace: Pace | None) -> None:
         key = worker.number
@@ -220,7 +230,8 @@ class RoundRoster:
 
     def look_for_silence(self, now: float) -> None:
         """Count no more on whoever has been silent for too long."""
-        while (at := self.next_silence) is not None and at <= now:
+        # Nobody is silent before the moment at which to look for that.
+        while self._looks and self._looks[0][0] <= now and (at := self.next_silence) is not None and at <= now:
             self.refresh(self._watched[self._looks[0][1]], now)
 
     @property

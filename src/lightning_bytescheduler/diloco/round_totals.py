@@ -79,32 +79,51 @@ class Tally:
     """Samples and steps of some workers."""
 
     def __init__(self) -> None:
-        self._samples = RunningSum()
-        self._most = RunningMaximum()
-        self._fewest = RunningMaximum()  # of the negative
+        self.samples = 0  # of all together
+        self._done: dict[int, tuple[int, int]] = {}
+        self._with: dict[int, int] = {}  # how many workers have taken so many steps
+        self._bounds: tuple[int, ...] | None = ()  # of these; None if they may be others now
 
     def set(self, key: int, *, samples: int, steps: int) -> None:
         """Replace what a worker has done."""
-        self._samples.set(key, samples)
-        self._most.set(key, steps)
-        self._fewest.set(key, -steps)
+        before = self._done.get(key)
+        self._done[key] = (samples, steps)
+        if before is None:
+            self.samples += samples
+        else:
+            self.samples += samples - before[0]
+            if before[1] == steps:
+                return
+            self._one_less_with(before[1])
+        count = self._with.get(steps)
+        if count is None:
+            self._with[steps] = 1
+            self._bounds = None
+        else:
+            self._with[steps] = count + 1
 
     def discard(self, key: int) -> None:
         """Leave a worker out."""
-        self._samples.discard(key)
-        self._most.discard(key)
-        self._fewest.discard(key)
+        before = self._done.pop(key, None)
+        if before is not None:
+            self.samples -= before[0]
+            self._one_less_with(before[1])
 
-    @property
-    def samples(self) -> int:
-        """Of all together."""
-        return self._samples.total
+    def _one_less_with(self, steps: int) -> None:
+        count = self._with[steps] - 1
+        if count:
+            self._with[steps] = count
+        else:
+            del self._with[steps]
+            if self._bounds and steps in self._bounds:
+                self._bounds = None
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The fewest and the most; nothing of nobody."""
-        fewest, most = self._fewest.value, self._most.value
-        return () if fewest is None or most is None else (int(-fewest), int(most))
+        if self._bounds is None:
+            self._bounds = (min(self._with), max(self._with)) if self._with else ()
+        return self._bounds
 
 
 class Outlook(Protocol):

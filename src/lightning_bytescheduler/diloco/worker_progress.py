@@ -54,12 +54,20 @@ class RobustMean:
     def observe(self, value: float) -> None:
         """Take note of a value."""
         self._values.append(value)
-        before, recent = self.values[:-_CHANGED_AFTER], self.values[-_CHANGED_AFTER:]
-        if before:
+        if value == self._mean and self._values.count(value) == len(self._values):
+            return  # as batch sizes mostly are
+        values = list(self._values)
+        before, recent = values[:-_CHANGED_AFTER], values[-_CHANGED_AFTER:]
+        if before and _may_differ(before, recent):
             mean = _middle_mean(before)
             if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
-                self._values = deque(recent, maxlen=_WINDOW)
-        self._mean = _middle_mean(self.values)
+                self._values, values = deque(recent, maxlen=_WINDOW), recent
+        self._mean = _middle_mean(values)
+
+
+def _may_differ(before: list[float], recent: list[float]) -> bool:
+    """Whether values may all lie well above, or below, the mean of others, which is nowhere beyond these."""
+    return min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / _CHANGED_BY
 
 
 def _middle_mean(values: list[float]) -> float:
@@ -93,25 +101,18 @@ class StepTime:
 
     The first step after a synchronisation is slower than others (caches, queues, allocations) and its time does not
     count, unless there is nothing else: a worker of one step a round has only first steps.
+
+    Attributes:
+        seconds: Of a step, or ``None`` before the first.
+        batch_size: Samples of a step, or ``None`` before the first. A short last batch of an epoch does not change it.
     """
 
     def __init__(self) -> None:
         self._seconds = RobustMean()
         self._first: deque[float] = deque(maxlen=_FIRST_STEPS)
         self._batch_sizes = RobustMean()
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a step, or ``None`` before the first."""
-        if (mean := self._seconds.mean) is not None:
-            return mean
-        return min(self._first, default=None)  # what makes first steps slow only ever adds
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a step, or ``None`` before the first. A short last batch of an epoch does not change it."""
-        mean = self._batch_sizes.mean
-        return None if mean is None else max(round(mean), 1)
+        self.seconds: float | None = None
+        self.batch_size: int | None = None
 
     @property
     def is_known(self) -> bool:
@@ -133,6 +134,13 @@ class StepTime:
             self._first.append(seconds)
         else:
             self._seconds.observe(seconds)
+        self._estimate()
+
+    def _estimate(self) -> None:
+        seconds, batch_size = self._seconds.mean, self._batch_sizes.mean
+        # What makes first steps slow only ever adds.
+        self.seconds = min(self._first, default=None) if seconds is None else seconds
+        self.batch_size = None if batch_size is None else max(round(batch_size), 1)
 
     def state_dict(self) -> StepTimeState:
         """What to keep over a restart."""
@@ -147,6 +155,7 @@ class StepTime:
         self._seconds = RobustMean(state["seconds"])
         self._first = deque(state["first"], maxlen=_FIRST_STEPS)
         self._batch_sizes = RobustMean(state["batch_sizes"])
+        self._estimate()
 
 
 class WorkerState(Enum):
