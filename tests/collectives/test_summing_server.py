@@ -196,7 +196,8 @@ class OwnCodec(Dense):
         {"architecture": "allreduce", "servers": 0, "placement": "balanced"},
         {"architecture": "allreduce", "servers": 0, "group": "node"},
         {"architecture": "ps", "servers": 0, "group": "machine"},
-        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("int8")},
+        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("auto")},
+        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("powersgd")},
     ],
 )
 def test_options_that_do_not_fit(given: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from lightning_bytescheduler.scheduler.passage import Passage
 __all__ = [
     "Averaging",
     "Operation",
+    "Pull",
     "StartedOperation",
     "all_gather",
     "all_reduce",
@@ -101,6 +102,18 @@ class StartedOperation:
     closing: bool = False
     lane: int | str | None = None
     passage: Passage | None = None
+
+
+class Pull:
+    """A message that is waited for no longer than ``timeout``: the group's own is shorter, for who connects."""
+
+    def __init__(self, work: dist.Work, timeout: timedelta) -> None:
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> bool:
+        """As of ``torch.distributed.Work``."""
+        return self._work.wait(self._timeout)
 
 
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]

@@ -66,6 +66,24 @@ class _KeptShares(ByteShares):
         return server
 
 
+class _TurnsByNumber(ByteShares):
+    """Gives parts to the ranks of a node in turns, by the part's numbers alone: a rank keeps some of what it pushes."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__((1.0 / ranks,) * ranks)
+        self._part = 0, 0
+
+    def expect(self, tensor: int, part: int) -> None:
+        """See :class:`ByteShares`."""
+        self._part = tensor, part
+
+    def next(self, nbytes: int) -> int:
+        """Who pushes the part that was said to come."""
+        rank = sum(self._part) % len(self.weights)
+        self.bytes_per_server[rank] += nbytes
+        return rank
+
+
 class PlacedParts:
     """Places the parts of one fit.
 
@@ -73,11 +91,12 @@ class PlacedParts:
         how: One of ``scheduler.placement.PLACEMENTS``.
         workers: n.
         servers: k, no more than n.
-        kept: Whether servers keep something of what they add up, so that parts stay where they are.
+        kept: Whether who pushes and who adds up keeps something of a part, so that parts stay where they are.
         nodes: The ranks of each, where one of them pushes for all; these are the workers then.
 
     Attributes:
         shares: For :class:`PushPull`.
+        pushers: For :class:`~lightning_bytescheduler.collectives.node_push_pull.NodePushPull`; ``None`` for by bytes.
     """
 
     def __init__(self, how: str, *, workers: int, servers: int, kept: bool = False, nodes: Nodes = ()) -> None:
@@ -85,6 +104,7 @@ class PlacedParts:
         self._workers = workers
         self._servers = servers
         self._nodes = nodes
+        self.pushers = _TurnsByNumber(len(nodes[0])) if kept and nodes else None
         if how == PLACEMENTS[0]:
             weights = weights_of(how, workers, servers)
             self.shares = _KeptShares(weights) if kept else ByteShares(weights)

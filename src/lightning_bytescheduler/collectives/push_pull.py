@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.operations import StartedOperation, scale
+from lightning_bytescheduler.collectives.node_links import NodeLinks
+from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
@@ -46,7 +48,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.scheduler.passage import Passage
 from lightning_bytescheduler.scheduler.placement import server_weights
 
-__all__ = ["ByteShares", "Pull", "PushPull", "abandon"]
+__all__ = ["ByteShares", "PushPull", "Way", "abandon"]
 
 _CLOSE = timedelta(seconds=5)
 _QUESTIONS = 1 << 30  # operations have lower numbers
@@ -83,16 +85,22 @@ class ByteShares:
         return min(self._usable, key=lambda server: ((held[server] + nbytes) / self.weights[server], server))
 
 
-class Pull:
-    """A message that is waited for no longer than ``timeout``: the group's own is shorter, for who connects."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Which way a part that travels encoded goes from this rank.
 
-    def __init__(self, work: dist.Work, timeout: timedelta) -> None:
-        self._work = work
-        self._timeout = timeout
+    Attributes:
+        server: Rank in the group of who adds it up; -1 where another rank of the node pushes it.
+        pusher: That rank's number on the node.
+    """
 
-    def wait(self) -> bool:
-        """As of ``torch.distributed.Work``."""
-        return self._work.wait(self._timeout)
+    server: int = -1
+    pusher: int | None = None
+
+    @property
+    def lane(self) -> int | str:
+        """See :class:`~lightning_bytescheduler.collectives.operations.StartedOperation`."""
+        return self.server if self.pusher is None else f"from-{self.pusher}"
 
 
 class PushPull:
@@ -111,8 +119,8 @@ class PushPull:
         shares: What went where.
     """
 
-    hands_on = False
-    """Whether what has been pulled is sent on to others from here."""
+    node: NodeLinks | None = None
+    """The ranks that this one pushes for besides itself, and that push for it, if there are any."""
 
     def __init__(
         self,
@@ -196,6 +204,14 @@ class PushPull:
         pull = Pull(self.group.recv([part], server, number), self._timeout)
         self._push(part, server, number, DTYPES.index(part.dtype), passage.sent)
         return pull
+
+    def expect(self, tensor: int, part: int) -> None:
+        """Say which part is started next; see :meth:`ByteShares.expect`."""
+        self.shares.expect(tensor, part)
+
+    def way(self, nbytes: int) -> Way:
+        """Of the next part that travels encoded, and has so many bytes as it is; in the order of launches."""
+        return Way(self.next_server(nbytes))
 
     def next_server(self, nbytes: int) -> int:
         """Rank in the group of who has the next part, of so many bytes; see :meth:`ByteShares.next`."""

@@ -108,7 +108,7 @@ def serve(
         port: ``MASTER_PORT`` of the training.
         timeout: Longest wait for the training to begin, in seconds.
         say: Called with what is worth knowing.
-        sums: Makes, for each fit, what adds up encoded pushes, of this process's rank among workers and servers.
+        sums: Makes, for each fit, what adds up encoded pushes, of this process's number among all that encode the same.
 
     Raises:
         SchedulerTimeoutError: If there is no training there in time.
@@ -158,10 +158,11 @@ def serve(
                 continue
             say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
             try:
-                encoded = None if sums is None else sums(rank)
+                pushers = len(announced.rails[0]) if announced.rails else announced.workers
+                encoded = None if sums is None else sums(pushers + number)
                 serving: _Serving
                 if group is None:
-                    serving = RailServers(rails, announced.rails)
+                    serving = RailServers(rails, announced.rails, encoded)
                 elif announced.staleness is None:
                     serving = SummingServer(group, workers=announced.workers, encoded=encoded)
                 else:

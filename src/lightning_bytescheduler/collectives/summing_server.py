@@ -424,12 +424,20 @@ class RailServers:
     Args:
         groups: As of :class:`SummingServer`.
         rails: The workers of each.
+        encoded: Adds up what travels encoded, for all groups. Workers begin a step when what all of them have pushed in
+            the last one is back on their nodes: so no group is a step ahead of another one in its sums.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], rails: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        rails: Sequence[Sequence[int]],
+        encoded: SumsOfEncoded | None = None,
+    ) -> None:
         self._groups = groups
         self._servers = [
-            SummingServer(group, workers=len(rail), ranks=rail) for group, rail in zip(groups, rails, strict=True)
+            SummingServer(group, workers=len(rail), ranks=rail, encoded=encoded)
+            for group, rail in zip(groups, rails, strict=True)
         ]
 
     @property

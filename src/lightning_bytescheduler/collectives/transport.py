@@ -21,7 +21,7 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce,
     all_reduce_in_shards,
 )
-from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -34,8 +34,8 @@ _GATHERS = -1  # of the first lane; of the second -2
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
 """Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
 
-ServedStart = Callable[[PushPull, int, SubCommTask, int], StartedOperation]
-"""Encodes and starts to push on (servers, which of them, sub-task, number of the operation)."""
+ServedStart = Callable[[PushPull, Way, SubCommTask, int], StartedOperation]
+"""Encodes and starts to push on (servers, way to one of them, sub-task, number of the operation)."""
 
 
 class GradientTransport:
@@ -96,7 +96,7 @@ class GradientTransport:
         """
         self._started += 1
         if self.push_pull is not None:
-            self.push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
+            self.push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
             try:
                 started = operation(self._group_of(sub_task), part, self._started)
@@ -117,7 +117,7 @@ class GradientTransport:
         if found is None:
             group = self.group if self.push_pull is None else self.push_pull.group
             name, closing = f"pulls-{lane}", self._lanes.get(_BROADCASTS)
-            if self.push_pull is not None and self.push_pull.hands_on and closing is None:
+            if self.push_pull is not None and self.push_pull.node is not None and closing is None:
                 closing = self._lanes[_BROADCASTS] = CompletionThread(self._failed, group, _BROADCASTS, self._telling)
             found = self._lanes[lane] = CompletionThread(self._failed, group, name, self._telling, closing)
         return found
@@ -173,10 +173,10 @@ class GradientTransport:
         if servers is None or completion is None:
             raise RuntimeError("There are no parameter servers.")
         self._started += 1
-        servers.shares.expect(sub_task.parent.key.bucket, sub_task.index)
-        server = servers.next_server(nbytes)  # here, in the order of launches
-        place = self._lane(server, completion).reserve(sub_task)
-        self._codec.run(partial(_encode, partial(start, servers, server, sub_task, self._started), place), sub_task)
+        servers.expect(sub_task.parent.key.bucket, sub_task.index)
+        way = servers.way(nbytes)  # here, in the order of launches
+        place = self._lane(way.lane, completion).reserve(sub_task)
+        self._codec.run(partial(_encode, partial(start, servers, way, sub_task, self._started), place), sub_task)
 
     @property
     def all_reduce(self) -> Averaging:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bytescheduler.collectives.operations import StartedOperation, scale, shard_of
-from lightning_bytescheduler.collectives.push_pull import PushPull
-from lightning_bytescheduler.collectives.summing_server import DTYPES
+from lightning_bytescheduler.collectives.node_links import NodeLinks
+from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale, shard_of
+from lightning_bytescheduler.collectives.push_pull import PushPull, Way
+from lightning_bytescheduler.collectives.summing_server import DTYPES, OwnSum
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.encoded_pieces import (
     Piece,
@@ -31,10 +32,11 @@ from lightning_bytescheduler.ddp.encoded_pieces import (
     size_of,
 )
 from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
+from lightning_bytescheduler.ddp.node_sums import given, room_for, summed
 from lightning_bytescheduler.ddp.pushed_pieces import PushedPiece, PushedPieces, described, read
 from lightning_bytescheduler.ddp.reduction import Phase
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.scheduler.passage import Passage
+from lightning_bytescheduler.scheduler.passage import NodePassage, Passage
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompressedBucket"]
@@ -205,46 +207,124 @@ class CompressedBucket:
         senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
 
-    def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
+    def serve(self, servers: PushPull, way: Way, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
         self._keep_before(sub_task)
-        width, seed = self._buffer.element_size(), _seed(sub_task)
         first, end = sub_task.offset, sub_task.offset + sub_task.size
         pieces = self._chosen(self._within(first, end), sub_task)
-        push = self._described(pieces, sub_task, seed)
-        rank = servers.group.rank()
+        scale(self._buffer[first:end], self._factor(self._observer.ranks))
+        values, node, server = self._values(pieces), servers.node, way.server
+        if node is not None and way.pusher is not None:
+            return self._give(node, way.pusher, pieces, values, sub_task, number)
+        back: list[Tensor] = []  # what the others of the node get: as a server has sent it, or as it is sent from here
+        push: Callable[[list[Piece], list[Tensor]], OwnSum | Pull]
         if servers.adds_up(server):
-            scale(self._buffer[first:end], self._factor(self._observer.ranks))
+            push = partial(self._combine, servers, sub_task, number, back)
+        else:
+            back.append(torch.empty(most_bytes(pieces, self._buffer.element_size()), dtype=torch.uint8))
+            push = partial(self._exchange, servers, server, sub_task, number, back[0])
+        if node is None:
             sub_task.passage = Passage(server, pushed=0, pulled=0)
+            place = partial(self._take_back, pieces, sub_task, back[0]) if back else None
+            return StartedOperation([push(pieces, values)], place, messages=True, lane=server)
 
-            def combine(messages: list[Tensor]) -> Tensor:
-                with self._observer.working("reduce", sub_task) as squares:
-                    sums = self._values(pieces)
-                    for message in messages:
-                        theirs, payload = read(message)
-                        if isinstance(theirs, PushedPieces):
-                            push.require_alike(theirs)
-                        self._add(pieces, payload, sums)
-                    packed = self._packed(pieces, sums, seed, rank, squares, place=True)
-                sub_task.encoded_bytes = len(packed) * len(messages)
-                return packed
+        others, rank = len(node.others), node.rank
+        rooms = [room_for(pieces, values) for _ in range(others)]
+        passage = sub_task.passage = NodePassage(server=server, moved=len(rooms[0]) * others)
 
-            return StartedOperation([servers.combine(number, combine)], messages=True, lane=server)
+        def push_sum(messages: Iterator[Tensor]) -> OwnSum | Pull:
+            found = summed(pieces, values, rank, messages)
+            passage.reduced = time.perf_counter()
+            return push(*found)
+
+        def hand_on() -> StartedOperation:
+            payload = back[0][: size_of(pieces, back[0], self._buffer.element_size())]
+            passage.returned = len(payload) * others
+            following = node.hand_on(number, payload)
+            if servers.adds_up(server):
+                passage.came = time.perf_counter()
+            else:
+                self._take_back(pieces, sub_task, payload)
+            return following
+
+        return StartedOperation([node.take(number, rooms, push_sum)], hand_on, messages=True, lane=server)
+
+    def _combine(
+        self,
+        servers: PushPull,
+        sub_task: SubCommTask,
+        number: int,
+        back: list[Tensor],
+        pieces: list[Piece],
+        values: list[Tensor],
+    ) -> OwnSum:
+        """Add up here what this and other workers push; ``back`` gets what travels back, which is put in its place."""
+        seed = _seed(sub_task)
+        push = self._described(pieces, sub_task, seed)
+
+        def combine(messages: list[Tensor]) -> Tensor:
+            with self._observer.working("reduce", sub_task) as squares:
+                for message in messages:
+                    theirs, payload = read(message)
+                    if isinstance(theirs, PushedPieces):
+                        push.require_alike(theirs)
+                    self._add(pieces, payload, values)
+                packed = self._packed(pieces, values, seed, servers.group.rank(), squares, place=True)
+            sub_task.encoded_bytes = len(packed) * len(messages)
+            back.append(packed)
+            return packed
+
+        return servers.combine(number, combine)
+
+    def _exchange(
+        self,
+        servers: PushPull,
+        server: int,
+        sub_task: SubCommTask,
+        number: int,
+        reply: Tensor,
+        pieces: list[Piece],
+        values: list[Tensor],
+    ) -> Pull:
+        """Push to a server elsewhere, and pull into ``reply``."""
+        seed, passage = _seed(sub_task), sub_task.passage
+        if passage is None:
+            raise RuntimeError("A part is pushed before it is known which way it goes.")
         with self._observer.working("encode", sub_task) as squares:
-            scale(self._buffer[first:end], self._factor(self._observer.ranks))
-            message = described(push, self._packed(pieces, self._values(pieces), seed, rank, squares))
-        sub_task.encoded_bytes = len(message)
-        reply = torch.empty(most_bytes(pieces, width), dtype=torch.uint8)
-        passage = sub_task.passage = Passage(server, pushed=len(message), pulled=len(reply))
+            packed = self._packed(pieces, values, seed, servers.group.rank(), squares)
+            message = described(self._described(pieces, sub_task, seed), packed)
+        sub_task.encoded_bytes = passage.pushed = len(message)
+        return servers.exchange(server, number, message, reply, passage.sent)
+
+    def _take_back(self, pieces: list[Piece], sub_task: SubCommTask, reply: Tensor) -> None:
+        passage = sub_task.passage
+        if passage is not None:
+            passage.came = time.perf_counter()
+            passage.pulled = size_of(pieces, reply, self._buffer.element_size())
+        with self._observer.working("decode", sub_task):
+            self._place(pieces, reply)
+
+    def _give(
+        self,
+        node: NodeLinks,
+        pusher: int,
+        pieces: list[Piece],
+        values: list[Tensor],
+        sub_task: SubCommTask,
+        number: int,
+    ) -> StartedOperation:
+        """Have another rank of the node push what this one has."""
+        own, width = given(pieces, values), self._buffer.element_size()
+        sub_task.encoded_bytes = 0
+        back = torch.empty(most_bytes(pieces, width), dtype=torch.uint8)
+        passage = sub_task.passage = NodePassage(pusher=pusher, moved=len(own))
 
         def place() -> None:
-            passage.came = time.perf_counter()
-            passage.pulled = size_of(pieces, reply, width)
+            passage.returned = size_of(pieces, back, width)
             with self._observer.working("decode", sub_task):
-                self._place(pieces, reply)
+                self._place(pieces, back)
 
-        pull = servers.exchange(server, number, message, reply, passage.sent)
-        return StartedOperation([pull], place, messages=True, lane=server)
+        return replace(node.give(pusher, number, own, back, passage), finish=place)
 
     def _described(self, pieces: list[Piece], sub_task: SubCommTask, seed: int) -> PushedPieces:
         return PushedPieces(

@@ -22,9 +22,10 @@ a step is not stepped, whatever its mean gradient is: so a rank that has not use
 Source: error feedback in both directions is that of Tang et al., "DoubleSqueeze", ICML 2019; reduce-scatter and
 all-gather of compressed shards that of BytePS and of Zhong et al., "Compressed Communication for Distributed Training".
 
-Threads: ``CompressedBucket.scatter`` and ``CompressedBucket.gather`` run on the codec thread, what follows on
-the completion thread, once all that was sent in the same part has been encoded. Parts do not overlap, so nothing is
-shared between them but counters, which have a lock that is held for nothing else.
+Threads: ``CompressedBucket.scatter``, ``CompressedBucket.gather`` and ``CompressedBucket.serve`` run on the codec
+thread, what follows on the completion thread, once all that was sent in the same part has been encoded, or on those
+that have a sum. Residuals are begun on the codec thread alone. Parts do not overlap, so nothing is shared between them
+but counters, which have a lock that is held for nothing else.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.collectives.operations import StartedOperation
-from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.scheduler.task import PartForms, SubCommTask
 
@@ -97,7 +97,7 @@ class EncodedBucket(PartForms, Protocol):
     def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
 
-    def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
+    def serve(self, servers: PushPull, way: Way, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Push a part to a server, and pull the sum from there; a ``ServedStart``."""
 
 

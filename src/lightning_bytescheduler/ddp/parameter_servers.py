@@ -96,7 +96,9 @@ class ServerOptions:
                     "servers", servers, "1 or more with staleness", "One may run beside a rank, on the same machine."
                 )
         if group is not None:
-            _require_groupable(group, architecture, rules)
+            require_one_of("group", group, ("node",))
+            if architecture != "ps":
+                raise OptionError("group", group, "left out unless architecture='ps'")
         if servers and architecture != "ps":
             raise OptionError("servers", servers, "left out unless architecture='ps'")
         if architecture == "ps" and rules is not None:
@@ -188,23 +190,12 @@ class ServerOptions:
             raise board.diagnose(error) from error
         nodes = () if layout is None else layout.nodes
         placed = PlacedParts(self.placement, workers=pushers, servers=servers, kept=self.compressed, nodes=nodes)
-        made = partial(PushPull, group) if local is None else partial(NodePushPull, group, local)
+        made = (
+            partial(PushPull, group) if local is None else partial(NodePushPull, group, local, pushers=placed.pushers)
+        )
         rail = () if layout is None else layout.rails[layout.local_rank]
         push_pull = made(workers=pushers, servers=servers, shares=placed.shares, ranks=rail, timeout=timeout)
         return JoinedServers(push_pull, found, placed)
-
-
-def _require_groupable(group: str, architecture: str, rules: CompressionRules | None) -> None:
-    require_one_of("group", group, ("node",))
-    if architecture != "ps":
-        raise OptionError("group", group, "left out unless architecture='ps'")
-    if rules is not None:
-        raise OptionError(
-            "group",
-            group,
-            f"left out with compression={rules.spec!r}: what ranks have compressed is not added up on a node",
-            "Leave one of them out: group='node' sends fewer bytes by as many ranks as a node has.",
-        )
 
 
 def _require_served(rules: CompressionRules, servers: int) -> None:

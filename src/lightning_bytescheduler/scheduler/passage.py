@@ -63,7 +63,7 @@ class NodePassage(Passage):
     """Of a part that the ranks of a node add up before one of them, the pusher, pushes the sum.
 
     Args:
-        moved: Bytes that travel within the node, each way; 0 for none.
+        moved: Bytes that travel within the node before the push; and after the pull, if nothing else is said.
         server: See :class:`Passage`; of the pusher.
         pushed: See :class:`Passage`; of the pusher.
         pulled: See :class:`Passage`; of the pusher.
@@ -71,15 +71,16 @@ class NodePassage(Passage):
 
     Attributes:
         reduced: When the node's sum was there; on a rank that does not push, when its own part had left.
+        returned: Bytes that travel within the node after the pull.
     """
 
-    __slots__ = ("_moved", "_pusher", "reduced")
+    __slots__ = ("_moved", "_pusher", "reduced", "returned")
 
     def __init__(
         self, *, moved: int, server: int = -1, pushed: int = 0, pulled: int = 0, pusher: int | None = None
     ) -> None:
         super().__init__(server, pushed=pushed, pulled=pulled)
-        self._moved = moved
+        self._moved = self.returned = moved
         self._pusher = pusher
         self.reduced = 0.0
 
@@ -95,4 +96,4 @@ class NodePassage(Passage):
         if self._pusher is None:
             self.began = reduced
             yield from super().stages(finished)
-        yield "local broadcast", (self.came or finished) if self._pusher is None else reduced, finished, self._moved
+        yield "local broadcast", (self.came or finished) if self._pusher is None else reduced, finished, self.returned
