@@ -67,7 +67,8 @@ def _await_ready(said: IO[str], servers: list[subprocess.Popen[str]]) -> None:
 @contextmanager
 def _after_the_servers(rank: int, count: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Have every rank's training begin when its servers have started, which a busy machine takes long for."""
-    store, _, _ = next(rendezvous("env://", rank=rank))  # the training's own, as long as this one is held
+    size = int(os.environ["LOCAL_WORLD_SIZE"])  # see on_nodes
+    store, _, _ = next(rendezvous("env://", rank=rank, world_size=size))  # the training's own, as long as it is held
     begun = f"servers have started {next(_starts)}"
     with started_servers(count if rank == 0 else 0, ready=True) as processes:
         if rank == 0:
