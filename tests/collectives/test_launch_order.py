@@ -52,9 +52,9 @@ class Rank:
         self.errors: list[BaseException] = []
         self.launch: Callable[[SubCommTask], None] = self._finish
         self.order: DecidingOrder | FollowingOrder = (
-            DecidingOrder(group, self.failed, far=self.far)
+            DecidingOrder(group, self.failed, direct=self.far, lanes=self.far)
             if rank == 0
-            else FollowingOrder(group, self.failed, far=self.far)
+            else FollowingOrder(group, self.failed, direct=self.far)
         )
         self.core = ByteCore(partition_size=100, credit=credit, order=self.order, name=f"rank {rank}")
         if isinstance(self.order, FollowingOrder):
@@ -264,9 +264,9 @@ def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> None:
     """Over long ways: what is expected ahead needs no word of the follower."""
     leader, follower = make_groups(2)
-    deciding = DecidingOrder(leader, far=True)
-    expected = FollowingOrder(follower, pytest.fail, far=True)
-    assert expected._far
+    deciding = DecidingOrder(leader, direct=True)
+    expected = FollowingOrder(follower, pytest.fail, direct=True)
+    assert expected._direct
     rooms = [launch_order._room() for _ in range(launch_order._EXPECTED)]
     works = [follower.recv([room], 0, launch_order._NUMBER) for room in rooms]
     deciding.close()
@@ -278,7 +278,7 @@ def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> No
 
 def test_a_follower_can_leave_before_rank_zero_does(far: bool) -> None:
     leader, follower = make_groups(2, timeout=3.0)
-    order = FollowingOrder(follower, pytest.fail, far=far)
+    order = FollowingOrder(follower, pytest.fail, direct=far)
     order.start(lambda update: update())
     time.sleep(0.2)
     start = time.monotonic()

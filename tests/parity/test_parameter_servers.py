@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch.optim import Adam
 
+from lightning_bytescheduler.collectives import launch_order
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, PULL, PUSH, REPLY, SUM
 from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
-from tests.support.fit import SIZES, Outcome, Recipe, Run
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
@@ -113,6 +115,21 @@ def test_compressed_gradients_are_added_up_by_servers(two_ranks: RankPool, tmp_p
     state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
     assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
     assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
+
+
+def train_without_broadcasts_of_decisions(rank: int, recipe: Recipe, run: Run) -> Outcome:
+    """As :func:`train`; a broadcast of rank 0's decisions is an error."""
+    refused = AssertionError("a follower would learn of each batch of parts a round trip after the one before")
+    with patch.object(launch_order, "broadcast_from_first", side_effect=refused):
+        return train(rank, recipe, run)
+
+
+def test_each_rank_is_told_by_itself_what_travels_next(two_ranks: RankPool) -> None:
+    """Broadcasts wait for a word of the receiver: over links with queues, followers would push 0.1 s after rank 0."""
+    recipe = Recipe(model=Tower)
+    (expected,) = train_on(two_ranks, recipe, DDP)
+    run = Run(options=PS, network="plain")
+    assert_same(expected, two_ranks.run(train_without_broadcasts_of_decisions, recipe=recipe, run=run))
 
 
 def test_a_dead_server_is_named_on_all_ranks(two_ranks: RankPool) -> None:

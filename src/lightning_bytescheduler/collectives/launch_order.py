@@ -23,9 +23,11 @@ Why the ranks agree, and why nobody waits forever:
   broadcasts on one group arrive in order.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
   partition. The message for what comes next travels while the credit's worth of data is in flight.
-* Over long ways messages go from rank 0 to each follower, which expects several ahead: gloo sends what it knows to be
-  expected, and a broadcast on its way keeps the next one from being expected, a round trip for each. What one sends
-  to one other on a group under one number arrives in order, so all of the above holds.
+* Over long ways, and with parameter servers, messages go from rank 0 to each follower, which expects several ahead:
+  gloo sends what it knows to be expected, and a broadcast on its way keeps the next one from being expected, a round
+  trip for each. Where links have queues, as to and from servers, that is 0.1 s also over a short way, by which all
+  others launch a part later than rank 0, and its sum waits. What one sends to one other on a group under one number
+  arrives in order, so all of the above holds.
 
 With collectives of others. What is assumed is what DDP asks for, whose own are on one communicator: every rank submits
 the same in the same order, gradients (in DDP's hook) and foreign collectives alike; the *program*. Each may wait where
@@ -77,7 +79,7 @@ _FIELDS = 7  # of the key, then partition size, index, task size, and form and l
 _CLOSE = -1
 _CUT = -2  # then its number, how many sizes are in this message, and the sizes; more of a cut may follow
 _SIZES = _FIELDS * (_CAPACITY + 1) - 3  # of a cut that one message holds
-_EXPECTED = 16  # messages, over long ways
+_EXPECTED = 16  # messages, where they are direct
 _NUMBER = 1  # of all these messages
 _UNTOLD = 2048  # messages that are kept until it is certain that they have left
 _MOMENT_S = 0.5
@@ -92,7 +94,8 @@ class DecidingOrder(MixedOrder):
     Args:
         control: The scheduler's control group.
         on_error: Called with what the control group failed with; returns the error to raise instead.
-        far: Whether messages are long under way; the same on all ranks.
+        direct: Whether messages go to each follower, instead of being broadcast; the same on all ranks.
+        lanes: Whether what is urgent may overtake on a lane of its own; needs lanes on all ranks.
     """
 
     def __init__(
@@ -100,13 +103,14 @@ class DecidingOrder(MixedOrder):
         control: dist.ProcessGroup,
         on_error: Callable[[BaseException], BaseException] | None = None,
         *,
-        far: bool = False,
+        direct: bool = False,
+        lanes: bool = False,
     ) -> None:
         super().__init__()
         self._control = control
         self._on_error = on_error
-        self._far = far
-        self._lanes = LaneChoice() if far else None
+        self._direct = direct
+        self._lanes = LaneChoice() if lanes else None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # kept alive until gloo has sent them
         self._cuts: dict[tuple[int, ...], int] = {}  # numbers of those that the other ranks know, from 1
         self._cuts_told = 0
@@ -130,7 +134,7 @@ class DecidingOrder(MixedOrder):
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        for _ in range(_EXPECTED if self._far else 1):  # whatever is expected comes
+        for _ in range(_EXPECTED if self._direct else 1):  # whatever is expected comes
             self._send([_CLOSE])
 
     def _cut_of(self, task: CommTask) -> int:
@@ -165,7 +169,7 @@ class DecidingOrder(MixedOrder):
         fields.extend(_EMPTY[len(fields) :])
         message = torch.frombuffer(fields, dtype=torch.int64)
         try:
-            if self._far:
+            if self._direct:
                 self._send_to_each(message)
             else:
                 self._sent = deque((work, kept) for work, kept in self._sent if not work.is_completed())
@@ -192,16 +196,16 @@ class FollowingOrder(AnnouncedOrder):
     Args:
         control: The scheduler's control group.
         on_error: Called on the thread when the control group fails.
-        far: Whether messages are long under way; the same on all ranks.
+        direct: Whether messages come from rank 0 to each, instead of being broadcast; the same on all ranks.
     """
 
     def __init__(
-        self, control: dist.ProcessGroup, on_error: Callable[[BaseException], object], *, far: bool = False
+        self, control: dist.ProcessGroup, on_error: Callable[[BaseException], object], *, direct: bool = False
     ) -> None:
         super().__init__()
         self._control = control
         self._on_error = on_error
-        self._far = far
+        self._direct = direct
         self._expected: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._stopping = threading.Event()
         self._closed = False
@@ -219,7 +223,7 @@ class FollowingOrder(AnnouncedOrder):
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(min(timeout, _MOMENT_S))
-            if self._far and self._thread.is_alive():
+            if self._direct and self._thread.is_alive():
                 break_connections(self._control)  # a single message is not waited for in slices
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -291,7 +295,7 @@ class FollowingOrder(AnnouncedOrder):
 
     def _next_message(self) -> torch.Tensor | None:
         """Wait for it; ``None`` if the thread was stopped meanwhile."""
-        if not self._far:
+        if not self._direct:
             message = _room()
             return message if wait_in_slices(broadcast_from_first(self._control, message), self._stopping) else None
         while len(self._expected) < _EXPECTED:

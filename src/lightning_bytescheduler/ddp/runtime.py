@@ -235,10 +235,11 @@ class SchedulerRuntime:
         parameters = list(parameters)
         self._compression: GradientCompression | None = None
         self._timeline = None if options.timeline is None else Timeline(options.timeline, rank=board.rank)
+        direct = agreed.far or servers is not None
         self._order = (
-            DecidingOrder(groups.control, self._on_error, far=agreed.far)
+            DecidingOrder(groups.control, self._on_error, direct=direct, lanes=agreed.far)
             if groups.rank == 0
-            else FollowingOrder(groups.control, self._on_error, far=agreed.far)
+            else FollowingOrder(groups.control, self._on_error, direct=direct)
         )
         self._core = ByteCore(
             partition_size=agreed.sizes.partition_size,
