@@ -114,13 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--congestion-control", help="of TCP, such as reno or bbr (default: the machine's)")
+    parser.add_argument("--compression", help="with servers besides, such as int8; needs --partition and --credit")
     asked = parser.parse_args(arguments)
+    if asked.compression and not (asked.partition and asked.credit):
+        parser.error("--compression needs --partition and --credit")
     console = Console()
     sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
-    contenders = [ALONE, "bytescheduler, overlapped", *(f"bytescheduler{sizes}, {k} servers" for k in asked.servers)]
-    each = asked.ranks_per_node
-    if each > 1:
-        contenders += [f"bytescheduler{sizes}, {k} servers, by node" for k in asked.servers]
+    contenders, each = [ALONE, "bytescheduler, overlapped"], asked.ranks_per_node
+    for by_node in ("", ", by node") if each > 1 else ("",):
+        for wire in ("", f", {asked.compression}") if asked.compression else ("",):
+            contenders += [f"bytescheduler{sizes}{wire}, {k} servers{by_node}" for k in asked.servers]
     base = Configuration(
         network=asked.network, ratio=1.0, workers=asked.workers, mbit=asked.mbit, megabytes=asked.megabytes
     )
@@ -144,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if servers:
                     times = crossings(n, each, int(servers[1]), by_node=bool(servers[2]))
                 seconds = times * asked.megabytes * 1e6 / base.link.bandwidth
-                formula = "" if name == ALONE else f"{1e3 * seconds:.0f}"
+                compressed = asked.compression and f", {asked.compression}, " in name
+                formula = "" if name == ALONE or compressed else f"{1e3 * seconds:.0f}"
                 table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", formula)
             console.print(table)
 
