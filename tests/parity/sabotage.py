@@ -21,12 +21,12 @@ from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
 from lightning_bytescheduler.ddp import plan as planning_module
 from lightning_bytescheduler.ddp import runtime as runtime_module
 from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
-from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
+from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
 
@@ -186,7 +186,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
 def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
     """Let each rank step with the sparse gradients that it has itself."""
 
-    with patch.object(steps_module, "reduce_sparse", _done):
+    with patch.object(SparseGradients, "reduce", lambda _, buffer, factor=None: _done(buffer)):
         yield
 
 

@@ -26,13 +26,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["RankPool", "RanksFailed", "free_port", "let_go"]
+__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "show_stacks"]
 
 _PRELOADED = ("lightning.pytorch", "torch.distributed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
@@ -208,6 +208,16 @@ def free_port() -> int:
     raise RuntimeError("None of 100 ports is free.")
 
 
+_stack_files: list[IO[str]] = []  # of this process, if it is a rank
+
+
+def show_stacks() -> None:
+    """Have a rank's stacks shown if it dies of a signal; Lightning puts the signals' defaults back after each fit."""
+    faulthandler.disable()
+    for stack_file in _stack_files:
+        faulthandler.enable(stack_file, all_threads=True)
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
     """A rank's main loop."""
     os.environ.update(
@@ -226,7 +236,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
             del os.environ[name]
     os.environ["BYTESCHEDULER_CREDIT_TUNING"] = "0"  # clocks decide nothing, unless a test asks for it
     stack_file = open(stacks, "w")  # noqa: SIM115  # open for as long as the process lives
-    faulthandler.enable(stack_file, all_threads=True)
+    _stack_files.append(stack_file)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -234,6 +244,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
             return
         try:
             function, arguments, patience = pickle.loads(message)
+            show_stacks()
             # Not on a signal: Lightning puts back the handlers that Python knows of, which are not faulthandler's.
             faulthandler.dump_traceback_later(patience, file=stack_file)
             answer = (True, function(rank, **arguments))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.rank_pool import RankPool, RanksFailed
+from tests.support.rank_pool import RankPool, RanksFailed, show_stacks
 
 
 def environment(rank: int, name: str) -> tuple[int, str | None, int]:
@@ -29,6 +30,14 @@ def hang_on(rank: int, bad: int) -> int:
 def die_on(rank: int, bad: int) -> int:
     if rank == bad:
         os._exit(7)
+    return rank
+
+
+def segfault_on(rank: int, bad: int) -> int:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # as Lightning does after each fit
+    show_stacks()
+    if rank == bad:
+        signal.raise_signal(signal.SIGSEGV)
     return rank
 
 
@@ -66,6 +75,12 @@ def test_a_dead_rank_is_reported_with_its_exit_code(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match=r"Rank 0 of 2 failed:\nThe process ended with exit code 7"):
         pool.run(die_on, bad=0)
     assert pool.run(die_on, bad=2) == [0, 1]
+
+
+def test_a_rank_that_dies_of_a_signal_is_reported_with_its_stacks(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"exit code -11(.|\n)*in segfault_on"):
+        pool.run(segfault_on, bad=1)
+    assert pool.run(segfault_on, bad=2) == [0, 1]
 
 
 def test_a_result_that_cannot_be_sent_is_a_failure(pool: RankPool) -> None:

@@ -8,8 +8,9 @@ Two groups, made by every rank in this order: *data* for gradients, on the defau
 the core's launching lock alone; *control* for launch decisions, always gloo, touched under the launching lock of rank 0
 and by the follower thread of the others. Where ranks count by their samples there is a third, *counts*, always gloo,
 touched by the training thread alone. Over long round trips there is a second lane for gradients, made when the link is
-known (:func:`create_overtaking`), and touched as the data group is. Two threads never launch on one group at a time,
-and the lock hands over what is next in the order, so each group sees one order per rank.
+known (:func:`create_overtaking`), and touched as the data group is. A model with sparse gradients has *sparse*, for
+those alone, touched by the training thread. Two threads never launch on one group at a time, and the lock hands over
+what is next in the order, so each group sees one order per rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +33,14 @@ from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["SchedulerGroups", "create_overtaking", "keep", "leave"]
+__all__ = ["SchedulerGroups", "create_overtaking", "keep", "leave", "one_threaded_options"]
 
 log = logging.getLogger(__name__)
 
 # Followers wait for the next decision as long as a validation or a checkpoint may take; liveness is checked elsewhere.
 _CONTROL_TIMEOUT = timedelta(days=30)
 _CALLED_OFF_S = 0.1
+_ONE_THREADED = "bytescheduler_gloo_of_one_thread"
 
 _under_way: list[dist.ProcessGroup] = []  # left while something was, by this process
 
@@ -51,6 +54,8 @@ class SchedulerGroups:
         control: Carries launch decisions; gloo.
         counts: Carries how many samples each rank has; gloo. ``None`` where nobody asks.
         reports: Carries what each rank has submitted, where collectives of others are in the order; gloo.
+        sparse: Carries sparse gradients, one at a time: see ``ddp/sparse_gradients.py``. ``None`` where there are none,
+            or they travel on the default group.
         rank: This rank within both.
         world_size: Number of ranks.
     """
@@ -61,10 +66,16 @@ class SchedulerGroups:
     world_size: int
     counts: dist.ProcessGroup | None = None
     reports: dist.ProcessGroup | None = None
+    sparse: dist.ProcessGroup | None = None
 
     @classmethod
     def create(
-        cls, *, timeout: timedelta | None, counts: bool = False, routed_on: torch.device | None = None
+        cls,
+        *,
+        timeout: timedelta | None,
+        counts: bool = False,
+        routed_on: torch.device | None = None,
+        sparse: bool = False,
     ) -> SchedulerGroups:
         """Create both groups; every rank must call this at the same point.
 
@@ -73,6 +84,7 @@ class SchedulerGroups:
             counts: Whether samples are counted; the same on all ranks.
             routed_on: Where gradients live, if collectives of others are to be in one order with them where that is
                 needed, see ``routing_group.py``; the same on all ranks.
+            sparse: Whether some gradients are sparse; the same on all ranks.
         """
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
@@ -84,6 +96,7 @@ class SchedulerGroups:
             control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
             counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
             reported = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo") if routed else None
+            alone = _one_threaded(timeout) if sparse and not routed and dist.get_backend() == "gloo" else None
         return cls(
             data=data,
             control=control,
@@ -91,6 +104,7 @@ class SchedulerGroups:
             world_size=dist.get_world_size(),
             counts=counted,
             reports=reported,
+            sparse=alone,
         )
 
     def warm_up(self, device: torch.device) -> None:
@@ -99,14 +113,46 @@ class SchedulerGroups:
         dist.broadcast(torch.zeros(1), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
-        """Leave the first two groups; local, does not wait for other ranks. Who uses the others leaves them.
+        """Leave those of gradients and decisions; local, waits for no other rank. Who uses the others leaves them.
 
         Args:
             data_idle: Whether nothing is under way on the data group.
             control_idle: Whether nothing is under way on the control group.
         """
+        if self.sparse is not None:
+            if not data_idle:
+                break_connections(self.sparse)  # others wait for it in a backward pass
+            leave(self.sparse, idle=data_idle)
         leave(self.data, idle=data_idle)
         leave(self.control, idle=control_idle)
+
+
+def _one_threaded(timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of gloo on which one collective is worked on at a time; every rank calls this at the same point."""
+    if _ONE_THREADED not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_ONE_THREADED, _gloo_of_one_thread, devices=["cpu"])
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=_ONE_THREADED)
+    return group
+
+
+def _gloo_of_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(store, rank, size, one_threaded_options(timeout))
+
+
+def one_threaded_options(timeout: timedelta) -> Any:
+    """Options of a group of gloo that works on one collective at a time, over torch's own choice of interfaces.
+
+    Args:
+        timeout: Of one collective.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._threads = 1
+    options._timeout = timeout
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    return options
 
 
 def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dist.ProcessGroup:

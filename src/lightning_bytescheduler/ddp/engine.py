@@ -45,6 +45,7 @@ from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscal
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.sample_weights import SampleWeights
+from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -90,6 +91,7 @@ class GradientEngine:
         compression: Says what of the gradients travels encoded, if anything does.
         arranger: Has priorities and cuts, where they are not simply by first use.
         weights: Says what this rank's gradients count, where not as much as any other's.
+        sparse: Carries sparse gradients; the default group does when left out.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -113,6 +115,7 @@ class GradientEngine:
         compression: GradientCompression | None = None,
         arranger: BucketArranger | None = None,
         weights: SampleWeights | None = None,
+        sparse: dist.ProcessGroup | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parameters = list(parameters)
@@ -132,6 +135,7 @@ class GradientEngine:
             compression=compression,
             arranger=arranger,
             weights=weights,
+            sparse=SparseGradients(sparse),
             clock=clock,
         )
         self._first_use = FirstUseObserver(parameters)
@@ -220,13 +224,14 @@ class GradientEngine:
         self._step.flush()
 
     def fail_merged(self, error: BaseException) -> None:
-        """Have a backward pass as DDP's end with ``error``."""
+        """Have a backward pass that waits past the scheduler's core end with ``error``."""
         self._step.fail(error)
+        self._context.sparse.call_off()
 
     @property
     def merged_under_way(self) -> bool:
-        """Whether a step as DDP's has sent what has not arrived."""
-        return self._step.under_way
+        """Whether what has been sent past the scheduler's core has not arrived."""
+        return self._step.under_way or self._context.sparse.under_way
 
     def before_fork(self) -> None:
         """See :class:`~lightning_bytescheduler.ddp.entry_points.Forkable`."""

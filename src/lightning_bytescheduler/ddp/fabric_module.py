@@ -53,6 +53,7 @@ from lightning_bytescheduler.ddp.plan import (
 from lightning_bytescheduler.ddp.read_warnings import say_unseen
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
+from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -198,7 +199,7 @@ class FabricModuleGradients:
         self._opened_for: Mapping[str, int] = {}
         self._has_run = False  # forward, since the last backward pass
         self._finding = False  # whether both ways have been compared
-        groups = SchedulerGroups.create(timeout=options.timeout)
+        groups = SchedulerGroups.create(timeout=options.timeout, sparse=bool(sparse_layers(module)))
         self._agreed = agree_on_sizes(groups, options.scheduler, parameters, device)
         self.runtime: SchedulerRuntime | None = SchedulerRuntime(
             groups=groups,

@@ -145,8 +145,8 @@ class ServerOptions:
         *,
         timeout: timedelta | None,
         say: Callable[[str], object],
-    ) -> JoinedServers:
-        """Connect to the servers; every worker calls this at the same point of a fit.
+    ) -> JoinedServers | None:
+        """Connect to the servers, if there are any; every worker calls this at the same point of a fit.
 
         Args:
             groups: The scheduler's, among workers.
@@ -161,6 +161,8 @@ class ServerOptions:
             RanksDifferError: If a server has another version.
             ServerFailedError: If one has died.
         """
+        if not self.used:
+            return None
         device = place.root_device
         if device.type != "cpu":
             raise UnsupportedError(

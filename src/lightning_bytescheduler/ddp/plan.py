@@ -26,6 +26,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     is_per_parameter,
     steps_as_its_class,
 )
+from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
 from lightning_bytescheduler.scheduler.placement import Placement
 
@@ -262,11 +263,7 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
 def model_reasons(model: nn.Module) -> list[str]:
     """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     reasons = []
-    sparse = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    ]
+    sparse = sparse_layers(model)
     if sparse:
         reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
     shared = _sharing_memory(model)

@@ -291,6 +291,7 @@ class SchedulerRuntime:
             compression=self._compression,
             arranger=_arranger(options, agreed, parameters, plans=groups.rank == 0),
             weights=weights,
+            sparse=groups.sparse,
         )
         self._routing = self._transport.routing = self._route(device)
         self._turns = InterpreterTurns()

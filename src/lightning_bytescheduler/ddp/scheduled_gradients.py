@@ -44,6 +44,7 @@ from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
+from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
@@ -196,7 +197,8 @@ class ScheduledGradients:
         if self._rules is not None:
             self._rules.check_patterns(names_that_count(module))
         self._known = set(map(id, parameters))
-        groups = SchedulerGroups.create(timeout=self._timeout, counts=self._counter is not None, routed_on=device)
+        counts, sparse = self._counter is not None, bool(sparse_layers(module))
+        groups = SchedulerGroups.create(timeout=self._timeout, counts=counts, routed_on=device, sparse=sparse)
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
@@ -216,9 +218,7 @@ class ScheduledGradients:
         elif options.get("bucket_cap_mb") is not None:
             chosen = max(int(options["bucket_cap_mb"] * 2**20), 1)
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
-        joined = None
-        if self._servers.used:
-            joined = self._servers.join(groups, board, self._strategy, timeout=self._timeout, say=rank_zero_info)
+        joined = self._servers.join(groups, board, self._strategy, timeout=self._timeout, say=rank_zero_info)
         self._placed = None if joined is None else joined.placed
         self.runtime = SchedulerRuntime(
             groups=groups,

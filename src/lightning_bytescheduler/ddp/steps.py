@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.collectives.operations import scale
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
@@ -34,6 +33,7 @@ from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
+from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -63,31 +63,6 @@ class StepListener:
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
         """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
-
-
-def reduce_sparse(buffer: torch.Tensor, factor: float | None = None) -> torch.futures.Future[torch.Tensor]:
-    """Average a sparse bucket over all ranks; returns a future of it.
-
-    The default group is in order here: hooks run on the training thread, by bucket index.
-
-    Args:
-        buffer: The bucket's.
-        factor: What this rank's counts; as much as any other's when left out.
-    """
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("The default process group is gone.")
-    if factor is None or factor == 1.0 / group.size():
-        buffer.div_(group.size())
-    else:
-        scale(buffer, factor)
-    reduced: torch.futures.Future[torch.Tensor] = group.allreduce([buffer]).get_future().then(_first_value)
-    return reduced
-
-
-def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor
 
 
 class BucketFutures:
@@ -162,6 +137,7 @@ class StepContext:
         compression: Says what of the gradients travels encoded, if anything does.
         arranger: Has priorities and cuts, where they are not simply by first use.
         weights: Says what this rank's gradients count, where not as much as any other's.
+        sparse: Averages sparse gradients; on the default group when left out.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -189,9 +165,11 @@ class StepContext:
         compression: GradientCompression | None = None,
         arranger: BucketArranger | None = None,
         weights: SampleWeights | None = None,
+        sparse: SparseGradients | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.weights = weights
+        self.sparse = SparseGradients(None) if sparse is None else sparse
         self.weight: StepWeight | None = None
         self.core = core
         self.transport = transport
@@ -379,9 +357,9 @@ class TrainingStep:
         """The same, of sparse gradients, which cannot be cut into partitions."""
         weight = self.context.weight
         if weight is None:
-            return reduce_sparse(buffer)
+            return self.context.sparse.reduce(buffer)
         weight.wait(lambda: self.context.core.abort_cause)  # the backward pass is about to wait for the others anyway
-        return reduce_sparse(buffer, weight.factor)
+        return self.context.sparse.reduce(buffer, weight.factor)
 
     def count_exposed(self) -> None:
         """The backward pass has ended just now: DDP has waited for what it was given."""
