@@ -81,8 +81,8 @@ def test_steps_are_those_that_were_measured() -> None:
                 / simulate(profile, one, chosen_schedule(profile, one), steps=1).step_seconds
                 for one in (served, replace(served, idle_share=0.0))
             )
-            assert expected == pytest.approx(speed, rel=0.08)
-            assert ideal > 1.05 * speed
+            assert expected == pytest.approx(speed, rel=0.05)
+            assert ideal > (1.05 * speed if served.servers else 0.98 * speed)  # workers alone keep their links busy
 
 
 def test_links_of_an_all_reduce_have_nobody_to_wait_for() -> None:

@@ -154,9 +154,9 @@ def test_servers_get_the_published_partitions_and_credit_for_both_ways(parameter
     link = LinkEstimate(alpha=1e-3, beta=1e-9)
     sizes = default_sizes(parameters=parameters, bytes_per_parameter=width, link=link, architecture="ps")
     assert sizes.credit == 16 * sizes.partition_size <= 16_000_000
-    if parameters >= 64_000_000:
+    if parameters >= 128_000_000:
         assert (sizes.partition_size, sizes.credit) == (1_000_000, 16_000_000)
-    assert sizes.partition_size <= max(parameters // 64, 128 * KIB // width)
+    assert sizes.partition_size <= max(parameters // 128, 128 * KIB // width)
     assert sizes.bucket_bytes >= sizes.partition_size * width
 
 

@@ -19,7 +19,6 @@ import torch
 from lightning_bytescheduler.checks import require_architecture, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.node_layout import RankOnNode, agree_on_nodes
-from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
@@ -192,9 +191,12 @@ class ServerOptions:
             raise board.diagnose(error) from error
         nodes = () if layout is None else layout.nodes
         placed = PlacedParts(self.placement, workers=pushers, servers=servers, kept=self.compressed, nodes=nodes)
-        made = (
-            partial(PushPull, group) if local is None else partial(NodePushPull, group, local, pushers=placed.pushers)
-        )
+        if local is None:
+            made: Callable[..., PushPull] = partial(PushPull, group)
+        else:
+            from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
+
+            made = partial(NodePushPull, group, local, pushers=placed.pushers)
         rail = () if layout is None else layout.rails[layout.local_rank]
         push_pull = made(workers=pushers, servers=servers, shares=placed.shares, ranks=rail, timeout=timeout)
         return JoinedServers(push_pull, found, placed)

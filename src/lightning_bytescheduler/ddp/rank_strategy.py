@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import unknown_variables
-from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
@@ -38,6 +37,9 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
     rank_zero_warn,
 )
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
 
 __all__ = ["OUTER_STATE", "PublishingLauncher", "RankStrategy", "callbacks_of"]
 
@@ -223,6 +225,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         """Have this fit's weights kept by parameter servers, each rank stepping on its own."""
         if self._board is None:
             raise RuntimeError("There are no other ranks.")
+        from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
+
         self._asynchronous = AsynchronousTraining(
             module, servers, self._board, timeout=self._timeout, say=rank_zero_info
         )

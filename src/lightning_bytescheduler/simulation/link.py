@@ -53,8 +53,8 @@ Algorithm = Literal["ring", "halving_doubling"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """How workers can reduce gradients among themselves."""
 
-_IDLE_AMONG_WORKERS, _IDLE_WITH_SPARE_SERVERS = 0.12, 0.22
-"""So that steps played are those measured within 8%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
+_IDLE_WITH_SPARE_SERVERS = 0.08
+"""So that steps played are those measured within 5%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
 _NO_ALGORITHM = "Servers are an architecture: architecture='ps', with servers=k spare machines."
 
 
@@ -185,7 +185,7 @@ class LinkModel:
             return 0.0
         if self.idle_share is not None:
             return self.idle_share
-        return _IDLE_WITH_SPARE_SERVERS if self.servers else _IDLE_AMONG_WORKERS
+        return _IDLE_WITH_SPARE_SERVERS if self.servers else 0.0
 
     @property
     def latency_seconds(self) -> float:

@@ -41,7 +41,7 @@ _SERVERS_PARTITION = 1_000_000  # published for parameter servers
 # A part holds its credit from push to pull. With the published 4 one direction of the links was idle half of the time,
 # and steps took 1.4 times as long (4 workers, 4 servers, 300 Mbit/s).
 _SERVERS_PARTITIONS_IN_CREDIT = 16
-_SERVERS_PARTITIONS_PER_MODEL = 64
+_SERVERS_PARTITIONS_PER_MODEL = 128
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
 
@@ -144,7 +144,7 @@ def default_sizes(
         busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
         in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
         architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, but no
-            larger than a 64th of the model, under a credit of sixteen of them, whatever the link.
+            larger than a 128th of the model, under a credit of sixteen of them, whatever the link.
         far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth
             of what does that each, and as many in flight.
 
