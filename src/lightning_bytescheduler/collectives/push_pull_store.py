@@ -137,9 +137,9 @@ class PushPullStore:
             group, workers=groups.world_size, servers=servers, shares=self._placed.shares, timeout=timeout
         )
         self._order = (
-            DecidingOrder(groups.control, self._on_error)
+            DecidingOrder(groups.control, self._on_error, direct=True)
             if groups.rank == 0
-            else FollowingOrder(groups.control, self._on_error)
+            else FollowingOrder(groups.control, self._on_error, direct=True)
         )
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
         self._transport = GradientTransport(groups.data, self._on_error, None, self._push_pull)
