@@ -142,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
     with importing("coordinator", extra="coordinator"):
         import aiohttp  # noqa: F401
         import safetensors  # noqa: F401
+        import uvloop  # noqa: F401
         import xxhash  # noqa: F401
     _one_thread_for_each_operation()
     with _named():

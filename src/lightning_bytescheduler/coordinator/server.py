@@ -13,10 +13,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import TypeVar
 
-import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
 from lightning_bytescheduler.coordinator.run_status import RunStatus
@@ -75,6 +75,8 @@ class CoordinatorServer:
         self._port = port
         self._keeper = keeper
         self._refusals = Refusals()
+        with importing("coordinator", extra="coordinator"):
+            import uvloop
         self._loop = uvloop.new_event_loop()  # a third faster than asyncio's own, and a report is mostly that
         self._stop = threading.Event()
         self._started = threading.Event()
