@@ -289,27 +289,6 @@ def test_what_follows_an_operation_is_part_of_it(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_whoever_takes_the_time_is_told_of_waits(backend: str) -> None:
-    around: list[str] = []
-
-    @contextmanager
-    def waiting() -> Iterator[None]:
-        around.append("begins")
-        yield
-        around.append("ends")
-
-    with Training(backend, 3) as training:
-        training.streams.around_waits = waiting
-        training.buckets[0].do(lambda _: 1.0)
-        task = training.enqueue(0, training.ready())
-        training.streams.join(task, 10.0)
-        assert around == ["begins", "ends"]
-        training.update(0)
-        task.wait(10.0)
-        training.settle()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failure_reaches_whoever_waits_and_all_that_comes_after(backend: str) -> None:
     failure = RuntimeError("NCCL error: remote process exited")
     with Training(backend, 0) as training:

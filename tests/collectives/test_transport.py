@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -85,3 +87,27 @@ def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None
             holding.let_go.set()
         for transport in made:
             assert transport.stop(WAIT)
+
+
+def test_whoever_takes_the_time_is_told_of_waits() -> None:
+    around: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        around.append("begins")
+        yield
+        around.append("ends")
+
+    class Task:
+        def wait(self, timeout: float) -> None:
+            around.append(f"waits for {timeout:g} s")
+
+    made = transports()
+    try:
+        task: Any = Task()
+        made[0].join(task, 3.0)
+        made[0].measure_waits(waiting)
+        made[0].join(task, 4.0)
+    finally:
+        assert all(one.stop(WAIT) for one in made)
+    assert around == ["waits for 3 s", "begins", "waits for 4 s", "ends"]

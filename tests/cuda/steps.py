@@ -27,6 +27,7 @@ from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
+from tests.support.late_copies import by_host
 from tests.support.models import MeanOfAll
 from tests.support.rank_pool import let_go
 
@@ -52,6 +53,7 @@ class Case:
         routed: Have one order for all collectives of DDP's group, and some in the forward and backward passes.
         dtype: Of parameters and gradients.
         compiled: What the model is compiled with, if it is.
+        by_host: Have gradients travel from host memory; on a CPU as if it was a GPU.
         steps: Of the optimizer.
     """
 
@@ -65,6 +67,7 @@ class Case:
     routed: bool = False
     dtype: torch.dtype = torch.float32
     compiled: str | None = None
+    by_host: bool = False
 
 
 class _Late(torch.autograd.Function):
@@ -101,15 +104,18 @@ class Scheduled:
     def __init__(self, parameters: list[nn.Parameter], device: torch.device, case: Case) -> None:
         self.errors: list[BaseException] = []
         with patch.object(routing_group, "ROUTED_BACKENDS", {case.backend} if case.routed else set()):
-            self.groups = SchedulerGroups.create(timeout=timedelta(seconds=_TIMEOUT_S), routed_on=device)
-        self.groups.warm_up(device)
+            self.groups = SchedulerGroups.create(
+                timeout=timedelta(seconds=_TIMEOUT_S), routed_on=device, by_host=case.by_host
+            )
+        self.groups.warm_up(self.groups.wire_device(device))
         self.order = (
             DecidingOrder(self.groups.control, self._note)
             if self.groups.rank == 0
             else FollowingOrder(self.groups.control, self._note)
         )
         self.core = ByteCore(partition_size=400, credit=800, order=self.order)
-        self.transport = GradientTransport(self.groups.data, self._note, device)
+        with by_host() if case.by_host and device.type == "cpu" else nullcontext():
+            self.transport = GradientTransport(self.groups.data, self._note, device, by_host=case.by_host)
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
         self.routing = self.transport.routing = self._route(device)

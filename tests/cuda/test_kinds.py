@@ -23,6 +23,8 @@ on_nccl = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 KINDS = [
     pytest.param({"routed": True}, 1e-6, id="one order"),
+    pytest.param({"by_host": True}, 1e-6, id="by host memory"),
+    pytest.param({"by_host": True, "mode": "synchronised", "dtype": torch.bfloat16}, 1e-2, id="by host memory, bf16"),
     pytest.param({"dtype": torch.bfloat16}, 1e-2, id="bf16"),
     pytest.param({"dtype": torch.float16}, 1e-3, id="fp16"),
     pytest.param({"compiled": "aot_eager"}, 1e-6, id="compiled"),
@@ -30,9 +32,9 @@ KINDS = [
 ]
 
 
-def same(answers: list[Any], tolerance: float) -> None:
+def same(answers: list[Any], tolerance: float, *, synchronised: bool = False) -> None:
     for expected, weights, deferred, _ in answers:
-        assert deferred
+        assert deferred or synchronised
         for one, other in zip(expected, weights, strict=True):
             assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
 
@@ -42,10 +44,12 @@ def same(answers: list[Any], tolerance: float) -> None:
 def test_two_ranks_on_gloo(
     train: Train, two_plain_ranks: RankPool, device: str, kind: dict[str, Any], tolerance: float
 ) -> None:
-    same(train(two_plain_ranks, Case(device=device, backend="gloo", **kind)), tolerance)
+    answers = train(two_plain_ranks, Case(device=device, backend="gloo", **kind))
+    same(answers, tolerance, synchronised="mode" in kind)
 
 
 @on_nccl
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
 def test_one_rank_on_nccl(train: Train, one_rank: RankPool, kind: dict[str, Any], tolerance: float) -> None:
-    same(train(one_rank, Case(device="cuda", backend="nccl", **kind)), tolerance)
+    answers = train(one_rank, Case(device="cuda", backend="nccl", **kind))
+    same(answers, tolerance, synchronised="mode" in kind)

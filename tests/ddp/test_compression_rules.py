@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from lightning_bytescheduler.compression.feedback import ErrorFeedback
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.sparse import TopK
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 
 def rules(compression: Any, min_size: int | None = None) -> CompressionRules:
@@ -189,3 +191,25 @@ def test_auto_is_a_choice_of_its_own() -> None:
             CompressionRules.resolve(compression, max_error=0.1)
     with pytest.raises(OptionError, match="max_error"):
         CompressionRules.resolve("auto", max_error=0)
+
+
+@pytest.mark.parametrize("compression", ["int8", "topk:0.1", {"head*": "bf16"}, "lossless", "auto", "powersgd:2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_gradients_on_a_gpu_are_compressed_in_host_memory_but_by_what_looks_at_them_before(
+    compression: Any, device: str
+) -> None:
+    made = rules(compression)
+    if device == "cpu" or (device == "cuda" and compression not in ("auto", "powersgd:2")):
+        made.check_device(torch.device(device))
+        return
+    with pytest.raises(UnsupportedError, match=rf"gradients on a CPU so far, and these are on {device}") as raised:
+        made.check_device(torch.device(device))
+    assert ("Other compressors work there" in str(raised.value)) == (device == "cuda")
+
+
+def test_servers_take_gradients_of_cpus_and_of_cuda_gpus() -> None:
+    nothing: Any = None
+    place: Any = SimpleNamespace(root_device=torch.device("mps"))
+    options = ServerOptions.resolve("ps", 0)
+    with pytest.raises(UnsupportedError, match=r"a CPU or a CUDA GPU, and these are on mps. Use architecture="):
+        options.join(nothing, nothing, place, timeout=None, say=print)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import OverlapPlan
+from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.fit_report import first_pace, reason_for, say_found, say_start, summary_of
-from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes

@@ -56,6 +56,8 @@ def step(parameter: nn.Parameter) -> OverlappedStep:
     transport: Any = SimpleNamespace(
         group=SimpleNamespace(size=lambda: 2),
         streams=None,
+        host_copies=None,
+        wire_device=torch.device("cpu"),
         push_pull=None,
         all_reduce=None,
         wire_share=1.0,

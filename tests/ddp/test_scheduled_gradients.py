@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.ddp import scheduled_gradients
-from lightning_bytescheduler.ddp.runtime import AgreedSizes
+from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import SchedulerSizes

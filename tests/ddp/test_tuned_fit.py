@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
 from lightning_bytescheduler.ddp.fit_report import announce
-from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, likely_points, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint, read_record

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.collectives import groups as groups_module
 from lightning_bytescheduler.collectives import routing_group
+from lightning_bytescheduler.ddp import agreed_sizes
 from lightning_bytescheduler.ddp import runtime as runtime_module
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.gates import GatedParameter
@@ -33,6 +34,7 @@ from lightning_bytescheduler.ddp.partial_step import is_closed
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 from tests.support.compare import bit_differences
+from tests.support.late_copies import by_host
 from tests.support.network import LateNetwork
 from tests.support.rank_pool import show_stacks
 
@@ -84,6 +86,7 @@ class Run:
         sabotage: Removes something the result depends on.
         far: Whether the link counts as one whose messages are long under way.
         routed: Have one order for all collectives of DDP's group, as on a GPU; DDP broadcasts buffers then.
+        by_host: Have gradients travel by host memory, as from a GPU.
     """
 
     strategy: str | Callable[[], Strategy] = "bytescheduler"
@@ -93,6 +96,7 @@ class Run:
     sabotage: Sabotage | None = None
     far: bool = False
     routed: bool = False
+    by_host: bool = False
 
 
 @dataclass(kw_only=True)
@@ -129,11 +133,13 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     model = recipe.model()
     error = None
     with ExitStack() as stack:
-        stack.enter_context(patch.object(runtime_module, "_FAR_S", 0.0 if run.far else math.inf))  # whatever clocks say
+        stack.enter_context(patch.object(agreed_sizes, "_FAR_S", 0.0 if run.far else math.inf))  # whatever clocks say
         stack.enter_context(patch.object(runtime_module, "_LANDING_S", _LANDING_S))  # however busy the machine is
         if run.routed:
             stack.enter_context(patch.object(routing_group, "ROUTED_BACKENDS", {"gloo"}))
             stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
+        if run.by_host:
+            stack.enter_context(by_host())
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))  # ignored after an interrupt
         warnings.simplefilter("always")

@@ -41,7 +41,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -232,8 +232,6 @@ class DeviceStreams:
         # Gloo's operations are taken in when they have ended: they hold up nothing on the stream they started on.
         self._arriving = cuda.Stream(device, priority=-1) if self._works_wait_on_stream else self._launching
         self._side = cuda.Stream(device, priority=-1)
-        self.around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered while the training's stream is made to wait, for whoever takes the time."""
         self._enqueued: dict[CommTask, _Enqueued] = {}
         self._failed: BaseException | None = None
         self._poller = DevicePoller(self.side_stream)
@@ -288,10 +286,6 @@ class DeviceStreams:
             SchedulerTimeoutError: If the task was not launched in time.
             BaseException: Whatever the task failed with.
         """
-        with self.around_waits():
-            self._join(task, timeout)
-
-    def _join(self, task: CommTask, timeout: float) -> None:
         enqueued = self._enqueued.get(task)
         if enqueued is None:
             task.wait(timeout)

@@ -56,6 +56,8 @@ class SchedulerGroups:
         reports: Carries what each rank has submitted, where collectives of others are in the order; gloo.
         sparse: Carries sparse gradients, one at a time: see ``ddp/sparse_gradients.py``. ``None`` where there are none,
             or they travel on the default group.
+        by_host: Whether gradients travel from host memory wherever they live, see ``host_copies.py``: the data group is
+            gloo then.
         rank: This rank within both.
         world_size: Number of ranks.
     """
@@ -67,6 +69,7 @@ class SchedulerGroups:
     counts: dist.ProcessGroup | None = None
     reports: dist.ProcessGroup | None = None
     sparse: dist.ProcessGroup | None = None
+    by_host: bool = False
 
     @classmethod
     def create(
@@ -76,6 +79,7 @@ class SchedulerGroups:
         counts: bool = False,
         routed_on: torch.device | None = None,
         sparse: bool = False,
+        by_host: bool = False,
     ) -> SchedulerGroups:
         """Create both groups; every rank must call this at the same point.
 
@@ -85,14 +89,16 @@ class SchedulerGroups:
             routed_on: Where gradients live, if collectives of others are to be in one order with them where that is
                 needed, see ``routing_group.py``; the same on all ranks.
             sparse: Whether some gradients are sparse; the same on all ranks.
+            by_host: Whether gradients travel from host memory; the same on all ranks. Then there is nothing on a GPU
+                that collectives of others could be in another order with.
         """
         # A new group finds its peers through the store, which does not know whether they still live. The default group
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
         # NCCL needs a device for it, and complains if it has to choose one itself.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-        routed = routed_on is not None and is_routed(distributed_c10d._get_default_group(), routed_on)
+        routed = routed_on is not None and not by_host and is_routed(distributed_c10d._get_default_group(), routed_on)
         with short_turns():  # for gloo's own threads
-            data = dist.new_group(timeout=timeout, backend=dist.get_backend())
+            data = dist.new_group(timeout=timeout, backend="gloo" if by_host else dist.get_backend())
             control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
             counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
             reported = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo") if routed else None
@@ -105,7 +111,12 @@ class SchedulerGroups:
             counts=counted,
             reports=reported,
             sparse=alone,
+            by_host=by_host,
         )
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """Where what travels of gradients on ``device`` lives."""
+        return torch.device("cpu") if self.by_host else device
 
     def warm_up(self, device: torch.device) -> None:
         """Open every connection before the first step needs one, in one order on all ranks."""

@@ -35,6 +35,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_in_shards",
     "broadcast_from_first",
+    "ending_with",
     "exchange",
     "reduce_scatter",
     "reduce_with",
@@ -102,6 +103,19 @@ class StartedOperation:
     closing: bool = False
     lane: int | str | None = None
     passage: Passage | None = None
+
+
+def ending_with(started: StartedOperation, last: Callable[[], None]) -> StartedOperation:
+    """``started``, with ``last`` called when it and all that follows from it has ended, before anybody is told."""
+
+    def finish() -> StartedOperation | None:
+        following = None if started.finish is None else started.finish()
+        if following is not None:
+            return ending_with(following, last)
+        last()
+        return None
+
+    return replace(started, finish=finish)
 
 
 class Pull:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.codec import CodecThread
 from lightning_bytescheduler.collectives.completion import CompletionThread, Place
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
+from lightning_bytescheduler.collectives.host_copies import HostCopies
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
     Operation,
     StartedOperation,
     all_reduce,
     all_reduce_in_shards,
+    ending_with,
 )
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
@@ -51,6 +53,11 @@ class GradientTransport:
         push_pull: Takes the place of all-reduces, where parameter servers average gradients.
         overtaking: Where messages are long under way: the second lane's group. All-reduces are of as few messages as
             can be, one after the other, then.
+        by_host: Whether gradients are copied to host memory, and travel from there, on a group for that.
+
+    Attributes:
+        host_copies: Makes these copies; ``None`` where gradients travel from where they are.
+        wire_device: Where what travels lives.
     """
 
     def __init__(
@@ -60,8 +67,13 @@ class GradientTransport:
         device: torch.device | None = None,
         push_pull: PushPull | None = None,
         overtaking: dist.ProcessGroup | None = None,
+        *,
+        by_host: bool = False,
     ) -> None:
         self.group = group
+        self.host_copies = None if device is None or not by_host else HostCopies(device, on_error)
+        self.wire_device = torch.device("cpu") if device is None or by_host else device
+        self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
         self._overtaking = overtaking
         self.push_pull = push_pull
         self.routing: RoutingGroup | None = None
@@ -75,8 +87,8 @@ class GradientTransport:
         self._completion: CompletionThread | None = None
         self._overtaken_by: CompletionThread | None = None  # of what travels on the second lane
         self._codec = CodecThread(on_error)
-        if device is not None and device.type == "cuda":
-            self._streams = DeviceStreams(group, device, on_error)
+        if self.wire_device.type == "cuda":
+            self._streams = DeviceStreams(group, self.wire_device, on_error)
         elif overtaking is not None:
             self._completion = self._in_two_halves(group, 0)
             self._overtaken_by = self._in_two_halves(overtaking, 1)
@@ -84,7 +96,12 @@ class GradientTransport:
             self._completion = CompletionThread(on_error, group if push_pull is None else push_pull.group)
 
     def send(
-        self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None
+        self,
+        part: torch.Tensor,
+        sub_task: SubCommTask,
+        operation: Operation,
+        ready: ReadyMark | None = None,
+        last: Callable[[], None] | None = None,
     ) -> None:
         """Start ``operation`` on ``part``.
 
@@ -93,13 +110,14 @@ class GradientTransport:
             sub_task: Told when the result is there.
             operation: Of :mod:`~lightning_bytescheduler.collectives.operations`.
             ready: When the part's contents exist; left out if they exist, or came from this transport.
+            last: What is done when the operation has ended, before anybody is told; on a CPU.
         """
         self._started += 1
         if self.push_pull is not None:
             self.push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
         if self._completion is not None:
             try:
-                started = operation(self._group_of(sub_task), part, self._started)
+                started = _ending(operation(self._group_of(sub_task), part, self._started), last)
             except RuntimeError as error:
                 if self.push_pull is None or not is_communication_error(error):
                     raise
@@ -141,12 +159,13 @@ class GradientTransport:
         with self._failing:
             return self._on_error(error)
 
-    def send_encoded(self, sub_task: SubCommTask, start: EncodedStart) -> None:
+    def send_encoded(self, sub_task: SubCommTask, start: EncodedStart, last: Callable[[], None] | None = None) -> None:
         """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.
 
         Args:
             sub_task: Told when the result is there.
             start: Called on the codec thread; what it returns is waited for like any operation.
+            last: See :meth:`send`.
 
         Raises:
             RuntimeError: If the data is not on a CPU.
@@ -156,15 +175,18 @@ class GradientTransport:
         self._started += 1
         place = self._waiting_for(sub_task, self._completion).reserve(sub_task)
         encoded = partial(start, self._group_of(sub_task), sub_task, self._started)
-        self._codec.run(partial(_encode, encoded, place), sub_task)
+        self._codec.run(partial(_encode, encoded, place, last), sub_task)
 
-    def send_served(self, sub_task: SubCommTask, nbytes: int, start: ServedStart) -> None:
+    def send_served(
+        self, sub_task: SubCommTask, nbytes: int, start: ServedStart, last: Callable[[], None] | None = None
+    ) -> None:
         """Have a sub-task's data encoded, pushed to its server and pulled; see :meth:`send_encoded`.
 
         Args:
             sub_task: Told when the result is there.
             nbytes: Of the data as it is.
             start: Called on the codec thread.
+            last: See :meth:`send`.
 
         Raises:
             RuntimeError: If there are no servers.
@@ -176,7 +198,8 @@ class GradientTransport:
         servers.expect(sub_task.parent.key.bucket, sub_task.index)
         way = servers.way(nbytes)  # here, in the order of launches
         place = self._lane(way.lane, completion).reserve(sub_task)
-        self._codec.run(partial(_encode, partial(start, servers, way, sub_task, self._started), place), sub_task)
+        push = partial(start, servers, way, sub_task, self._started)
+        self._codec.run(partial(_encode, push, place, last), sub_task)
 
     @property
     def all_reduce(self) -> Averaging:
@@ -207,10 +230,24 @@ class GradientTransport:
             SchedulerTimeoutError: If it did not come in time.
             BaseException: Whatever the task failed with.
         """
-        if self._streams is None:
-            task.wait(timeout)
+        with self._around_waits():
+            if self._streams is None:
+                task.wait(timeout)
+            else:
+                self._streams.join(task, timeout)
+
+    def measure_waits(self, around: Callable[[], AbstractContextManager[object]]) -> None:
+        """Have ``around`` entered while somebody waits for a task's result."""
+        self._around_waits = around
+
+    def when_ready(self, mark: ReadyMark, then: Callable[[], None]) -> None:
+        """Call ``then`` when the device has passed ``mark``; at once where there is nothing to wait for."""
+        if self._streams is not None:
+            self._streams.when_ready(mark, then)
+        elif self.host_copies is not None and mark.event is not None:
+            self.host_copies.when_made(mark, then)
         else:
-            self._streams.join(task, timeout)
+            then()
 
     def side_stream(self) -> AbstractContextManager[object]:
         """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
@@ -224,14 +261,18 @@ class GradientTransport:
         """End the threads that wait for results, within ``timeout`` seconds; returns whether they ended."""
         deadline = time.monotonic() + timeout
         lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
-        for stopped in (self._completion, self._overtaken_by, self._streams):
+        for stopped in (self.host_copies, self._completion, self._overtaken_by, self._streams):
             lanes.append(stopped is None or stopped.stop(max(0.1, deadline - time.monotonic())))
         return all(lanes)
 
 
-def _encode(start: Callable[[], StartedOperation], place: Place) -> None:
+def _encode(start: Callable[[], StartedOperation], place: Place, last: Callable[[], None] | None) -> None:
     started = None
     try:
-        started = start()
+        started = _ending(start(), last)
     finally:
         place.fill(started)
+
+
+def _ending(started: StartedOperation, last: Callable[[], None] | None) -> StartedOperation:
+    return started if last is None else ending_with(started, last)

@@ -17,7 +17,7 @@ from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["AUTO", "MAX_ERROR", "CompressionRules", "names_that_count"]
 
@@ -101,6 +101,24 @@ class CompressionRules:
             choices=_CHOICES if any(chosen) else (),
             max_error=MAX_ERROR if max_error is None else max_error,
         )
+
+    def check_device(self, device: torch.device) -> None:
+        """Make sure that gradients on ``device`` can be compressed.
+
+        Args:
+            device: Where they live.
+
+        Raises:
+            UnsupportedError: If they cannot.
+        """
+        if device.type == "cuda" and not self.choices and not self.whole_matrices:
+            return  # codecs work on copies in host memory, see ``collectives/host_copies.py``
+        if device.type != "cpu":
+            others = " Other compressors work there." if device.type == "cuda" else ""
+            raise UnsupportedError(
+                f"compression={self.spec!r} is for gradients on a CPU so far, and these are on {device.type}.{others} "
+                "Leave compression out: partitions, priorities and overlap are the same without."
+            )
 
     def check_patterns(self, names: Mapping[str, str]) -> None:
         """Make sure that each pattern says something of a model.

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import compiled_calls
+from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
@@ -51,7 +52,7 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.read_warnings import say_unseen
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics

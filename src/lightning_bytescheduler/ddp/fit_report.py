@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 
+from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.plan import OverlapPlan
-from lightning_bytescheduler.ddp.runtime import AgreedSizes
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions

@@ -261,7 +261,7 @@ class OverlappedStep(TrainingStep):
             parameters = cast("list[nn.Parameter]", bucket.parameters())
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
             self.context.bucket_ready(known, last=bucket.is_last())
-            task = self._reduction.reduce(known)
+            task = self._reduction.reduce(self.context.on_the_wire(known, self.number))
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))
         if bucket.is_last():

@@ -155,7 +155,7 @@ class ServerOptions:
             say: Told what the user should know, on rank 0.
 
         Raises:
-            UnsupportedError: If gradients are not on a CPU, or ranks on nodes cannot be grouped.
+            UnsupportedError: If gradients are neither on a CPU nor on a GPU, or ranks on nodes cannot be grouped.
             SchedulerTimeoutError: If too few servers have come in time.
             RanksDifferError: If a server has another version.
             ServerFailedError: If one has died.
@@ -163,9 +163,9 @@ class ServerOptions:
         if not self.used:
             return None
         device = place.root_device
-        if device.type != "cpu":
+        if device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"architecture='ps' is for gradients on a CPU so far, and these are on {device.type}. Use "
+                f"architecture='ps' is for gradients on a CPU or a CUDA GPU, and these are on {device.type}. Use "
                 "architecture='allreduce'."
             )
         timeout = timeout or _TIMEOUT

@@ -59,6 +59,7 @@ __all__ = [
     "total_norm",
 ]
 
+OnPart = Callable[[int, int], None]
 _BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
 
 
@@ -94,9 +95,11 @@ class GradientBucket:
 
     Attributes:
         cut: Sizes of the parts that it travels in, if not equal ones.
+        exists: When the contents of ``buffer`` do, where they are not what the current stream writes.
+        on_part: Called with offset and size of each part that ``buffer`` has the mean of, before anybody is told.
     """
 
-    __slots__ = ("buffer", "cut", "index", "parameters", "priority")
+    __slots__ = ("buffer", "cut", "exists", "index", "on_part", "parameters", "priority")
 
     def __init__(self, index: int, parameters: list[nn.Parameter], buffer: torch.Tensor, priority: int) -> None:
         self.index = index
@@ -104,6 +107,8 @@ class GradientBucket:
         self.buffer = buffer
         self.priority = priority
         self.cut: tuple[int, ...] | None = None
+        self.exists: ReadyMark | None = None
+        self.on_part: OnPart | None = None
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
@@ -145,7 +150,7 @@ class AllReduction:
         core: Sends what becomes ready.
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
-        device: Where gradients live.
+        device: Where what travels lives.
         encoder: Says what may travel encoded instead, part by part, if anything does.
         weight: What this rank counts; as much as any other when left out.
     """
@@ -170,7 +175,7 @@ class AllReduction:
     ) -> CommTask:
         """See :class:`Reduction`; ``encoded`` is given where it is not the encoder's affair."""
         tasks = self._tasks
-        ready = ReadyMark(tasks.device)
+        ready = bucket.exists or ReadyMark(tasks.device)
         if self._encoder is not None:
             encoded = self._encoder.encoded(bucket, tasks.weight)
         task = tasks.enqueue(
@@ -186,6 +191,7 @@ class AllReduction:
             wire_share=tasks.wire_share,
             ready=ready,
             on_end=on_end,
+            on_part=bucket.on_part,
             joinable=True,
         )
         tasks.notify_ready(task, ready)
@@ -206,7 +212,7 @@ class ShardedReduction:
         core: Sends what becomes ready.
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
-        device: Where gradients live.
+        device: Where what travels lives.
         encoder: Says what travels encoded, if anything does.
         weight: What this rank counts; as much as any other when left out.
 
@@ -338,7 +344,7 @@ class StepTasks:
         core: Sends what becomes ready.
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
-        device: Where gradients live.
+        device: Where what travels lives.
         weight: What this rank counts; as much as any other when left out.
     """
 
@@ -385,6 +391,7 @@ class StepTasks:
         cut: tuple[int, ...] | None = None,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
+        on_part: OnPart | None = None,
         joinable: bool = False,
     ) -> CommTask:
         """Hand a task over.
@@ -404,13 +411,14 @@ class StepTasks:
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
                 result, or when the task has failed before.
+            on_part: See :class:`GradientBucket`.
             joinable: Whether the result may be used by streams that wait for it, see :meth:`GradientTransport.join`.
         """
         streams = self._transport.streams if joinable else None
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(self._send, buffer, operation, encoded, of, ready),
+            launch=partial(self._send, buffer, operation, encoded, of, ready, on_part),
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
@@ -451,7 +459,7 @@ class StepTasks:
         Returns:
             The all-gather.
         """
-        index, ready = bucket.index, ReadyMark(self.device)
+        index, ready = bucket.index, bucket.exists or ReadyMark(self.device)
         share = (self.world_size - 1) / self.world_size
 
         def scattered(scatter: CommTask) -> None:
@@ -480,6 +488,7 @@ class StepTasks:
             priority=bucket.priority,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
             on_end=on_end,
+            on_part=bucket.on_part,
             joinable=True,
         )
         self.notify_ready(scatter, ready)
@@ -493,11 +502,7 @@ class StepTasks:
             self._notify_weighted(task, ready)
 
     def _notify_weighted(self, task: CommTask, ready: ReadyMark) -> None:
-        streams = self._transport.streams
-        if streams is None:
-            task.notify_ready()
-        else:
-            streams.when_ready(ready, task.notify_ready)
+        self._transport.when_ready(ready, task.notify_ready)
 
     def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
         """Hand over the exchange of the rows of ``rows``, a single message, which exist when the task is ready."""
@@ -523,18 +528,20 @@ class StepTasks:
         encoded: EncodedStart | None,
         of: EncodedBucket | None,
         ready: ReadyMark | None,
+        on_part: OnPart | None,
         sub_task: SubCommTask,
     ) -> None:
+        last = None if on_part is None else partial(on_part, sub_task.offset, sub_task.size)
         with profiled(f"bytescheduler::start {sub_task.name}"):
             if of is not None and of.has_choice and not sub_task.form:
                 encoded = None
                 if sub_task.parent.key.phase == Phase.REDUCE:
                     of.add_left(sub_task, self.world_size)
             if of is not None and encoded is not None and self._transport.push_pull is not None:
-                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), of.serve)
+                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), of.serve, last)
                 return
             if encoded is not None:
-                self._transport.send_encoded(sub_task, encoded)
+                self._transport.send_encoded(sub_task, encoded, last)
                 return
             part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-            self._transport.send(part, sub_task, operation, ready)
+            self._transport.send(part, sub_task, operation, ready, last)

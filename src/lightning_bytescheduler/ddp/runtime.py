@@ -1,4 +1,4 @@
-"""Everything one ``fit`` needs on one rank, put together and taken apart in one place; and the sizes all ranks use.
+"""Everything one ``fit`` needs on one rank, put together and taken apart in one place.
 
 Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
 dispatcher, the transport's thread, the one that encodes where gradients are compressed and, on ranks above 0, the
@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -22,11 +21,10 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_overtaking, leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
-from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.device_time import DeviceTime
@@ -50,120 +48,10 @@ from lightning_bytescheduler.scheduler.policies import POLICIES, LinkCost, polic
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, REPLY, Timeline
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
 
-__all__ = ["AgreedSizes", "SchedulerRuntime", "agree_on_sizes"]
+__all__ = ["SchedulerRuntime"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedSizes:
-    """Sizes that hold on every rank, and the link they were made for, if it was measured.
-
-    Attributes:
-        sizes: Of partitions, of the credit and of buckets.
-        link: ``None`` if it was not measured.
-        far: Whether messages are so long under way that gradients go straight to where they are wanted, not around a
-            ring.
-    """
-
-    sizes: SchedulerSizes
-    link: LinkEstimate | None
-    far: bool = False
-
-
-def agree_on_sizes(
-    groups: SchedulerGroups,
-    options: SchedulerOptions,
-    parameters: Iterable[nn.Parameter],
-    device: torch.device,
-    *,
-    in_shards: bool = False,
-    ratio: float = 1.0,
-    may_compress: bool = False,
-    architecture: str = "allreduce",
-) -> AgreedSizes:
-    """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
-
-    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed, and a policy that does not
-    need to know.
-
-    Args:
-        groups: The scheduler's.
-        options: This rank's.
-        parameters: All of the model.
-        device: Where gradients live.
-        in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
-        ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
-            the link as long. The same on all ranks.
-        may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
-        architecture: Who averages gradients; the same on all ranks.
-    """
-    groups.warm_up(device)
-    trainable = [p for p in parameters if p.requires_grad]
-    count = sum(p.numel() for p in trainable)
-    width = max((p.element_size() for p in trainable), default=4)
-    partition, credit = options.partition_size or 0, options.credit or 0
-    own = options.policy.own_partition_size(count)
-    if own is not None:
-        partition = credit = partition or own
-    message = torch.tensor([partition, credit, int(in_shards)])
-    dist.broadcast(message, src=0, group=groups.control)
-    partition, credit, in_shards = message.tolist()
-    link, far = None, False
-    goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
-    if partition and credit:
-        if options.policy.observes:
-            link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
-        elif goes_straight:
-            far = probe_start_up(groups.data, device) > _FAR_S
-        least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
-        bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
-        sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
-    else:
-        link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
-        travels = max(round(width / ratio), 1)  # bytes of a parameter
-        sizes = default_sizes(
-            parameters=count,
-            bytes_per_parameter=travels,
-            link=link,
-            busy_processor=device.type == "cpu",
-            in_shards=bool(in_shards),
-            architecture=architecture,
-            far=far,
-        )
-        if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
-            sizes = SchedulerSizes(
-                partition_size=2 * sizes.partition_size,
-                credit=2 * sizes.credit,
-                bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
-            )
-        if may_compress:  # a codec takes milliseconds for a partition of any size, among several ranks
-            larger = _FOR_CODECS * sizes.partition_size
-            sizes = SchedulerSizes(
-                partition_size=larger,
-                credit=max(sizes.credit, larger + larger // 2),  # two parts, also if they are a little smaller
-                bucket_bytes=max(sizes.bucket_bytes, larger * width),
-            )
-        if credit:
-            sizes = SchedulerSizes(
-                partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
-            )
-        elif partition:
-            sizes = SchedulerSizes(
-                partition_size=partition,
-                credit=max(sizes.credit, 2 * partition),
-                bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
-            )
-    return AgreedSizes(sizes=sizes, link=link, far=far)
-
-
-def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
-    """The link as gradients find it, and whether they go straight over it: two messages instead of the ring's."""
-    if not goes_straight or link.alpha <= _FAR_S:
-        return link, False
-    return LinkEstimate(alpha=link.alpha / (world_size - 1), beta=link.beta), True
 
 
 def _arranger(
@@ -177,9 +65,6 @@ def _arranger(
     return BucketArranger(options.policy, link, plans=plans)
 
 
-_FAR_S = 0.01  # of an all-reduce of nothing
-_LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
-_FOR_CODECS = 3  # times the size of partitions that always travel as they are
 _STOP_S = 5.0
 _LANDING_S = 1.5
 _LOOK_S = 0.005  # between two looks at how far this rank is
@@ -221,7 +106,7 @@ class SchedulerRuntime:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
         self._groups = groups
-        self._overtaking = create_overtaking(device, timeout=timeout) if agreed.far else None
+        self._overtaking = create_overtaking(groups.wire_device(device), timeout=timeout) if agreed.far else None
         self._servers = servers
         self._board = board
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
@@ -256,8 +141,9 @@ class SchedulerRuntime:
                 self._compression.choice.know_link(agreed.link.beta)
             if servers is not None:
                 self._compression.sums_elsewhere(servers.left)
+        push_pull = None if servers is None else servers.push_pull
         self._transport = GradientTransport(
-            groups.data, self._on_error, device, None if servers is None else servers.push_pull, self._overtaking
+            groups.data, self._on_error, device, push_pull, self._overtaking, by_host=groups.by_host
         )
         if servers is not None and self._timeline is not None:
             servers.push_pull.watch_replies(self._observe_reply)
@@ -269,8 +155,7 @@ class SchedulerRuntime:
             self._exchange = NumberExchange(
                 groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
             )
-            streams = self._transport.streams
-            device_time = None if streams is None else DeviceTime(device)
+            device_time = DeviceTime(device) if device.type == "cuda" else None
             weights = SampleWeights(
                 counter,
                 self._exchange,
@@ -278,8 +163,8 @@ class SchedulerRuntime:
                 exposed=lambda: self.statistics.exposed_s,
                 device_time=device_time,
             )
-            if streams is not None and device_time is not None:
-                streams.around_waits = device_time.waiting
+            if device_time is not None:
+                self._transport.measure_waits(device_time.waiting)
         self.engine = GradientEngine(
             core=self._core,
             transport=self._transport,
@@ -324,6 +209,11 @@ class SchedulerRuntime:
     def architecture(self) -> str:
         """Who averages gradients: ``"allreduce"`` or ``"ps"``."""
         return "allreduce" if self._servers is None else "ps"
+
+    @property
+    def wire_device(self) -> torch.device:
+        """Where what travels of gradients lives."""
+        return self._transport.wire_device
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
@@ -42,7 +44,7 @@ from lightning_bytescheduler.ddp.plan import (
 )
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime, agree_on_sizes
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -182,11 +184,8 @@ class ScheduledGradients:
         if module is None:
             return
         check_module(module)
-        if self._rules is not None and device.type != "cpu":
-            raise UnsupportedError(
-                f"compression={self._rules.spec!r} is for gradients on a CPU so far, and these are on {device.type}. "
-                "Leave compression out: partitions, priorities and overlap are the same without."
-            )
+        if self._rules is not None:
+            self._rules.check_device(device)
         self._lost_weights = None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -198,7 +197,10 @@ class ScheduledGradients:
             self._rules.check_patterns(names_that_count(module))
         self._known = set(map(id, parameters))
         counts, sparse = self._counter is not None, bool(sparse_layers(module))
-        groups = SchedulerGroups.create(timeout=self._timeout, counts=counts, routed_on=device, sparse=sparse)
+        by_host = travel_by_host(device, compressed=self._rules is not None, served=self._servers.used)
+        groups = SchedulerGroups.create(
+            timeout=self._timeout, counts=counts, routed_on=device, sparse=sparse, by_host=by_host
+        )
         whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
         ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
@@ -284,7 +286,7 @@ class ScheduledGradients:
             cross_barrier=self._options.cross_barrier,
             bucket_views=self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True),
             group=runtime.group,
-            device=self._strategy.root_device,
+            device=runtime.wire_device,
             unseen=unseen,
             held=engine.find_held(),
             whole_matrices=self._rules is not None and self._rules.whole_matrices,

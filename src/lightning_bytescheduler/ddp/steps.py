@@ -38,7 +38,7 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.timeline.timeline import COMPUTE, GATE, WAIT, Timeline
+from lightning_bytescheduler.timeline.timeline import COMPUTE, COPY_TO_DEVICE, COPY_TO_HOST, GATE, WAIT, Timeline
 
 __all__ = [
     "BucketFutures",
@@ -202,11 +202,37 @@ class StepContext:
             number: Of the step.
             sharded: So that norms are known early.
         """
+        device = self.transport.wire_device
         if sharded:
-            return ShardedReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
+            return ShardedReduction(self.core, self.transport, number, device, self.compression, self.weight)
         if self.compression is not None and self.choice is None:
-            return CompressedReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
-        return AllReduction(self.core, self.transport, number, self.device, self.compression, self.weight)
+            return CompressedReduction(self.core, self.transport, number, device, self.compression, self.weight)
+        return AllReduction(self.core, self.transport, number, device, self.compression, self.weight)
+
+    def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
+        """What is reduced of ``bucket``: itself, or its copy in host memory, where that travels."""
+        copies = self.transport.host_copies
+        if copies is None:
+            return bucket
+        start = self.clock()
+        copy, made = copies.take_out(bucket.index, bucket.buffer)
+        if self.timeline is not None:
+            copies.when_made(made, partial(self._record_copy, COPY_TO_HOST, bucket.index, step, start))
+        on_host = GradientBucket(bucket.index, bucket.parameters, copy, bucket.priority)
+        on_host.cut, on_host.exists = bucket.cut, made
+
+        def put_back(offset: int, size: int) -> None:
+            start, part = self.clock(), slice(offset, offset + size)
+            copies.put_back(copy[part], bucket.buffer[part])
+            self._record_copy(COPY_TO_DEVICE, bucket.index, step, start)
+
+        on_host.on_part = put_back
+        return on_host
+
+    def _record_copy(self, stage: str, index: int, step: int, start: float) -> None:
+        if self.timeline is not None:
+            args = {"step": step, "task": index}
+            self.timeline.overlapping(f"bucket {index}", stage, start, self.clock(), lane=stage.upper(), args=args)
 
     @property
     def merges(self) -> bool:
@@ -497,7 +523,7 @@ class SynchronisedStep(TrainingStep):
             future = context.futures.new()
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
             context.bucket_ready(known, last=bucket.is_last())
-            self._reduction.reduce(known, partial(complete, future, buffer))
+            self._reduction.reduce(context.on_the_wire(known, self.number), partial(complete, future, buffer))
         else:
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
         if bucket.is_last() and context.choice is not None:

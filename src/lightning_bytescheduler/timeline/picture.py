@@ -19,6 +19,8 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
+    COPY_TO_DEVICE,
+    COPY_TO_HOST,
     GATE,
     LOCAL_BROADCAST,
     LOCAL_REDUCE,
@@ -41,12 +43,14 @@ __all__ = ["draw_timeline"]
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
 _BETWEEN, _QUEUED, _SENT, _INK = "#6c7a86", "#aab4be", "#6b5b95", "#26323d"
 _STAGES = {
+    COPY_TO_HOST: "#d9a441",
     LOCAL_REDUCE: "#c08457",
     PUSH: "#6b5b95",
     SUM: "#8d99a6",
     REPLY: "#b2a1d6",
     PULL: "#2f8f9d",
     LOCAL_BROADCAST: "#7fb069",
+    COPY_TO_DEVICE: "#3f7d58",
 }
 _STEPS_SHOWN = 3
 _CROWDED = 150  # bars in a row: white edges would hide them

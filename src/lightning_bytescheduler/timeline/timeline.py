@@ -34,6 +34,8 @@ __all__ = [
     "CODEC",
     "COMMUNICATION",
     "COMPUTE",
+    "COPY_TO_DEVICE",
+    "COPY_TO_HOST",
     "GATE",
     "INNER",
     "LOCAL_BROADCAST",
@@ -66,6 +68,10 @@ COMPUTE: Final = "compute"
 
 CODEC: Final = "codec"
 """Parts of gradients are encoded, added up or decoded, where they travel compressed."""
+COPY_TO_HOST: Final = "copy to host"
+"""A bucket is copied from a GPU to host memory, where that is where it travels from."""
+COPY_TO_DEVICE: Final = "copy to device"
+"""The mean of a part of a bucket is copied back."""
 PUSH: Final = "push"
 """A sub-task is on its way to a parameter server."""
 PULL: Final = "pull"

@@ -1,0 +1,135 @@
+"""Gradients that travel by host memory, as a GPU's do to servers and compressed: the bits of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from lightning_bytescheduler.collectives.host_copies import HostCopies
+from lightning_bytescheduler.timeline.picture import draw_timeline
+from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, PULL, QUEUE
+from lightning_bytescheduler.timeline.trace import read_timeline
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.parity.test_compression import INT8
+from tests.parity.test_parameter_servers import PS
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+from tests.support.servers import train_with_servers
+
+model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
+
+
+def test_ranks_that_are_servers_give_ddps_bits(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=model, steps=8, trainer={"accumulate_grad_batches": 2})
+    ddp, overlapped, waiting, as_ddp = train_on(
+        two_ranks,
+        recipe,
+        DDP,
+        Run(options=PS, by_host=True),
+        Run(options={**PS, "cross_barrier": False}, by_host=True),
+        Run(options={**PS, "mode": "ddp"}, by_host=True),
+    )
+    assert_overlapped(overlapped, share=0.8)
+    for ours in (overlapped, waiting, as_ddp):
+        assert_same(ddp, ours)
+
+
+def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: RankPool, tmp_path: Path) -> None:
+    recipe, path = Recipe(model=model, steps=8), tmp_path / "stages.json"
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    run = Run(options={**PS, "servers": 1, "timeline": str(path)}, by_host=True)
+    served = two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1)
+    assert_same(ddp, [one.outcome for one in served if one.outcome is not None])
+
+    trace = read_timeline(path)
+    out = {(span.name, span.args["step"]): span for span in trace.select(COPY_TO_HOST)}
+    assert len(out) == len(trace.select(COPY_TO_HOST)) > 8
+    for waits in trace.select(QUEUE):
+        assert out[waits.name, waits.args["step"]].end <= waits.start + 1e-3, "sent before it was copied"
+    back = trace.select(COPY_TO_DEVICE)
+    assert len(back) == len(trace.select(QUEUE)), "each part is copied back"
+    assert max(span.end for span in back) > max(span.start for span in trace.select(PULL))
+    draw_timeline(trace, tmp_path / "stages.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer"),
+    [
+        pytest.param(INT8, {}, id="int8"),
+        pytest.param({**INT8, "compression": "topk:0.1"}, {}, id="topk"),
+        pytest.param(INT8, {"gradient_clip_val": 0.05}, id="int8, clipped by norm, in shards"),
+        pytest.param({**PS, "compression": "int8", "compression_min_size": 40}, {}, id="int8 at servers"),
+    ],
+)
+def test_compressed_gradients_have_the_same_bits(
+    two_ranks: RankPool, options: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    recipe = Recipe(model=model, steps=8, trainer=trainer)
+    run = Run(options=options)
+    straight, by_host = train_on(two_ranks, recipe, run, replace(run, by_host=True))
+    assert_overlapped(by_host, share=0.8)
+    assert_same(straight, by_host)
+
+
+def test_lossless_gives_ddps_bits(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=model, steps=8)
+    lossless = Run(options={**SIZES, "compression": "lossless", "compression_min_size": 40}, by_host=True)
+    assert_same(*train_on(two_ranks, recipe, DDP, lossless))
+
+
+@contextmanager
+def without_waiting_for_the_way_out() -> Iterator[None]:
+    def at_once(self: HostCopies, mark: object, then: Callable[[], None]) -> None:
+        then()
+
+    with patch.object(HostCopies, "when_made", at_once):
+        yield
+
+
+@contextmanager
+def without_waiting_for_the_way_back() -> Iterator[None]:
+    def leave(self: HostCopies, copy: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._copied(buffer, copy, self._back)
+
+    with patch.object(HostCopies, "put_back", leave):
+        yield
+
+
+def train_sabotaged(rank: int, recipe: Recipe, run: Run, sabotage: Callable[[], Any]) -> Outcome:
+    with sabotage():
+        return train(rank, recipe, run)
+
+
+@pytest.mark.parametrize("sabotage", [without_waiting_for_the_way_out, without_waiting_for_the_way_back])
+def test_each_wait_that_is_left_out_shows(two_ranks: RankPool, sabotage: Callable[[], Any]) -> None:
+    recipe = Recipe(model=model, steps=4)
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    broken = two_ranks.run(train_sabotaged, recipe=recipe, run=Run(options=PS, by_host=True), sabotage=sabotage)
+    with pytest.raises(AssertionError):
+        assert_same(ddp, broken)
+
+
+def fail_on_the_way_back(rank: int, recipe: Recipe, run: Run) -> str:
+    def fail(self: HostCopies, copy: torch.Tensor, buffer: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with patch.object(HostCopies, "put_back", fail), pytest.raises(RuntimeError) as raised:
+        train(rank, recipe, run)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("cross_barrier", [True, False])
+def test_a_copy_that_fails_ends_the_fit_on_all_ranks(two_plain_ranks: RankPool, cross_barrier: bool) -> None:
+    run = Run(options={**PS, "cross_barrier": cross_barrier}, by_host=True, network="plain")
+    said = two_plain_ranks.run(fail_on_the_way_back, recipe=Recipe(model=model, steps=4), run=run)
+    assert all("illegal memory access" in one for one in said), said

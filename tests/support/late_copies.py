@@ -1,0 +1,54 @@
+"""Copies between a GPU that is not there and host memory: made late, in any order that streams and events allow."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lightning_bytescheduler.collectives import transport
+from lightning_bytescheduler.collectives.host_copies import HostCopies
+from lightning_bytescheduler.ddp import scheduled_gradients
+from tests.support.fake_device import FakeDevice
+
+__all__ = ["LateCopies", "by_host"]
+
+_LATE_S = 1e-3
+_seeds = itertools.count()
+
+
+class LateCopies(HostCopies):
+    """See the module; a bucket of the CPU stands in for one of the GPU."""
+
+    def __init__(self, device: torch.device, on_error: Callable[[BaseException], object]) -> None:
+        self.fake = FakeDevice(next(_seeds))
+        self.fake.__enter__()
+        cuda: Any = self.fake
+        super().__init__(device, on_error, cuda=cuda)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        def late() -> None:
+            time.sleep(_LATE_S)
+            to.copy_(source)
+
+        to.fill_(torch.nan) if to.dtype.is_floating_point else to.zero_()  # who does not wait finds that
+        self.fake.current_stream().enqueue(late)
+
+    def stop(self, timeout: float) -> bool:
+        stopped = super().stop(timeout)
+        self.fake.__exit__()
+        return stopped
+
+
+@contextmanager
+def by_host() -> Iterator[None]:
+    """Have gradients travel by host memory, as from a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(scheduled_gradients, "travel_by_host", lambda *_, **__: True))
+        stack.enter_context(patch.object(transport, "HostCopies", LateCopies))
+        yield
