@@ -46,34 +46,40 @@ def test_credit_goes_by_time_where_codecs_are_slower_than_the_link() -> None:
     assert slow.charge(part(7530), 1) == 7530, "no more than as it is"
 
 
-def test_parts_of_what_is_compressed_as_a_whole_count_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_buckets_that_are_to_be_smaller_count_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parts as large there are few; by time, the last and most urgent one would wait for the one before."""
     deciding = choice(decides=True)
     seen(deciding, 0, 0.030)
     seen(deciding, 1, 0.010)
-    monkeypatch.setattr(LateTransfers, "is_whole", lambda late, bucket: bucket == 1)
+    monkeypatch.setattr(LateTransfers, "is_planned", lambda late, bucket: bucket == 1)
     assert deciding.charge(part(7530, bucket=1), 1) < 1010 < deciding.charge(part(7530, bucket=0), 1)
 
 
 class TestLargerParts:
-    """Of buckets that are compressed as a whole."""
+    """Of buckets that are to be smaller."""
 
     BUFFER = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
 
     @pytest.fixture
     def late(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Buckets that are, as rank 0 sees it."""
+        """Buckets that are late, as rank 0 sees it: the third quarter by quarter."""
         buckets: list[int] = []
-        monkeypatch.setattr(LateTransfers, "whole_is_late", lambda late, bucket, *_: bucket in buckets)
+        monkeypatch.setattr(LateTransfers, "late_share", lambda late, bucket, *_: buckets.count(bucket) / 4)
         monkeypatch.setattr(LateTransfers, "is_late", lambda late, bucket, *_: bucket in buckets)
         return buckets
 
     def test_few_equal_parts(self, late: list[int]) -> None:
         deciding = choice(decides=True)
         assert deciding.cut(3, self.BUFFER, 10_000) is None
-        late.append(3)
+        late += [3] * 4
         assert deciding.cut(3, self.BUFFER, 10_000) == (33_334, 33_334, 33_332)
         assert deciding.cut(3, self.BUFFER, 50_000) == (100_000,)
+
+    def test_what_is_to_be_smaller_goes_first(self, late: list[int]) -> None:
+        late += [3] * 3
+        assert choice(decides=True).cut(3, self.BUFFER, 10_000) == (37_500, 37_500, 8_334, 8_334, 8_332)
+        late.pop()
+        assert choice(decides=True).cut(3, self.BUFFER, 25_000) == (50_000, 25_000, 25_000)
 
     def test_none_on_ranks_that_follow_or_where_sums_come_before_means(self, late: list[int]) -> None:
         late.append(3)

@@ -213,25 +213,27 @@ AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}
 
 
 def train_chosen(rank: int, recipe: Recipe, runs: list[Run], every: int = 2) -> list[Outcome]:
-    """As if one of ``every`` parts came too late, and one of twice as many whole buckets, on the rank that is asked.
+    """As if one of ``every`` parts came too late, and one of twice as many buckets or half of it, as rank 0 sees it.
 
     The others go by what it says.
     """
-    asked, whole = itertools.count(1), itertools.count(1)
+    asked, planned = itertools.count(1), itertools.count(1)
 
     def is_late(late: LateTransfers, bucket: int, *_: Any) -> bool:
         assert rank == 0, "one rank decides"
-        return late.is_whole(bucket) or next(asked) % every == 0
+        return late.is_planned(bucket) or next(asked) % every == 0
 
-    def whole_is_late(late: LateTransfers, bucket: int, *_: Any) -> bool:
+    def late_share(late: LateTransfers, bucket: int, nbytes: float, now: float) -> float:
         assert rank == 0, "one rank decides"
-        if next(whole) % (2 * every) == 0:
-            late._whole.add(bucket)
-        return late.is_whole(bucket)
+        number = next(planned)
+        if number % (2 * every):
+            return 0.0
+        late._planned_smaller[bucket] = nbytes
+        return 0.5 if number % (4 * every) else 1.0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LateTransfers, "is_late", is_late)
-        patch.setattr(LateTransfers, "whole_is_late", whole_is_late)
+        patch.setattr(LateTransfers, "late_share", late_share)
         patch.setattr(LinkPace, "helps", lambda *_: True)  # parts as small as these take no less time compressed
         return train_all(rank, recipe, runs)
 

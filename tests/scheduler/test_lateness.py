@@ -144,27 +144,32 @@ def test_another_link_is_noticed() -> None:
     assert steps.step()[1] > 0.3
 
 
-def test_a_bucket_that_is_to_be_smaller_is_so_as_a_whole() -> None:
+def test_buckets_that_are_to_be_smaller_are_so_but_for_a_part_of_one() -> None:
     """Where only parts are looked at, as many begin as they are as could still come in time if nothing else did so."""
     steps = Steps(2.0)
     for _ in range(5):
         steps.step()
     late, last = steps.late, Steps.LAYERS - 1
     late.begin("overlapped", steps.now)
-    at, whole, small_part = steps.now, {}, steps.BYTES / 4
+    at, share, small_part = steps.now, {}, steps.BYTES / 4
     for layer in range(last, 3, -1):
         at += 2 / 3 / Steps.LAYERS
         late.ready(layer, steps.BYTES, layer, at, last=False)
-        whole[layer] = late.whole_is_late(layer, steps.BYTES, at)
-    assert not whole[last], "there is time yet"
-    settled = [layer for layer in whole if whole[layer]]
+        share[layer] = late.late_share(layer, steps.BYTES, at)
+    assert not share[last], "there is time yet"
+    assert list(share.values()) == sorted(share.values()), "what is ready later is more urgent"
+    settled = [layer for layer in share if share[layer]]
     assert settled
-    assert all(late.is_whole(layer) for layer in settled)
-    assert late.is_late(settled[0], 0, small_part, at), "however small what is left of it"
-    before = next(layer for layer in whole if not whole[layer])
-    assert not late.is_late(before, 0, small_part, at), "the others could all be smaller"
+    assert sum(0 < each < 1 for each in share.values()) <= 1
+    assert share[settled[-1]] == 1.0
+    assert all(late.is_planned(layer) for layer in settled)
+    for _ in range(int(4 * share[settled[0]])):
+        assert late.is_late(settled[0], 0, small_part, at)
+    assert not late.is_late(settled[0], 0, small_part, at), "the others could all be smaller"
+    before = next(layer for layer in share if not share[layer])
+    assert not late.is_late(before, 0, small_part, at)
     late.begin("overlapped", at)
-    assert not late.is_whole(settled[0])
+    assert not late.is_planned(settled[0])
 
 
 def test_codecs_that_cannot_keep_up_are_not_used() -> None:
@@ -177,6 +182,25 @@ def test_codecs_that_cannot_keep_up_are_not_used() -> None:
     assert not pace.helps(1)
     pace.forget(1)
     assert pace.helps(1)
+
+
+def test_parts_that_share_the_link_are_told_apart() -> None:
+    """Large ones take 1 s alone. Small ones, 8 times smaller, take 1/8 s; together both have half of the link."""
+    pace = LinkPace({0: 1.0, 1: 8.0})
+    for n in range(10):
+        pace.ended(0, 100, n - 1.0, n)
+    now = 9.0
+    for _ in range(20):
+        pace.ended(1, 100, now, now + 0.25, beside=[0])  # while an eighth of the large one has gone
+        pace.ended(0, 100, now, now + 1.125)
+        pace.ended(0, 100, now + 0.25, now + 2.125)
+        now += 2.125
+    assert pace.seconds_per_byte() == pytest.approx(0.01)
+    assert pace.seconds_per_byte(1) == pytest.approx(0.01 / 8, rel=0.05)
+    for _ in range(60):  # codecs take as long again
+        pace.ended(1, 100, now - 1e-9, now + 0.25)
+        now += 0.25
+    assert pace.seconds_per_byte(1) == pytest.approx(0.02 / 8, rel=0.3)
 
 
 def test_waits_for_slower_ranks_are_no_pace_of_the_link() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ __all__ = ["AgreedSizes", "agree_on_sizes"]
 
 _FAR_S = 0.01  # of an all-reduce of nothing
 _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
-_FOR_CODECS = 3  # times the size of partitions that always travel as they are
+_FOR_CODECS = 3  # times the size of partitions that always travel as they are, at most
+_FOR_CODECS_S = 0.01  # what takes the link as long need not be larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def agree_on_sizes(
                 bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
             )
         if may_compress:  # a codec takes milliseconds for a partition of any size, among several ranks
-            larger = _FOR_CODECS * sizes.partition_size
+            times = math.ceil(_FOR_CODECS_S / (sizes.partition_size * travels * link.beta))
+            larger = min(times, _FOR_CODECS) * sizes.partition_size
             sizes = SchedulerSizes(
                 partition_size=larger,
                 credit=max(sizes.credit, larger + larger // 2),  # two parts, also if they are a little smaller

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -108,10 +108,11 @@ class CompressionChoice:
                 self._late.ready(bucket, nbytes, priority, self._clock(), last=last)
 
     def cut(self, bucket: int, buffer: Tensor, partition_size: int) -> tuple[int, ...] | None:
-        """Sizes of the parts of a bucket that has just been said to be there, if it is compressed as a whole.
+        """Sizes of the parts of a bucket that has just been said to be there, if some of it is to be compressed.
 
-        Codecs, messages and threads cost milliseconds for each part, whatever its size; and what is compressed is not
-        long under way, so that large parts are not long in the way of what is more urgent.
+        That goes first, in large parts. Codecs, messages and threads cost milliseconds for each part, whatever its
+        size; and what is compressed is not long under way, so that large parts are not long in the way of what is more
+        urgent.
 
         Args:
             bucket: Its number.
@@ -119,7 +120,7 @@ class CompressionChoice:
             partition_size: Of parts that travel as they are, in elements.
 
         Returns:
-            ``None`` if it is not. Only the rank that decides asks: others are told how a bucket is cut.
+            ``None`` if none of it is. Only the rank that decides asks: others are told how a bucket is cut.
         """
         size = buffer.numel()
         if not self._decides:
@@ -128,10 +129,10 @@ class CompressionChoice:
             if self._late.halves or bucket in self._as_they_are:
                 return None
             helps = any(self._late.pace.helps(form) for form in self._late.pace.forms)
-            if not helps or not self._late.whole_is_late(bucket, size * buffer.element_size(), self._clock()):
-                return None
-        part = part_size(size, _LARGER * partition_size)
-        return tuple(min(part, size - first) for first in range(0, size, part))
+            share = self._late.late_share(bucket, size * buffer.element_size(), self._clock()) if helps else 0.0
+        smaller = round(share * size)
+        parts = (*_parts(smaller, _LARGER * partition_size), *_parts(size - smaller, partition_size))
+        return parts if smaller else None
 
     def bucket_needed(self, bucket: int) -> None:
         """Somebody has reached for what depends on a gradient."""
@@ -199,7 +200,7 @@ class CompressionChoice:
         size, share = sub_task.size, 1.0 / self._ratios[form]
         if self._decides:
             with self._lock:
-                if self._late.is_whole(sub_task.parent.key.bucket):
+                if self._late.is_planned(sub_task.parent.key.bucket):
                     return math.ceil(size * share)
                 exact, smaller = (self._late.pace.seconds_per_byte(each) for each in (0, form))
             if exact and smaller:
@@ -211,3 +212,9 @@ class CompressionChoice:
         if self._decides:
             with self._lock:
                 self._late.ended(sub_task, sub_task.started_at, sub_task.finished_at)
+
+
+def _parts(size: int, largest: int) -> Iterator[int]:
+    """Sizes of equal parts."""
+    part = part_size(size, largest) if size else 1
+    return (min(part, size - first) for first in range(0, size, part))

@@ -102,6 +102,10 @@ class LinkPace:
     on another link: as it is, a byte takes no longer than as many bytes in a smaller form as it would make, so
     whichever is less counts.
 
+    Parts of two forms that are under way together share the link, and a small one ends while a large one has got half
+    of it. So what they take counts together, and what is not of the large ones, by their pace when they were alone, is
+    of the small ones.
+
     Args:
         ratios: How many times smaller each form is; that of form 0 is 1.
         seconds_per_byte: Of form 0, until parts have been seen; ``None`` if not known.
@@ -110,8 +114,9 @@ class LinkPace:
     def __init__(self, ratios: Mapping[int, float], seconds_per_byte: float | None = None) -> None:
         self._ratios = ratios
         self._first = seconds_per_byte
-        self._seen: dict[int, deque[tuple[float, float]]] = {form: deque(maxlen=_PARTS) for form in ratios}
-        self._sums: dict[int, list[float]] = {form: [0.0, 0.0] for form in ratios}
+        self._alone = {form: _Sums() for form in ratios}
+        self._together = {form: _Sums() for form in ratios if form}  # with form 0
+        self._ends = dict.fromkeys(ratios, float("-inf"))
         self._last_end = float("-inf")
 
     @property
@@ -119,30 +124,39 @@ class LinkPace:
         """All but 0."""
         return tuple(form for form in self._ratios if form)
 
-    def ended(self, form: int, nbytes: float, started: float, ended: float) -> None:
-        """A part of ``nbytes`` (as it is) has travelled."""
+    def ended(self, form: int, nbytes: float, started: float, ended: float, *, beside: Iterable[int] = ()) -> None:
+        """A part of ``nbytes`` (as it is) has travelled.
+
+        Args:
+            form: In which it has.
+            nbytes: Of it, as it is.
+            started: When it was sent.
+            ended: When it had arrived.
+            beside: Forms of what is still under way.
+        """
         before, self._last_end = self._last_end, max(self._last_end, ended)
         took, known = ended - max(started, before), self.seconds_per_byte(form)
+        others = {each for each in beside if each != form}
+        others |= {each for each, end in self._ends.items() if each != form and end > started}
+        self._ends[form] = max(self._ends[form], ended)
         if ended <= before or (started >= before and (known is None or took >= known * nbytes)):
             return
-        seen, sums = self._seen[form], self._sums[form]
-        if len(seen) == _PARTS:
-            seconds, size = seen[0]
-            sums[0] -= seconds
-            sums[1] -= size
-        seen.append((took, nbytes))
-        sums[0] += took
-        sums[1] += nbytes
+        if not others:
+            self._alone[form].add(took, 0.0, nbytes)
+        elif form:
+            self._together[form].add(took, 0.0, nbytes)
+        else:
+            self._together[max(others, key=lambda each: self._ends[each])].add(took, nbytes, 0.0)
 
     def helps(self, form: int) -> bool:
         """Whether a byte takes less time in ``form`` than as it is, as far as both were seen."""
-        (seconds, size), (exact, exact_size) = self._sums[form], self._sums[0]
-        return not (size > 0 and exact_size > 0) or seconds / size < _WORTH_IT * exact / exact_size
+        seen, exact = self._seen(form), self._alone[0].per_byte()
+        return seen is None or exact is None or seen < _WORTH_IT * exact
 
     def forget(self, form: int) -> None:
         """Take ``form`` for one that was never seen."""
-        self._seen[form].clear()
-        self._sums[form] = [0.0, 0.0]
+        self._alone[form] = _Sums()
+        self._together[form] = _Sums()
 
     @property
     def last_end(self) -> float:
@@ -151,15 +165,59 @@ class LinkPace:
 
     def seconds_per_byte(self, form: int = 0) -> float | None:
         """Of gradient, not of what travels for it; ``None`` if not known."""
-        seconds, size = self._sums[form]
         if form:
-            if size > 0:
-                return max(seconds / size, 0.0)
-            exact = self.seconds_per_byte()
+            seen, exact = self._seen(form), self.seconds_per_byte()
+            if seen is not None:
+                return seen
             return None if exact is None else exact / self._ratios[form]
-        known = [seconds / size] if size > 0 else ([] if self._first is None else [self._first])
-        known += [s / n * self._ratios[form] for form, (s, n) in self._sums.items() if form and n > 0]
-        return max(min(known), 0.0) if known else None
+        exact = self._alone[0].per_byte()
+        known = [self._first if exact is None else exact]
+        known += [_times(self._alone[each].per_byte(), ratio) for each, ratio in self._ratios.items() if each]
+        found = [each for each in known if each is not None]
+        return max(min(found), 0.0) if found else None
+
+    def _seen(self, form: int) -> float | None:
+        """Of a form other than 0, if any of it was seen."""
+        alone, together = self._alone[form], self._together[form]
+        size = alone.smaller + together.smaller
+        if not size:
+            return None
+        exact = self.seconds_per_byte() or 0.0
+        seconds = alone.seconds + together.seconds - exact * together.exact
+        return max(seconds / size, min(exact / self._ratios[form], alone.per_byte() or exact), 0.0)
+
+
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else number * factor
+
+
+class _Sums:
+    """Of the last parts of a kind: seconds, bytes that travelled as they are, and bytes that did in a smaller form.
+
+    Bytes of a kind that is of one form alone are all in the last of these.
+    """
+
+    __slots__ = ("_parts", "exact", "seconds", "smaller")
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
+        self.seconds = self.exact = self.smaller = 0.0
+
+    def add(self, seconds: float, exact: float, smaller: float) -> None:
+        """Another part."""
+        if len(self._parts) == _PARTS:
+            self._count(*self._parts[0], -1)
+        self._parts.append((seconds, exact, smaller))
+        self._count(seconds, exact, smaller, 1)
+
+    def _count(self, seconds: float, exact: float, smaller: float, sign: int) -> None:
+        self.seconds += sign * seconds
+        self.exact += sign * exact
+        self.smaller += sign * smaller
+
+    def per_byte(self) -> float | None:
+        """Seconds; ``None`` without any part."""
+        return max(self.seconds / self.smaller, 0.0) if self.smaller > 0 else None
 
 
 @dataclass(slots=True)
@@ -297,7 +355,7 @@ class LateTransfers:
         self.usual = min(pace.forms, default=0)
         self._left: dict[tuple[int, int], float] = {}  # bytes that were not sent, by bucket and half
         self._under_way: dict[Hashable, tuple[int, float]] = {}
-        self._whole: set[int] = set()  # buckets that are to be smaller as a whole
+        self._planned_smaller: dict[int, float] = {}  # bytes of buckets that are to be smaller, and were not sent
         self._waited_for_long = 0
         self._planned = False
         self._steps = 0
@@ -315,7 +373,7 @@ class LateTransfers:
                     self.pace.forget(form)
         times.begin(kind)
         self._left.clear()
-        self._whole.clear()
+        self._planned_smaller.clear()
         self._under_way.clear()
         self._planned = False
 
@@ -337,13 +395,13 @@ class LateTransfers:
         """A part has arrived."""
         known = self._under_way.pop(part, None)
         if known is not None:
-            self.pace.ended(*known, started, ended)
+            self.pace.ended(*known, started, ended, beside=(form for form, _ in self._under_way.values()))
 
-    def whole_is_late(self, bucket: int, nbytes: float, now: float) -> bool:
-        """Whether a bucket that has just become ready is to travel in fewer bytes, all of it.
+    def late_share(self, bucket: int, nbytes: float, now: float) -> float:
+        """How much of a bucket that has just become ready is to travel in fewer bytes: a share, in quarters.
 
-        Here what is ready already and was not to be smaller is taken to be sent as it is, as then all parts of a bucket
-        travel alike. Otherwise those of many buckets would be left when time runs out, each to be encoded by itself.
+        Here what is ready already and was not to be smaller is taken to be sent as it is, as then most buckets travel
+        in one way. Otherwise parts of many buckets would be left when time runs out, each to be encoded by itself.
 
         Args:
             bucket: That is ready, and of which nothing was sent.
@@ -351,20 +409,25 @@ class LateTransfers:
             now: When that is decided.
         """
         if not self._may_compress(nbytes, now):
-            return False
+            return 0.0
         start, behind = now + self._busy(now), self._behind(now, settled=True)
         exact, smaller = self._paces()
         own = next(each for at, each in behind if at == (bucket, 0))
         others = [each for at, each in behind if at != (bucket, 0)]
-        plays = [lateness(start, [*others, replace(own, seconds=nbytes * pace)]) for pace in (exact, smaller)]
-        late = plays[0] > self._allowed(now) and plays[0] > plays[1] + _SAME
-        if late:
-            self._whole.add(bucket)
-        return late
 
-    def is_whole(self, bucket: int) -> bool:
-        """Whether :meth:`whole_is_late` has said so in this step."""
-        return bucket in self._whole
+        def play(share: float) -> float:
+            seconds = nbytes * (share * smaller + (1 - share) * exact)
+            return lateness(start, [*others, replace(own, seconds=seconds)])
+
+        goal = max(self._allowed(now), play(1.0) + _SAME)
+        share = next((quarter / 4 for quarter in range(4) if play(quarter / 4) <= goal), 1.0)
+        if share:
+            self._planned_smaller[bucket] = share * nbytes
+        return share
+
+    def is_planned(self, bucket: int) -> bool:
+        """Whether :meth:`late_share` has said in this step that some of it is to be smaller."""
+        return bucket in self._planned_smaller
 
     def is_late(self, bucket: int, half: int, nbytes: float, now: float) -> bool:
         """Whether the part that is next has to be smaller, so that nothing waits for it, or for what is behind it.
@@ -375,7 +438,8 @@ class LateTransfers:
             nbytes: Of the part, as it is.
             now: When that is decided.
         """
-        if bucket in self._whole:
+        if self._planned_smaller.get(bucket, 0.0) > nbytes / 2:
+            self._planned_smaller[bucket] -= nbytes
             return True
         if not self._may_compress(nbytes, now):
             return False
@@ -426,9 +490,10 @@ class LateTransfers:
             ready, needed = times.offsets(each)
             there = times.is_ready(each)
             at = now if there else max(origin + ready, now)
-            pace = exact if settled and there and each not in self._whole else smaller
             for half, size in self._sizes(each, known):
-                transfer = self._transfer(known, half, at, origin + waited, (soonest, needed), size * pace)
+                as_it_is = max(size - self._planned_smaller.get(each, 0.0), 0.0) if settled and there else 0.0
+                seconds = as_it_is * exact + (size - as_it_is) * smaller
+                transfer = self._transfer(known, half, at, origin + waited, (soonest, needed), seconds)
                 found.append(((each, half), transfer))
         return found
 
