@@ -49,8 +49,11 @@ def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
 
 def measured_steps(
     link: ShapedLink, configuration: Configuration, contenders: Sequence[str], *, steps: int, rounds: int, each: int = 1
-) -> dict[str, list[float]]:
-    """Medians of each round, in seconds, by contender.
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step, and of it those in which gradients travelled on rank 0, of each round by contender.
+
+    Of steps that is the median, of their communication the mean: from the first part that is sent to the last that has
+    arrived, without pauses.
 
     Args:
         link: Hosts for ranks, then for servers.
@@ -68,7 +71,7 @@ def measured_steps(
     hosts = n // each
     environment = {"NODES": str(hosts), "WORLD_SIZE": str(n), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_PORT": str(_FIRST_PORT), "RANKS_PER_NODE": str(each)}
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     children: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(n):
@@ -91,7 +94,8 @@ def measured_steps(
         for line in output or ():
             if line.startswith(b"{"):
                 result = json.loads(line)
-                found[result["contender"]].append(statistics.median(result["seconds"]))
+                travelled = result["account"].get("communication", 0.0)
+                found[result["contender"]].append((statistics.median(result["seconds"]), travelled))
         if children[0].wait() or not all(found.values()):
             raise MeasurementFailed(f"Rank 0 ended with {children[0].returncode}.")
     finally:
@@ -138,18 +142,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             configuration = replace(base, ratio=ratio)
             found = measured_steps(link, configuration, contenders, steps=asked.steps, rounds=asked.rounds, each=each)
             table = Table(title=f"{n} workers, {each} on each host, {asked.mbit:g} Mbit/s, ratio {ratio:g}")
-            for column in ("", "step, ms", "all-reduce's step / this one", "communication by formula, ms"):
+            for column in ("", "step, ms", "all-reduce's step / this one", "communication, ms", "by formula, ms"):
                 table.add_column(column, justify="left" if not column else "right")
-            first = statistics.median(found[contenders[1]])
+            first = statistics.median(step for step, _ in found[contenders[1]])
             for name in contenders:
-                step, servers = statistics.median(found[name]), _SERVERS.fullmatch(name)
+                step, travelled = (statistics.median(each) for each in zip(*found[name], strict=True))
+                servers = _SERVERS.fullmatch(name)
                 times = 2 * (n - 1) / n  # a ring crosses each host's link once
                 if servers:
                     times = crossings(n, each, int(servers[1]), by_node=bool(servers[2]))
                 seconds = times * asked.megabytes * 1e6 / base.link.bandwidth
                 compressed = asked.compression and f", {asked.compression}, " in name
                 formula = "" if name == ALONE or compressed else f"{1e3 * seconds:.0f}"
-                table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", formula)
+                seen = f"{1e3 * travelled:.0f}" if travelled else ""
+                table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", seen, formula)
             console.print(table)
 
 

@@ -88,6 +88,7 @@ def _account(trainer: L.Trainer, model: L.LightningModule) -> dict[str, float]:
         found["deferred steps"] = statistics.deferred_step_s
         found["gates"] = statistics.gate_wait_s
         found["exposed"] = statistics.exposed_s
+        found["communication"] = statistics.communication_s
     return found
 
 

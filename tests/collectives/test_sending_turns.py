@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
 import torch
 
-from lightning_bytescheduler.collectives.sending_turns import SendingTurns
+from lightning_bytescheduler.collectives.sending_turns import SendingTurns, turns_by_need
 
 
 class Link:
@@ -74,3 +75,30 @@ def test_a_stop_sends_nothing_more() -> None:
     assert turns.stop(10.0)
     assert len(link.sent) <= 2
     assert not errors
+
+
+def test_who_needs_more_has_more_turns_evenly_spread() -> None:
+    assert turns_by_need([3, 1, 2], [0.25] * 3) == [3, 1, 2], "as they are given"
+    assert turns_by_need([4, 1, 2, 3], [1 / 3, 1 / 6, 1 / 6, 1 / 6]) == [1, 4, 2, 4, 3]
+    turns = turns_by_need([4, 5, 1, 2, 3], [0.3, 0.3, 0.1, 0.1, 0.1])
+    assert [turns.count(receiver) for receiver in (4, 5, 1, 2, 3)] == [3, 3, 1, 1, 1]
+    for receiver in (4, 5):
+        at = [position for position, to in enumerate([*turns, *turns]) if to == receiver]
+        assert max(b - a for a, b in itertools.pairwise(at)) == 3
+    assert turns_by_need([4, 1], [0.9, 0.0]) == [4, 1], "a question may go to one that adds up nothing"
+    assert turns_by_need([4, 1], [0.999, 0.001]).count(4) == 8, "nobody waits for long"
+    assert turns_by_need([], []) == []
+
+
+def test_one_with_several_turns_gets_its_messages_in_order() -> None:
+    link, errors = Link(), list[BaseException]()
+    turns = turns_of(link, [4, 5, 1, 4, 5], errors)
+    for number in range(1, 9):
+        for receiver in (1, 4, 5):
+            turns.put(torch.zeros(1), receiver, number)
+    link.open.set()
+    turns.close()
+    assert not errors
+    assert len(link.sent) == 24
+    for receiver in (1, 4, 5):
+        assert [number for to, number in link.sent if to == receiver] == list(range(1, 9))

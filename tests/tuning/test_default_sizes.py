@@ -149,14 +149,23 @@ def test_model_sizes_are_whole(option: str, value: Any) -> None:
         default_sizes(**model, link=LinkEstimate(alpha=0.0, beta=1e-9))
 
 
-@given(parameters=st.integers(0, 10**11), width=st.sampled_from([1, 2, 4, 8]))
-def test_servers_get_the_published_partitions_and_credit_for_both_ways(parameters: int, width: int) -> None:
-    link = LinkEstimate(alpha=1e-3, beta=1e-9)
+@given(
+    parameters=st.integers(0, 10**11),
+    width=st.sampled_from([1, 2, 4, 8]),
+    beta=st.sampled_from([1e-7, 1e-8, 1e-9, 1e-10, 1e-12]),
+)
+def test_servers_get_the_published_partitions_and_credit(parameters: int, width: int, beta: float) -> None:
+    link = LinkEstimate(alpha=1e-3, beta=beta)
     sizes = default_sizes(parameters=parameters, bytes_per_parameter=width, link=link, architecture="ps")
-    assert sizes.credit == 16 * sizes.partition_size <= 16_000_000
-    if parameters >= 128_000_000:
+    parts, rest = divmod(sizes.credit, sizes.partition_size)
+    assert not rest
+    assert 16 <= parts <= 24
+    assert sizes.credit <= max(parameters // 8, 16 * sizes.partition_size)
+    assert sizes.credit <= 16_000_000
+    if parameters >= 128_000_000 and beta < 5e-10:
         assert (sizes.partition_size, sizes.credit) == (1_000_000, 16_000_000)
     assert sizes.partition_size <= max(parameters // 128, 128 * KIB // width)
+    assert sizes.partition_size * width * beta <= max(0.0075, 128 * KIB * beta)
     assert sizes.bucket_bytes >= sizes.partition_size * width
 
 

@@ -141,7 +141,7 @@ class SchedulerGroups:
 def _one_threaded(timeout: timedelta | None) -> dist.ProcessGroup:
     """A group of gloo on which one collective is worked on at a time; every rank calls this at the same point."""
     if _ONE_THREADED not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_ONE_THREADED, _gloo_of_one_thread, devices=["cpu"])
+        dist.Backend.register_backend(_ONE_THREADED, _gloo_of_one_thread, devices=["cpu", "cuda"])
     group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=_ONE_THREADED)
     return group
 

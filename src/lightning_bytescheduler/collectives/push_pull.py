@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
-from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns
+from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns, turns_by_need
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
     DTYPES,
@@ -150,8 +150,9 @@ class PushPull:
         self._pushes: SendingTurns | None = None
         if self._receivers:
             # Each worker begins with another server, and goes round in the same direction.
-            first = self._rank % len(self._receivers)
-            turns = self._receivers[first:] + self._receivers[:first]
+            others = [*_from(self._rank, spare), *_from(self._rank, colocated)]
+            needs = [self.shares.weights[rank - workers if rank >= workers else servers + rank] for rank in others]
+            turns = turns_by_need(others, needs)
             self._pushes = SendingTurns(group, turns, name="pushes", on_error=lambda _: abandon(group))
 
     @property
@@ -296,3 +297,9 @@ class PushPull:
             self._pushes.stop(_THREADS_S)
         if self._colocated is not None:
             self._colocated.stop(_THREADS_S)
+
+
+def _from(first: int, ranks: list[int]) -> list[int]:
+    """The same ranks, beginning with another one."""
+    first %= max(len(ranks), 1)
+    return ranks[first:] + ranks[:first]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = ["PATIENCE", "OnSent", "SendingTurns"]
+__all__ = ["PATIENCE", "OnSent", "SendingTurns", "turns_by_need"]
 
 PATIENCE = timedelta(days=30)
 """Of who waits for a message in any case: that ends when a connection does. Connecting has a shorter one."""
@@ -29,7 +29,30 @@ PATIENCE = timedelta(days=30)
 OnSent = Callable[[float, float], object]
 """Told from when to when a message has left, in seconds of ``time.perf_counter``; on the thread that sends."""
 
+_MOST_TURNS = 8  # of one receiver, for one of another
 _AHEAD = 2  # messages handed to gloo at once: the next begins when one has left, without waking anybody
+
+
+def turns_by_need(receivers: Sequence[int], needs: Sequence[float]) -> list[int]:
+    """Receivers in an order of turns in which each occurs as often as it needs, evenly spread.
+
+    With as many turns for all, those who get little keep up with those who get much: the links to the latter have to
+    wait for their share then, and the others are done early and idle. With 4 workers, two spare servers and each
+    worker a server besides, pushes and pulls took 6% less in turns of 3 and 1.
+
+    Args:
+        receivers: Ranks.
+        needs: How much each of them gets, in any unit.
+    """
+    least = min((need for need in needs if need > 0), default=1.0)
+    alike: dict[int, list[int]] = {}  # by how many turns each has
+    for receiver, need in zip(receivers, needs, strict=True):
+        alike.setdefault(min(max(round(need / least), 1), _MOST_TURNS), []).append(receiver)
+    turns = []
+    for count, ranks in alike.items():
+        of_these = ranks * count
+        turns += [((position + 0.5) / len(of_these), rank) for position, rank in enumerate(of_these)]
+    return [rank for _, rank in sorted(turns, key=lambda turn: turn[0])]
 
 
 class SendingTurns:
@@ -37,7 +60,7 @@ class SendingTurns:
 
     Args:
         group: What they are sent on.
-        receivers: Ranks, in the order of turns; the first is whose turn it is first.
+        receivers: Ranks, in the order of turns; the first is whose turn it is first. One may have several.
         name: Of the thread.
         on_error: Called on it, once, with what a message has failed with; nothing is sent after that.
     """

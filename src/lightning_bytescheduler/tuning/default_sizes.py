@@ -39,9 +39,14 @@ _MUCH_SECONDS = 0.02  # for all gradients; less is soon over, whatever a step ta
 _PARTITIONS_PER_MODEL = 16
 _SERVERS_PARTITION = 1_000_000  # published for parameter servers
 # A part holds its credit from push to pull. With the published 4 one direction of the links was idle half of the time,
-# and steps took 1.4 times as long (4 workers, 4 servers, 300 Mbit/s).
-_SERVERS_PARTITIONS_IN_CREDIT = 16
+# and steps took 1.4 times as long (4 workers, 4 servers, 300 Mbit/s). More than 16 help where that is less than an
+# eighth of the model, so that what is urgent still overtakes.
+_SERVERS_PARTITIONS_IN_CREDIT, _SERVERS_MOST_IN_CREDIT = 16, 24
+_SERVERS_CREDITS_PER_MODEL = 8
+_SERVERS_LARGEST_CREDIT = 16_000_000  # published
 _SERVERS_PARTITIONS_PER_MODEL = 128
+# Filling and draining take as long as one part does. What is shorter costs more processor time than that brings.
+_SERVERS_PARTITION_SECONDS = 0.0075  # of an all-reduce
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
 
@@ -144,7 +149,8 @@ def default_sizes(
         busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
         in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
         architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, but no
-            larger than a 128th of the model, under a credit of sixteen of them, whatever the link.
+            larger than a 128th of the model or what is all-reduced in 7.5 ms. The credit is an eighth of the model,
+            but sixteen of them at least, and 24 at most.
         far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth
             of what does that each, and as many in flight.
 
@@ -155,7 +161,7 @@ def default_sizes(
     require_whole("parameters", parameters, 0)
     require_whole("bytes_per_parameter", bytes_per_parameter, 1)
     if require_architecture(architecture) == "ps":
-        return _sizes_for_servers(parameters, bytes_per_parameter)
+        return _sizes_for_servers(parameters, bytes_per_parameter, link)
     model_bytes = max(parameters * bytes_per_parameter, 1)
     starting = (2 if in_shards else 1) * link.alpha
     under_way = (_ALPHAS_IN_CREDIT_WHEN_FAR * starting + _SECONDS_IN_CREDIT_WHEN_FAR) / link.beta
@@ -181,10 +187,12 @@ def default_sizes(
     )
 
 
-def _sizes_for_servers(parameters: int, bytes_per_parameter: int) -> SchedulerSizes:
+def _sizes_for_servers(parameters: int, bytes_per_parameter: int, link: LinkEstimate) -> SchedulerSizes:
     least = _MIN_PARTITION_BYTES // bytes_per_parameter
-    partition = max(min(_SERVERS_PARTITION, parameters // _SERVERS_PARTITIONS_PER_MODEL), least)
+    soon_there = int(_SERVERS_PARTITION_SECONDS / link.beta) // bytes_per_parameter
+    partition = max(min(_SERVERS_PARTITION, parameters // _SERVERS_PARTITIONS_PER_MODEL, soon_there), least)
     model_bytes = parameters * bytes_per_parameter
     bucket = max(min(model_bytes // _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition * bytes_per_parameter)
-    credit = _SERVERS_PARTITIONS_IN_CREDIT * partition
+    under_way = min(parameters // _SERVERS_CREDITS_PER_MODEL, _SERVERS_LARGEST_CREDIT) // partition
+    credit = min(max(under_way, _SERVERS_PARTITIONS_IN_CREDIT), _SERVERS_MOST_IN_CREDIT) * partition
     return SchedulerSizes(partition_size=partition, credit=credit, bucket_bytes=bucket)
