@@ -35,24 +35,27 @@ def test_a_copy_is_made_behind_what_writes_the_bucket_and_told_of_on_one_thread(
         bucket.fill_(7.0)
 
     copies.fake.training.enqueue(write, when=written.is_set)
-    copy, made = copies.take_out(0, bucket)
+    copy, exists, made = copies.take_out(0, bucket)
     told: list[tuple[str, float]] = []
+    began: list[float] = []
     there = threading.Event()
 
     def then() -> None:
         told.append((threading.current_thread().name, float(copy[0])))
         there.set()
 
+    copies.when_made(exists, lambda: began.append(float(bucket[0])))
     copies.when_made(made, then)
     assert not there.wait(0.05), "it has not been written"
     written.set()
     assert there.wait(10.0)
     assert told == [("bytescheduler-device", 7.0)]
+    assert began == [7.0]
 
 
 def test_what_is_put_back_is_there(copies: LateCopies) -> None:
     bucket = torch.arange(6.0)
-    copy, made = copies.take_out(3, bucket)
+    copy, _, made = copies.take_out(3, bucket)
     there = threading.Event()
     copies.when_made(made, there.set)
     assert there.wait(10.0)
@@ -62,17 +65,18 @@ def test_what_is_put_back_is_there(copies: LateCopies) -> None:
 
 
 def test_memory_is_used_again_for_the_same_bucket(copies: LateCopies) -> None:
-    first, _ = copies.take_out(0, torch.ones(8))
-    again, _ = copies.take_out(0, torch.ones(8))
-    other, _ = copies.take_out(1, torch.ones(8))
-    larger, _ = copies.take_out(0, torch.ones(9))
-    wider, _ = copies.take_out(1, torch.ones(8, dtype=torch.float64))
+    first, *_ = copies.take_out(0, torch.ones(8))
+    again, *_ = copies.take_out(0, torch.ones(8))
+    other, *_ = copies.take_out(1, torch.ones(8))
     assert first.data_ptr() == again.data_ptr() != other.data_ptr()
+    larger, *_ = copies.take_out(0, torch.ones(9))
+    assert copies._copies.keys() == {0}, "buckets were arranged anew: there may be no second one any more"
+    wider, *_ = copies.take_out(1, torch.ones(8, dtype=torch.float64))
     assert (larger.numel(), wider.dtype) == (9, torch.float64)
 
 
 def test_what_goes_wrong_is_told(copies: LateCopies, errors: list[BaseException]) -> None:
-    _, made = copies.take_out(0, torch.ones(2))
+    *_, made = copies.take_out(0, torch.ones(2))
     copies.when_made(made, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     deadline = time.monotonic() + 10.0
     while not errors and time.monotonic() < deadline:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +109,29 @@ def test_a_touch_updates_and_opens_and_tells_without_the_lock(step: OverlappedSt
     assert update.state.value == "done"
     assert type(parameter) is nn.Parameter
     assert told(step) == [("early", True)]
+
+
+def test_a_step_that_is_taken_while_somebody_waits_is_the_trainings(
+    step: OverlappedStep, parameter: nn.Parameter
+) -> None:
+    """On a GPU: whoever waits may be on a stream of their own."""
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    step.take(optimizer, optimizer.step)
+    entered: list[object] = []
+
+    class Stream:
+        @contextmanager
+        def entered(self) -> Iterator[None]:
+            entered.append(update.state)
+            yield
+            entered.append(update.state)
+
+    step.context.stream = Stream()  # type: ignore[assignment]
+    step.step_while_waiting(CommTask("bucket 1", 3, launch=lambda _: None, key=TaskKey(step.number)))
+    assert entered == [UpdateState.OPENING, UpdateState.OPENING]
+    assert update.state is UpdateState.STEPPED
 
 
 def test_a_step_that_is_taken_whole_says_so_without_the_lock(step: OverlappedStep, parameter: nn.Parameter) -> None:

@@ -20,6 +20,7 @@ from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HO
 from lightning_bytescheduler.timeline.trace import read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_compression import INT8
+from tests.parity.test_kinds_of_tensors import Complex
 from tests.parity.test_parameter_servers import PS
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
@@ -57,6 +58,7 @@ def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: 
     for waits in trace.select(QUEUE):
         assert out[waits.name, waits.args["step"]].end <= waits.start + 1e-3, "sent before it was copied"
     back = trace.select(COPY_TO_DEVICE)
+    assert max(pull.end for pull in trace.select(PULL)) < max(span.end for span in back), "a copy is no part of a pull"
     assert len(back) == len(trace.select(QUEUE)), "each part is copied back"
     assert max(span.end for span in back) > max(span.start for span in trace.select(PULL))
     draw_timeline(trace, tmp_path / "stages.png")
@@ -76,6 +78,14 @@ def test_compressed_gradients_have_the_same_bits(
 ) -> None:
     recipe = Recipe(model=model, steps=8, trainer=trainer)
     run = Run(options=options)
+    straight, by_host = train_on(two_ranks, recipe, run, replace(run, by_host=True))
+    assert_overlapped(by_host, share=0.8)
+    assert_same(straight, by_host)
+
+
+def test_complex_gradients_that_are_reduced_in_shards_come_back_to_their_places(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Complex, steps=8, trainer={"gradient_clip_val": 0.05})
+    run = Run(options={**INT8, "partition_size": 50, "credit": 100})  # several parts of what is complex
     straight, by_host = train_on(two_ranks, recipe, run, replace(run, by_host=True))
     assert_overlapped(by_host, share=0.8)
     assert_same(straight, by_host)

@@ -9,10 +9,11 @@ of 1 Gbit/s, so what is urgent would win nothing by going first, and needs no cr
 of their own, as the directions do not slow each other down.
 
 Why every read sees the right values: the copy out waits, on its stream, for an event that was recorded behind what
-wrote the bucket; the task is ready, and so read by the host, once the host has seen the event behind the copy. The copy
-back begins when the task has ended, and so when nobody else reads or writes the bucket or its copy; who ends the task
-waits until the copy is seen to have been made, so whoever reads the bucket later, on any stream, finds it there. The
-copy of the next step is made behind the next backward pass, which begins when all tasks have ended.
+wrote the bucket; the task is ready, and so read by the host, once the host has seen the event behind the copy. A part
+is copied back when its operation has ended, and so when nobody else reads or writes this part of the bucket or of the
+copy. Who ends the part waits until that is seen to have been done, so whoever reads the bucket when its task has ended,
+on any stream, finds it there. The next step's copy is made behind the next backward pass, which begins when all tasks
+have ended.
 
 The source of the stages: BytePS (Jiang et al., OSDI 2020, section 5), and "CUDA semantics" in PyTorch's documentation.
 """
@@ -50,7 +51,7 @@ class HostCopies:
     """Copies of one device's buckets in host memory.
 
     A thread, ``bytescheduler-device``, looks whether copies out have been made. Copies back are waited for by the
-    thread that has ended the task.
+    thread that has seen a part's operation end.
 
     Args:
         device: Where gradients live.
@@ -70,7 +71,7 @@ class HostCopies:
         self._stopping = threading.Event()
         self._poller = DevicePoller(nullcontext)
 
-    def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark]:
+    def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark, ReadyMark]:
         """Begin to copy a bucket, whose data exists for the current stream.
 
         Args:
@@ -78,20 +79,20 @@ class HostCopies:
             buffer: Its, on the device.
 
         Returns:
-            The copy, and when it has been made.
+            The copy, when what it is of exists, and when it has been made.
         """
         copy = self._copies.get(index)
         if copy is None or (copy.numel(), copy.dtype) != (buffer.numel(), buffer.dtype):
+            if copy is not None:
+                self._copies.clear()  # buckets were arranged anew, and some may be no more
             copy = self._copies[index] = self._memory(buffer)
         exists = self._cuda.Event()
         exists.record(self._cuda.current_stream(self._device))
         self._out.wait_event(exists)
-        made = ReadyMark(torch.device("cpu"))
-        made.event = self._copied(copy, buffer, self._out)
-        return copy, made
+        return copy, _mark(exists), _mark(self._copied(copy, buffer, self._out))
 
     def when_made(self, mark: ReadyMark, then: Callable[[], None]) -> None:
-        """Call ``then`` on the thread that looks, when a copy out has been made; for any thread."""
+        """Call ``then`` on the thread that looks, when the device has passed ``mark``; for any thread."""
         self._poller.await_data(partial(self._look, mark, then))
 
     def put_back(self, copy: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -100,6 +101,8 @@ class HostCopies:
         Raises:
             SchedulerClosedError: If the fit ends meanwhile.
         """
+        if buffer.device.type == "cuda":
+            torch.cuda.set_device(buffer.device)  # a thread's first device is 0, where it would begin a context
         made = self._copied(buffer, copy, self._back)
         while not made.query():
             if self._stopping.wait(_LOOK_AGAIN_S):
@@ -111,7 +114,7 @@ class HostCopies:
         return self._poller.stop(timeout)
 
     def _memory(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
         """Enqueue a copy; returns the event behind it."""
@@ -136,3 +139,9 @@ class HostCopies:
         except BaseException as error:
             self._on_error(error)
         return True
+
+
+def _mark(event: Any) -> ReadyMark:
+    mark = ReadyMark(torch.device("cpu"))
+    mark.event = event
+    return mark

@@ -260,10 +260,11 @@ class GradientTransport:
     def stop(self, timeout: float) -> bool:
         """End the threads that wait for results, within ``timeout`` seconds; returns whether they ended."""
         deadline = time.monotonic() + timeout
+        copying = self.host_copies is None or self.host_copies.stop(timeout)  # first: others may wait for copies
         lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
-        for stopped in (self.host_copies, self._completion, self._overtaken_by, self._streams):
+        for stopped in (self._completion, self._overtaken_by, self._streams):
             lanes.append(stopped is None or stopped.stop(max(0.1, deadline - time.monotonic())))
-        return all(lanes)
+        return copying and all(lanes)
 
 
 def _encode(start: Callable[[], StartedOperation], place: Place, last: Callable[[], None] | None) -> None:

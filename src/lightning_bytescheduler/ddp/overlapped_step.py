@@ -181,7 +181,7 @@ class BucketUpdate:
         """Update the parameters, now that the gradient has arrived; the gate stays closed."""
         self.state = UpdateState.OPENING
         try:
-            with self.step.context.or_torn(len(self.chosen)):
+            with self.step.context.stream.entered(), self.step.context.or_torn(len(self.chosen)):
                 self.update()
         finally:
             self.state = UpdateState.STEPPED

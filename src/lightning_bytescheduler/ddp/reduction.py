@@ -59,7 +59,7 @@ __all__ = [
     "total_norm",
 ]
 
-OnPart = Callable[[int, int], None]
+OnPart = Callable[[SubCommTask], None]
 _BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
 
 
@@ -96,7 +96,7 @@ class GradientBucket:
     Attributes:
         cut: Sizes of the parts that it travels in, if not equal ones.
         exists: When the contents of ``buffer`` do, where they are not what the current stream writes.
-        on_part: Called with offset and size of each part that ``buffer`` has the mean of, before anybody is told.
+        on_part: Called with each part that ``buffer`` has the mean of, before anybody is told.
     """
 
     __slots__ = ("buffer", "cut", "exists", "index", "on_part", "parameters", "priority")
@@ -531,7 +531,7 @@ class StepTasks:
         on_part: OnPart | None,
         sub_task: SubCommTask,
     ) -> None:
-        last = None if on_part is None else partial(on_part, sub_task.offset, sub_task.size)
+        last = None if on_part is None else partial(on_part, sub_task)
         with profiled(f"bytescheduler::start {sub_task.name}"):
             if of is not None and of.has_choice and not sub_task.form:
                 encoded = None

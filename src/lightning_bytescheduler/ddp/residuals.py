@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.ddp.low_rank_reduction import first_right
 
-__all__ = ["LeftElsewhere", "Residuals"]
+__all__ = ["LeftElsewhere", "Residuals", "add_up_on_first"]
 
 _FORMAT = 1
 
@@ -55,7 +56,7 @@ class Residuals:
         """The residual of a parameter, zeros at first; written to in place."""
         known = self._tensors.get(name)
         if known is None or known.numel() != size:
-            known = self._tensors[name] = torch.zeros(size)
+            known = self._tensors[name] = torch.zeros(size, device="cpu")  # whatever the default is
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded.numel() == size:
                 known.copy_(loaded.view(-1)).mul_(1.0 / self._ranks)
@@ -174,3 +175,16 @@ class Residuals:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def add_up_on_first(tensor: Tensor, device: torch.device) -> None:
+    """Make ``tensor`` the sum of all ranks', in place, on the first one of the default group.
+
+    Args:
+        tensor: On a CPU.
+        device: Where the group takes tensors from: NCCL's has none for those of a CPU.
+    """
+    there = tensor.to(device)
+    dist.reduce(there, dst=0)
+    if there is not tensor:
+        tensor.copy_(there)

@@ -37,7 +37,7 @@ from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMPUTE, COPY_TO_DEVICE, COPY_TO_HOST, GATE, WAIT, Timeline
 
 __all__ = [
@@ -214,16 +214,23 @@ class StepContext:
         copies = self.transport.host_copies
         if copies is None:
             return bucket
-        start = self.clock()
-        copy, made = copies.take_out(bucket.index, bucket.buffer)
+        buffer = bucket.buffer
+        copy, exists, made = copies.take_out(bucket.index, buffer)
         if self.timeline is not None:
-            copies.when_made(made, partial(self._record_copy, COPY_TO_HOST, bucket.index, step, start))
+            began: list[float] = []
+            copies.when_made(exists, lambda: began.append(self.clock()))
+            copies.when_made(made, lambda: self._record_copy(COPY_TO_HOST, bucket.index, step, began.pop()))
         on_host = GradientBucket(bucket.index, bucket.parameters, copy, bucket.priority)
         on_host.cut, on_host.exists = bucket.cut, made
 
-        def put_back(offset: int, size: int) -> None:
-            start, part = self.clock(), slice(offset, offset + size)
-            copies.put_back(copy[part], bucket.buffer[part])
+        def put_back(part: SubCommTask) -> None:
+            start, place = self.clock(), slice(part.offset, part.offset + part.size)
+            if part.passage is not None:
+                part.passage.came = part.passage.came or start
+            whole = copy, buffer
+            if part.parent.size != copy.numel():  # complex numbers travel as pairs of real ones where norms are told
+                whole = torch.view_as_real(copy).view(-1), torch.view_as_real(buffer).view(-1)
+            copies.put_back(whole[0][place], whole[1][place])
             self._record_copy(COPY_TO_DEVICE, bucket.index, step, start)
 
         on_host.on_part = put_back

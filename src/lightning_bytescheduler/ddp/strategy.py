@@ -39,6 +39,7 @@ from lightning_bytescheduler.ddp.parameter_servers import ServerOptions, refuse_
 from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
+from lightning_bytescheduler.ddp.residuals import add_up_on_first
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
@@ -501,7 +502,7 @@ class ByteSchedulerStrategy(RankStrategy):
             return None
         self.flush()
         with self._explained():
-            return residuals.total(partial(dist.reduce, dst=0), keep=self.is_global_zero)
+            return residuals.total(partial(add_up_on_first, device=self.root_device), keep=self.is_global_zero)
 
     def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what :meth:`compression_state` returned, perhaps on another number of ranks."""

@@ -1,0 +1,83 @@
+"""What all steps share: buckets that travel as copies in host memory, and come back part by part."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepContext
+from lightning_bytescheduler.scheduler.passage import Passage
+from lightning_bytescheduler.scheduler.task import CommTask
+from tests.support.late_copies import LateCopies
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def context() -> Iterator[StepContext]:
+    transport: Any = SimpleNamespace(host_copies=LateCopies(CPU, lambda error: None), wire_device=CPU)
+    core: Any = SimpleNamespace()
+    yield StepContext(
+        core=core,
+        transport=transport,
+        parameters=[],
+        device=CPU,
+        timeout=5.0,
+        statistics=SchedulerStatistics(),
+        timeline=None,
+        clock=time.perf_counter,
+    )
+    assert transport.host_copies.stop(5.0)
+
+
+def copied(context: StepContext, buffer: torch.Tensor) -> GradientBucket:
+    """What travels of ``buffer``, once it has been copied."""
+    bucket = GradientBucket(3, [], buffer, 7)
+    bucket.cut = (2, 2)
+    on_host = context.on_the_wire(bucket, step=1)
+    assert (on_host.index, on_host.priority, on_host.cut) == (3, 7, (2, 2))
+    assert on_host.buffer.data_ptr() != buffer.data_ptr()
+    there, copies = threading.Event(), context.transport.host_copies
+    assert copies is not None
+    assert on_host.exists is not None
+    copies.when_made(on_host.exists, there.set)
+    assert there.wait(10.0)
+    return on_host
+
+
+def test_a_part_comes_back_to_its_place_and_its_pull_ends_before(context: StepContext) -> None:
+    buffer = torch.arange(4.0)
+    on_host = copied(context, buffer)
+    assert torch.equal(on_host.buffer, buffer)
+    on_host.buffer.add_(10.0)
+    part = CommTask("bucket 3", 4, launch=lambda _: None).partition(2)[1]
+    part.passage = Passage(0, pushed=8, pulled=8)
+    assert on_host.on_part is not None
+    on_host.on_part(part)
+    assert buffer.tolist() == [0.0, 1.0, 12.0, 13.0]
+    assert 0 < part.passage.came < time.perf_counter() - 1e-3, "copies take a millisecond here"
+
+
+def test_pairs_of_real_numbers_come_back_to_the_complex_ones_that_they_are_of(context: StepContext) -> None:
+    """Where norms are told a bucket of complex numbers travels as twice as many real ones."""
+    buffer = torch.tensor([1 + 2j, 3 + 4j])
+    on_host = copied(context, buffer)
+    torch.view_as_real(on_host.buffer).add_(10.0)
+    first, second = CommTask("bucket 3 gather", 4, launch=lambda _: None).partition(2)
+    assert on_host.on_part is not None
+    on_host.on_part(second)
+    assert buffer.tolist() == [1 + 2j, 13 + 14j]
+    on_host.on_part(first)
+    assert buffer.tolist() == [11 + 12j, 13 + 14j]
+    (whole,) = CommTask("bucket 3", 2, launch=lambda _: None).partition(2)
+    on_host.buffer.fill_(5j)
+    on_host.on_part(whole)
+    assert buffer.tolist() == [5j, 5j], "an all-reduce counts complex ones"
