@@ -165,7 +165,7 @@ def test_servers_get_the_published_partitions_and_credit(parameters: int, width:
     if parameters >= 128_000_000 and beta < 5e-10:
         assert (sizes.partition_size, sizes.credit) == (1_000_000, 16_000_000)
     assert sizes.partition_size <= max(parameters // 128, 128 * KIB // width)
-    assert sizes.partition_size * width * beta <= max(0.0075, 128 * KIB * beta)
+    assert sizes.partition_size * width * beta <= max(0.0075, 128 * KIB * beta) * (1 + 1e-9)
     assert sizes.bucket_bytes >= sizes.partition_size * width
 
 
