@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,12 @@ def test_over_a_pipe_goes_a_plain_parameter_after_its_touch(opens: bool) -> None
     assert gate.touches[0] is False
     assert nn.Parameter in arguments
     assert GatedParameter not in arguments
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "bytescheduler_spawn", "bytescheduler_fork"])
+def test_a_checkpoint_is_saved_when_the_processes_of_a_fit_are_gone(strategy: str, tmp_path: Path) -> None:
+    """The model has no trainer then: found by Lightning's own tests."""
+    command = [sys.executable, "-m", "tests.ddp.spawned_fit", strategy, str(tmp_path / "after.ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300.0, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved" in done.stdout

@@ -144,10 +144,10 @@ class BatchSharing:
         if share != 1.0 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * share)
 
-    def note(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    def note(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
         """Add to a checkpoint of a fit what has to be known for its epoch to go on."""
         if self.batches is not None and "loops" in checkpoint:
-            note_position(checkpoint, self.batches.data, trainer)
+            note_position(checkpoint, self.batches.data, module.trainer)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, at the beginning of a step."""

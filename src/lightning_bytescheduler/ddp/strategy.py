@@ -545,6 +545,6 @@ class ByteSchedulerStrategy(RankStrategy):
             if state is not None:
                 checkpoint[COMPRESSION] = state
         if self.lightning_module is not None:
-            self._sharing.note(checkpoint, self.lightning_module.trainer)
+            self._sharing.note(checkpoint, self.lightning_module)  # which has no trainer after a fit elsewhere
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(checkpoint, *args, **kwargs)
