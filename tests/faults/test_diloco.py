@@ -51,7 +51,8 @@ def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path:
         assert rank.code == 0, rank.log
         # Torch's store says so of its connections, where rank 0 has gone first.
         log = re.sub(r".*failed on SocketImpl.*", "", rank.log)
-        assert "failed" not in log.replace("Rank 0 failed: SIGTERMException", ""), rank.log
+        # Whoever ends first says so, and the other one hears of it before its own signal is handled, or does not.
+        assert "failed" not in re.sub(r"Rank \d failed: SIGTERMException", "", log), rank.log
         assert "RankFailedError" not in rank.log
         assert "THREADS []" in rank.log, rank.log
 
