@@ -35,10 +35,7 @@ def test_a_sum_is_formed_where_the_group_takes_tensors_from(on_cpu: bool, monkey
 
 
 def test_residuals_are_in_host_memory_whatever_the_default_is() -> None:
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         made = Residuals().of("weight", 4)
-    finally:
-        torch.set_default_device(None)
     assert made.device.type == "cpu"
     assert made.tolist() == [0.0] * 4
