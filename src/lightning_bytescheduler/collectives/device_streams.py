@@ -86,8 +86,26 @@ class DevicePoller:
         self._thread = threading.Thread(target=self._run, name="bytescheduler-device", daemon=True)
         self._thread.start()
 
-    def await_data(self, look: Look) -> None:
-        """Look until data exists; for any thread."""
+    def await_mark(
+        self, mark: ReadyMark, then: Callable[[], None], on_error: Callable[[BaseException], object]
+    ) -> None:
+        """Look until the device has passed ``mark``, and call ``then``; for any thread.
+
+        Args:
+            mark: Behind what data comes from.
+            then: Called on the polling thread.
+            on_error: Called with what looking or ``then`` raises.
+        """
+
+        def look() -> bool:
+            try:
+                if mark.event is not None and not mark.event.query():
+                    return False
+                then()
+            except BaseException as error:
+                on_error(error)
+            return True
+
         self._new.put((self._data, look))
 
     def await_result(self, look: Look) -> None:
@@ -238,7 +256,7 @@ class DeviceStreams:
 
     def when_ready(self, mark: ReadyMark, then: Callable[[], None]) -> None:
         """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
-        self._poller.await_data(partial(self._look_for_data, mark, then))
+        self._poller.await_mark(mark, then, self._on_error)
 
     def expect(self, task: CommTask, then: Callable[[], None] | None = None) -> None:
         """Keep account of a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow.
@@ -317,15 +335,6 @@ class DeviceStreams:
             enqueued.add(sent.sub_task.size, sent.finished)
 
     # On the polling thread.
-
-    def _look_for_data(self, mark: ReadyMark, then: Callable[[], None]) -> bool:
-        try:
-            if mark.event is not None and not mark.event.query():
-                return False
-            then()
-        except BaseException as error:
-            self._on_error(error)
-        return True
 
     def _look_at(self, sent: _SentPart) -> bool:
         if self._failed is None:

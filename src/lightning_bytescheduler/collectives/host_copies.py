@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class HostCopies:
 
     def when_made(self, mark: ReadyMark, then: Callable[[], None]) -> None:
         """Call ``then`` on the thread that looks, when the device has passed ``mark``; for any thread."""
-        self._poller.await_data(partial(self._look, mark, then))
+        self._poller.await_mark(mark, then, self._on_error)
 
     def put_back(self, copy: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copy what has become of a bucket back to it, and wait until that is done.
@@ -130,15 +129,6 @@ class HostCopies:
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """On the current stream."""
         to.copy_(source, non_blocking=True)
-
-    def _look(self, mark: ReadyMark, then: Callable[[], None]) -> bool:
-        try:
-            if mark.event is not None and not mark.event.query():
-                return False
-            then()
-        except BaseException as error:
-            self._on_error(error)
-        return True
 
 
 def _mark(event: Any) -> ReadyMark:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
-from lightning_bytescheduler.scheduler.task import SubCommTask, part_size
+from lightning_bytescheduler.scheduler.task import SubCommTask, equal_parts
 
 __all__ = ["CompressionChoice", "Sampled", "relative_error"]
 
@@ -131,7 +131,7 @@ class CompressionChoice:
             helps = any(self._late.pace.helps(form) for form in self._late.pace.forms)
             share = self._late.late_share(bucket, size * buffer.element_size(), self._clock()) if helps else 0.0
         smaller = round(share * size)
-        parts = (*_parts(smaller, _LARGER * partition_size), *_parts(size - smaller, partition_size))
+        parts = (*equal_parts(smaller, _LARGER * partition_size), *equal_parts(size - smaller, partition_size))
         return parts if smaller else None
 
     def bucket_needed(self, bucket: int) -> None:
@@ -212,9 +212,3 @@ class CompressionChoice:
         if self._decides:
             with self._lock:
                 self._late.ended(sub_task, sub_task.started_at, sub_task.finished_at)
-
-
-def _parts(size: int, largest: int) -> Iterator[int]:
-    """Sizes of equal parts."""
-    part = part_size(size, largest) if size else 1
-    return (min(part, size - first) for first in range(0, size, part))

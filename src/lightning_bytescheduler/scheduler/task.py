@@ -27,7 +27,7 @@ from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
 from lightning_bytescheduler.scheduler.passage import Passage
 
-__all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
+__all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "equal_parts", "part_size"]
 
 
 class TaskState(enum.Enum):
@@ -209,8 +209,9 @@ def part_size(size: int, largest: int) -> int:
     return -(-size // -(-size // largest))
 
 
-def _equal_parts(size: int, largest: int) -> Iterator[int]:
-    part = part_size(size, largest)
+def equal_parts(size: int, largest: int) -> Iterator[int]:
+    """Sizes of the equal parts of a tensor of ``size``, see :func:`part_size`; none if it is empty."""
+    part = part_size(size, largest) if size else 1
     return (min(part, size - offset) for offset in range(0, size, part))
 
 
@@ -335,8 +336,8 @@ class CommTask:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it is partitioned already.")
             if self._ended:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it has ended.")
-            sizes = cut or tuple(_equal_parts(self.size, size))
-            if cut is not None and cut != tuple(_equal_parts(self.size, cut[0])):
+            sizes = cut or tuple(equal_parts(self.size, size))
+            if cut is not None and cut != tuple(equal_parts(self.size, cut[0])):
                 self._uneven_cut = cut
             offsets = itertools.accumulate(sizes, initial=0)
             self._sub_tasks = tuple(
