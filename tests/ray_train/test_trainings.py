@@ -136,18 +136,19 @@ def test_machines_go_and_come(
         for name, value in weights(plain[strategy]).items():
             assert (weights(folder)[name] - value).norm() <= 1e-5 * value.norm(), name
         return
-    saved = None
-    for ranks, step in attempts(folder):
-        replayed = tmp_path / f"replayed from {step}"
+    resume: str | None = None
+    saved: dict[int, str] = {}
+    for number, (ranks, step) in enumerate(attempts(folder)):
+        resume = saved.get(step, resume)  # as the one before, where that ended before Ray had another checkpoint
+        assert (0 if resume is None else step_of(resume)) == step
+        replayed = tmp_path / f"replayed {number}"
         replayed.mkdir()
-        resume = None if saved is None else next(str(file) for file in saved.glob("*.ckpt") if step_of(file) == step)
         two_plain_ranks.run(without_ray, strategy=strategy, folder=str(replayed), resume=resume, ranks=ranks)
-        saved = replayed
-    assert saved is not None
-    assert all(torch.equal(value, weights(saved)[name]) for name, value in weights(folder).items())
+        saved = {step_of(file): str(file) for file in replayed.glob("*.ckpt")}
+    assert all(torch.equal(value, weights(replayed)[name]) for name, value in weights(folder).items())
 
 
-def step_of(file: Path) -> int:
+def step_of(file: str | Path) -> int:
     """Of which step a checkpoint is."""
     step: int = torch.load(file, weights_only=True)["global_step"]
     return step
