@@ -184,6 +184,10 @@ def test_auto_is_a_choice_of_its_own() -> None:
     assert rules.ratio({"weight": weight}) == 1.0
     assert rules.codec_for("head.weight", weight) is None
     assert rules.codec_for("weight", weight) is rules.choices[0]
+    coarse = CompressionRules.resolve("auto", max_error=0.5)
+    assert coarse is not None
+    assert [codec.spec for codec in coarse.choices] == ["onebit", "int4:nearest", "int8:nearest", "bf16"]
+    assert coarse.spec == "auto (min_size 1024, max_error 0.5)"
     with pytest.raises(OptionError, match="'auto' and None, or compressors and None"):
         CompressionRules.resolve({"head.*": "int8", "*": "auto"})
     for compression in (None, "int8", {"*": "int8"}):

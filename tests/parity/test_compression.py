@@ -279,6 +279,20 @@ def test_auto_stops_at_max_error(two_ranks: RankPool) -> None:
     assert_same(ddp, exact)
 
 
+def test_auto_sends_signs_where_as_much_may_be_left_out(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=partial(torch.optim.SGD, lr=0.05)), steps=10)
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    runs = [Run(options=AUTO), Run(options={**AUTO, "max_error": 1.5})]
+    usual, signs = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs), strict=True)
+    assert same_weights(signs[0], signs[1]), "ranks drift apart"
+    assert 0 < max_difference(ddp[0], usual[0]) < max_difference(ddp[0], signs[0]) < 0.05
+    by_signs, in_int4 = signs[0].statistics, usual[0].statistics
+    assert by_signs is not None
+    assert in_int4 is not None
+    assert by_signs.compressed_share > 0.5
+    assert by_signs.bytes_sent < in_int4.bytes_sent
+
+
 def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:
     options = {**INT8, "compression_min_size": 1, "compression": {"*.bias": "lossless", "*": "int8"}}
     ddp, ours = train_on(three_ranks, Recipe(model=Tower, steps=6), DDP, Run(options=options))

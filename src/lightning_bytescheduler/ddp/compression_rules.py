@@ -14,6 +14,7 @@ from lightning_bytescheduler.checks import did_you_mean, require_positive, requi
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
@@ -28,7 +29,9 @@ MAX_ERROR = 0.2
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 _CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))
-_STRONGEST = _CHOICES[0]
+_LEFT_OPEN = _CHOICES[0]  # stands for ``AUTO`` among patterns
+_SIGNS = OneBit()
+_SIGNS_FROM = 0.5  # of ``max_error``: signs leave out 0.6 of normal numbers
 _FLOAT_BYTES = 4
 _LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +46,7 @@ class CompressionRules:
             fits nothing.
         min_size: Elements below which a parameter's gradient travels as it is.
         choices: For ``"auto"``: what parts may be sent in, from what leaves most out to what leaves least out. What
-            ``by_pattern`` has is the first of them then.
+            ``by_pattern`` has is one of them then.
         max_error: For ``"auto"``: what it may leave out, relative to the gradient.
     """
 
@@ -87,7 +90,7 @@ class CompressionRules:
             pairs = [("*", _codec("compression", compression))]
         if all(codec is None for _, codec in pairs):
             return None
-        chosen = [codec is _STRONGEST for _, codec in pairs if codec is not None]
+        chosen = [codec is _LEFT_OPEN for _, codec in pairs if codec is not None]
         if any(chosen) and not all(chosen):
             raise OptionError(
                 "compression",
@@ -95,11 +98,13 @@ class CompressionRules:
                 f"a dict of {AUTO!r} and None, or compressors and None",
                 "What is sent in one part travels in one way.",
             )
+        allowed = MAX_ERROR if max_error is None else max_error
+        choices = (_SIGNS, *_CHOICES) if allowed >= _SIGNS_FROM else _CHOICES
         return cls(
             by_pattern=tuple(pairs),
             min_size=MIN_SIZE if min_size is None else min_size,
-            choices=_CHOICES if any(chosen) else (),
-            max_error=MAX_ERROR if max_error is None else max_error,
+            choices=choices if any(chosen) else (),
+            max_error=allowed,
         )
 
     def check_device(self, device: torch.device) -> None:
@@ -223,14 +228,14 @@ def _modules(names: Collection[str]) -> set[str]:
 
 
 def _name(codec: Compressor | None) -> str:
-    return "none" if codec is None else AUTO if codec is _STRONGEST else codec.spec
+    return "none" if codec is None else AUTO if codec is _LEFT_OPEN else codec.spec
 
 
 def _codec(option: str, value: Any) -> Compressor | None:
     if value is None or value == "none":
         return None
     if value == AUTO:
-        return _STRONGEST
+        return _LEFT_OPEN
     if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
     made = value if isinstance(value, Compressor) else None

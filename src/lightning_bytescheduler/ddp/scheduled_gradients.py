@@ -66,7 +66,6 @@ from lightning_bytescheduler.tuning.search_space import TuningPoint
 
 __all__ = ["ScheduledGradients", "own_processors"]
 
-
 _NAMES_SHOWN = 2
 
 
