@@ -209,3 +209,18 @@ def test_waits_for_slower_ranks_are_no_pace_of_the_link() -> None:
         pace.ended(0, 100, 10.0 * n, 10.0 * n + 5)  # each began when the one before had long ended
     assert pace.seconds_per_byte() == pytest.approx(0.01)
     assert pace.seconds_per_byte(1) == pytest.approx(0.01 / 8)
+
+
+def test_parts_that_arrive_at_once_do_not_make_the_link_fast() -> None:
+    """Otherwise exact transfers would be taken to hide, and with nothing compressed that would stay so."""
+    pace = LinkPace({0: 1.0, 1: 8.0})
+    for n in range(10):
+        pace.ended(0, 100, n - 1.5, n)
+    pace.ended(1, 100, 9.0, 9.0 + 1e-6)
+    assert pace.seconds_per_byte() == pytest.approx(0.01)
+    for n in range(1, 200):
+        assert pace.seconds_per_byte() == pytest.approx(0.01 if n < 96 else 0.005, rel=0.05)
+        pace.ended(1, 100, 9.0, 9.0 + n / 16)  # on a link that is twice as fast by now
+    for n in range(2):  # the first may have waited for others
+        pace.ended(0, 100, 21.5 + 0.9 * n, 22.5 + n)
+    assert pace.seconds_per_byte() == pytest.approx(0.01)

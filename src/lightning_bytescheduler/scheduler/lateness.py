@@ -41,6 +41,7 @@ AIM = 0.01
 """Share that compressing leaves."""
 _STEPS = 5  # that moments are taken from
 _PARTS = 96  # of a kind, that the link's speed is taken from
+_ENOUGH = 16  # of a kind, for the speed of another
 _IN_A_ROW = 2
 _WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
 _LEAST_SECONDS = 1e-3  # of a part on the link: a codec takes about as long, however small it is
@@ -98,9 +99,12 @@ class LinkPace:
     """How long the link takes for a byte of gradient, by the form in which it travels.
 
     Parts that were on their way when the one before ended count. Times of others may have the wait for slower ranks in
-    them, so they only count if they are shorter than what is known. What was not sent for long may have been measured
-    on another link: as it is, a byte takes no longer than as many bytes in a smaller form as it would make, so
-    whichever is less counts.
+    them, so they only count if they are shorter than what is known.
+
+    If nothing was sent as it is for ``_PARTS`` parts, its pace may be that of another link: a byte takes no longer than
+    as many bytes in a smaller form as it would make, so whichever is less counts then. Not before, nor by a few parts:
+    some that arrive at once seem to have taken no time, and if exact transfers were taken to hide for that, nothing
+    would ever show that they do not.
 
     Parts of two forms that are under way together share the link, and a small one ends while a large one has got half
     of it. So what they take counts together, and what is not of the large ones, by their pace when they were alone, is
@@ -118,6 +122,7 @@ class LinkPace:
         self._together = {form: _Sums() for form in ratios if form}  # with form 0
         self._ends = dict.fromkeys(ratios, float("-inf"))
         self._last_end = float("-inf")
+        self._since_exact = 0  # parts in smaller forms
 
     @property
     def forms(self) -> tuple[int, ...]:
@@ -141,6 +146,7 @@ class LinkPace:
         self._ends[form] = max(self._ends[form], ended)
         if ended <= before or (started >= before and (known is None or took >= known * nbytes)):
             return
+        self._since_exact = self._since_exact + 1 if form or others else 0
         if not others:
             self._alone[form].add(took, 0.0, nbytes)
         elif form:
@@ -172,7 +178,9 @@ class LinkPace:
             return None if exact is None else exact / self._ratios[form]
         exact = self._alone[0].per_byte()
         known = [self._first if exact is None else exact]
-        known += [_times(self._alone[each].per_byte(), ratio) for each, ratio in self._ratios.items() if each]
+        if exact is None or self._since_exact >= _PARTS:
+            others = [each for each, alone in self._alone.items() if each and len(alone) >= _ENOUGH]
+            known += [_times(self._alone[each].per_byte(), self._ratios[each]) for each in others]
         found = [each for each in known if each is not None]
         return max(min(found), 0.0) if found else None
 
@@ -202,6 +210,9 @@ class _Sums:
     def __init__(self) -> None:
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
         self.seconds = self.exact = self.smaller = 0.0
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
     def add(self, seconds: float, exact: float, smaller: float) -> None:
         """Another part."""
