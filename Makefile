@@ -94,8 +94,9 @@ lightning-suite: $(SUITE)/.ready
 real-models: $(MODELS)/.ready
 	PYTHONPATH="$(CURDIR)/$(MODELS)" $(RUN) -m pytest $(ROOM_OF_MODELS)
 
+# Beside other work, Ray takes minutes for what it takes seconds for alone.
 ray: $(RAY)/.ready
-	PYTHONPATH="$(CURDIR)/$(RAY)" $(RUN) -m pytest $(ROOM_OF_RAY)
+	PYTHONPATH="$(CURDIR)/$(RAY)" $(RUN) -m pytest -o timeout=900 -o faulthandler_timeout=930 $(ROOM_OF_RAY)
 
 clean:
 	rm -rf $(VENV) build dist demo_output lightning_logs checkpoints

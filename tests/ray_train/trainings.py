@@ -136,7 +136,7 @@ class WaitsAlone(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         time.sleep(0.2)  # as machines go while it trains
         if ranks_of(trainer) == 1 and trainer.global_step == self.step:
-            time.sleep(90)
+            time.sleep(300)
 
 
 def ranks_of(trainer: Trainer) -> int:
