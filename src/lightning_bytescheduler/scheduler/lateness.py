@@ -41,7 +41,7 @@ AIM = 0.01
 """Share that compressing leaves."""
 _STEPS = 5  # that moments are taken from
 _PARTS = 96  # of a kind, that the link's speed is taken from
-_ENOUGH = 16  # of a kind, for the speed of another
+_ENOUGH = 16  # of a smaller form, to say something about parts as they are
 _IN_A_ROW = 2
 _WORTH_IT = 0.8  # of the time of a part as it is; a form that takes more is not used
 _LEAST_SECONDS = 1e-3  # of a part on the link: a codec takes about as long, however small it is
@@ -101,10 +101,10 @@ class LinkPace:
     Parts that were on their way when the one before ended count. Times of others may have the wait for slower ranks in
     them, so they only count if they are shorter than what is known.
 
-    If nothing was sent as it is for ``_PARTS`` parts, its pace may be that of another link: a byte takes no longer than
-    as many bytes in a smaller form as it would make, so whichever is less counts then. Not before, nor by a few parts:
-    some that arrive at once seem to have taken no time, and if exact transfers were taken to hide for that, nothing
-    would ever show that they do not.
+    If for ``_PARTS`` parts none was alone on the link as it is, what is known of such may be of another link: a byte
+    takes no longer than as many bytes in a smaller form as it would make, so whichever is less counts then. Not before,
+    nor by a few parts: some that arrive at once seem to have taken no time, and if exact transfers were taken to hide
+    for that, nothing would ever show that they do not.
 
     Parts of two forms that are under way together share the link, and a small one ends while a large one has got half
     of it. So what they take counts together, and what is not of the large ones, by their pace when they were alone, is
@@ -122,7 +122,7 @@ class LinkPace:
         self._together = {form: _Sums() for form in ratios if form}  # with form 0
         self._ends = dict.fromkeys(ratios, float("-inf"))
         self._last_end = float("-inf")
-        self._since_exact = 0  # parts in smaller forms
+        self._since_exact = 0  # parts, since one was alone on the link as it is
 
     @property
     def forms(self) -> tuple[int, ...]:
