@@ -78,6 +78,12 @@ def run_operations(rank: int, world_size: int) -> list[str]:
                     wrong.append(f"reduce-scatter of {size} {kind}")
                 if world_size == 2 and not torch.equal(sharded[first:end], whole[first:end]):
                     wrong.append(f"reduce-scatter of {size} {kind} has other bits than all-reduce")
+                direct, in_order = parts[rank].clone(), scaled[0].clone()
+                run(operations.all_reduce_direct, direct)
+                for part in scaled[1:]:
+                    in_order += part
+                if not torch.equal(direct, in_order):
+                    wrong.append(f"direct all-reduce of {size} {kind} is not the sum in the order of ranks")
                 run(operations.all_gather, sharded)
                 if not torch.allclose(sharded.double(), mean, rtol=near, atol=near):
                     wrong.append(f"all-gather of {size} {kind}")

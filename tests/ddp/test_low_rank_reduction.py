@@ -16,6 +16,7 @@ from torch import nn
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp import low_rank_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.low_rank_reduction import first_right, matrix_shape
@@ -54,10 +55,15 @@ class Counts:
 
 
 def reduce_steps(
-    rank: int, spoil_at: int | None, dtype: torch.dtype, steps: int = _STEPS, weighted: bool = False
+    rank: int,
+    spoil_at: int | None,
+    dtype: torch.dtype,
+    steps: int = _STEPS,
+    weighted: bool = False,
+    ranks: int = 2,
 ) -> Result:
     torch.set_num_threads(1)
-    join_default_group(rank)
+    join_default_group(rank, world_size=ranks)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in _SHAPES.items()}
     residuals = Residuals()
@@ -126,14 +132,14 @@ def results(two_plain_ranks: RankPool) -> list[dict[str, Result]]:
     return two_plain_ranks.run(reduce_all)
 
 
-def by_the_paper(name: str) -> list[torch.Tensor]:
+def by_the_paper(name: str, ranks: int = 2) -> list[torch.Tensor]:
     """Algorithms 1 and 2, in double precision: means by step."""
     rows, columns = _SHAPES[name]
     residual = torch.zeros(rows, columns, dtype=torch.float64)  # of all ranks
     right = first_right(name, columns, _RANK).double()
     means = []
     for step in range(1, _STEPS + 1):
-        whole = residual + sum(gradient(step, rank, name).double() / 2 for rank in range(2))
+        whole = residual + sum(gradient(step, rank, name).double() / ranks for rank in range(ranks))
         left = torch.linalg.qr(whole @ torch.linalg.qr(right).Q).Q
         right = whole.t() @ left
         means.append(left @ right.t())
@@ -148,6 +154,39 @@ def test_it_is_the_published_algorithm(results: list[dict[str, Result]], name: s
         assert np.array_equal(first, second), "ranks drift apart"
         assert np.allclose(first, expected, rtol=1e-4, atol=1e-4)
         assert np.linalg.matrix_rank(first, tol=1e-3) <= _RANK
+
+
+def reduce_among_three(rank: int, direct_bytes: int) -> tuple[Result, set[str]]:
+    """Also which ways sums went."""
+    ways = set()
+
+    def noted(way: str) -> Any:
+        original = getattr(low_rank_reduction, way)
+
+        def call(*arguments: Any) -> Any:
+            ways.add(way)
+            return original(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_rank_reduction, "_DIRECT", direct_bytes)
+        for way in ("all_reduce_direct", "reduce_scatter"):
+            patch.setattr(low_rank_reduction, way, noted(way))
+        return reduce_steps(rank, None, torch.float32, ranks=3), ways
+
+
+@pytest.mark.parametrize(("direct_bytes", "way"), [(1 << 15, "all_reduce_direct"), (0, "reduce_scatter")])
+def test_more_ranks_add_up_small_factors_in_one_round_of_messages_and_large_ones_in_two(
+    three_plain_ranks: RankPool, direct_bytes: int, way: str
+) -> None:
+    answers = three_plain_ranks.run(reduce_among_three, direct_bytes=direct_bytes)
+    assert [ways for _, ways in answers] == [{way}] * 3
+    for name in ("weight", "last"):
+        for step, expected in enumerate(by_the_paper(name, ranks=3)):
+            first, *others = (result.means[step][name] for result, _ in answers)
+            assert all(np.array_equal(first, other) for other in others), "ranks drift apart"
+            assert np.allclose(first, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("plain", 1e-4), ("weighted", 1e-4), ("half", 0.2)])
