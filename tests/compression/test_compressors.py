@@ -60,6 +60,31 @@ def own_seed(spec: str, step: int, worker: int) -> int:
     return (step << 32) + worker if worker and spec.startswith("int") else step
 
 
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_of_no_account(spec: str, dtype: torch.dtype) -> None:
+    """A forward pass in another precision changes it for all threads."""
+
+    def all_of_it() -> list[Tensor]:
+        blocks._Scratch._idle.clear()
+        left, sums = zeros.clone(), zeros.clone()
+        payload = bare(spec).compress_with(left, part, seed=3)
+        bare(spec).add(payload, sums)
+        return [payload, left, sums, bare(spec).decompress(payload, SIZE)]
+
+    part, zeros = gradient(0, 0), torch.zeros(SIZE)
+    expected = all_of_it()
+    torch.set_default_dtype(dtype)
+    try:
+        found = all_of_it()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        blocks._Scratch._idle.clear()
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_workers_and_their_sum_are_those_of_plain_numpy(spec: str) -> None:
     """With error feedback, over 50 steps."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +241,10 @@ def test_a_restarted_coordinator_carries_on(tmp_path: Path) -> None:
         in_a_run(second, 2, after)
         status = second.status()
     assert (status.weights_version, status.samples, status.rounds[-1].merged) == (3, 12, 2)
+
+
+def test_no_thread_is_left_once_it_is_closed() -> None:
+    server = CoordinatorServer(options_of())
+    server.call(lambda: server.service._threads.submit(time.sleep, 0.3))
+    server.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]

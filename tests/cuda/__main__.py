@@ -23,7 +23,10 @@ from tests.support.rank_pool import RankPool
 SECTIONS = (
     ("streams, two ranks on one GPU over gloo, and gates", ("tests/cuda/test_streams.py", "-k", "not nccl")),
     ("streams, one rank on NCCL", ("tests/cuda/test_streams.py", "-k", "nccl")),
-    ("one order, by host memory, fp16, bf16, torch.compile, over gloo", ("tests/cuda/test_kinds.py", "-k", "not nccl")),
+    (
+        "one order, by host memory, encoded, fp16, bf16, torch.compile, over gloo",
+        ("tests/cuda/test_kinds.py", "-k", "not nccl"),
+    ),
     ("one order, by host memory, fp16, bf16, torch.compile, on NCCL", ("tests/cuda/test_kinds.py", "-k", "nccl")),
     ("what a batch takes the GPU, for balanced batches", ("tests/ddp/test_device_time.py", "-k", "gpu_tells")),
 )

@@ -23,13 +23,17 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import by_host
 from tests.support.models import MeanOfAll
 from tests.support.rank_pool import let_go
+from tests.support.simulated_device import on_device
 
 __all__ = ["Case", "Scheduled", "train_both"]
 
@@ -54,6 +58,7 @@ class Case:
         dtype: Of parameters and gradients.
         compiled: What the model is compiled with, if it is.
         by_host: Have gradients travel from host memory; on a CPU as if it was a GPU.
+        compression: What they are encoded in, on the GPU, before that; on a CPU as if it was one.
         steps: Of the optimizer.
     """
 
@@ -68,6 +73,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     compiled: str | None = None
     by_host: bool = False
+    compression: str | None = None
 
 
 class _Late(torch.autograd.Function):
@@ -114,12 +120,19 @@ class Scheduled:
             else FollowingOrder(self.groups.control, self._note)
         )
         self.core = ByteCore(partition_size=400, credit=800, order=self.order)
+        self.statistics = SchedulerStatistics()
+        self.compression = self._compression(parameters, case)
         with by_host() if case.by_host and device.type == "cpu" else nullcontext():
-            self.transport = GradientTransport(self.groups.data, self._note, device, by_host=case.by_host)
+            self.transport = GradientTransport(
+                self.groups.data,
+                self._note,
+                device,
+                by_host=case.by_host,
+                payloads=None if self.compression is None else self.compression.work_on(device),
+            )
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
         self.routing = self.transport.routing = self._route(device)
-        self.statistics = SchedulerStatistics()
         self.engine = GradientEngine(
             core=self.core,
             transport=self.transport,
@@ -127,6 +140,7 @@ class Scheduled:
             device=device,
             timeout=_TIMEOUT_S,
             statistics=self.statistics,
+            compression=self.compression,
         )
         self.engine.begin_fit(
             EngineOptions(
@@ -135,6 +149,14 @@ class Scheduled:
                 sharded=case.max_norm is not None,
             )
         )
+
+    def _compression(self, parameters: list[nn.Parameter], case: Case) -> GradientCompression | None:
+        rules = CompressionRules.resolve(case.compression, None if case.compression is None else 40)
+        if rules is None:
+            return None
+        named = {str(position): parameter for position, parameter in enumerate(parameters)}
+        ranks = self.groups.data.size()
+        return GradientCompression(rules, named, Residuals(), statistics=self.statistics, ranks=ranks)
 
     def _route(self, device: torch.device) -> RoutingGroup | None:
         if self.groups.reports is None or dist.group.WORLD is None:
@@ -170,6 +192,7 @@ class Scheduled:
         else:
             assert self.order.wait_closed(10.0)
         self.engine.close()
+        assert self.transport.stop_encoding(10.0)
         assert self.transport.stop(10.0)
         let_go()
         self.groups.destroy()
@@ -277,5 +300,6 @@ def train_both(
     """
     with _world(rank, world_size, meeting, case) as device:
         expected = _train_ddp(rank, case, device)
-        weights, statistics, seen = _train_scheduled(rank, case, device, inside)
+        with on_device() if case.compression is not None and device.type == "cpu" else nullcontext():
+            weights, statistics, seen = _train_scheduled(rank, case, device, inside)
         return expected, weights, statistics.deferred_updates, seen

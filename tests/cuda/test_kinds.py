@@ -48,6 +48,32 @@ def test_two_ranks_on_gloo(
     same(answers, tolerance, synchronised="mode" in kind)
 
 
+CODECS = [
+    ("bf16", 1e-3),
+    ("int8", 1e-2),
+    ("int4", 0.1),
+    ("dithering", 1e-2),
+    ("topk:0.5:int8", 0.2),
+    ("randomk:0.5", 0.2),
+    ("powersgd:5", 0.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance", "max_norm"),
+    [(*one, None) for one in CODECS] + [(*one, 0.05) for one in CODECS if not one[0].startswith("powersgd")],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_that_encode_where_gradients_are(
+    train: Train, two_plain_ranks: RankPool, device: str, codec: str, tolerance: float, max_norm: float | None
+) -> None:
+    case = Case(device=device, backend="gloo", by_host=True, compression=codec, max_norm=max_norm)
+    answers = train(two_plain_ranks, case)
+    same(answers, tolerance, synchronised=True)
+    for one, other in zip(answers[0][1], answers[1][1], strict=True):
+        assert torch.equal(one, other), "ranks drift apart"
+
+
 @on_nccl
 @pytest.mark.parametrize(("kind", "tolerance"), KINDS)
 def test_one_rank_on_nccl(train: Train, one_rank: RankPool, kind: dict[str, Any], tolerance: float) -> None:

@@ -66,6 +66,20 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     assert exact[0].statistics.compression_ratio == 1.0
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.2", "powersgd:1"])
+def test_a_precision_that_changes_the_default_dtype(two_ranks: RankPool, codec: str, precision: str) -> None:
+    """While a forward pass is under way: then gradients are decoded."""
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"precision": precision})
+    options = {**INT8, "compression": codec}
+    overlapped, waiting = train_on(
+        two_ranks, recipe, Run(options=options, network="held"), Run(options={**options, "cross_barrier": False})
+    )
+    assert_overlapped(overlapped, share=0.8)
+    assert_same(overlapped, waiting)
+    assert same_weights(overlapped[0], overlapped[1])
+
+
 def test_clipping_sees_what_is_applied(two_ranks: RankPool) -> None:
     recipe = Recipe(model=Tower, trainer={"gradient_clip_val": 0.05}, ddp={"find_unused_parameters": True})
     sharded, waiting = train_on(

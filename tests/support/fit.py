@@ -37,6 +37,7 @@ from tests.support.compare import bit_differences
 from tests.support.late_copies import by_host
 from tests.support.network import LateNetwork
 from tests.support.rank_pool import show_stacks
+from tests.support.simulated_device import on_device
 
 __all__ = ["SIZES", "Outcome", "Recipe", "Run", "differences", "train", "train_all"]
 
@@ -87,6 +88,7 @@ class Run:
         far: Whether the link counts as one whose messages are long under way.
         routed: Have one order for all collectives of DDP's group, as on a GPU; DDP broadcasts buffers then.
         by_host: Have gradients travel by host memory, as from a GPU.
+        on_device: Have them encoded where they are besides, on a simulated device.
     """
 
     strategy: str | Callable[[], Strategy] = "bytescheduler"
@@ -97,6 +99,7 @@ class Run:
     far: bool = False
     routed: bool = False
     by_host: bool = False
+    on_device: bool = False
 
 
 @dataclass(kw_only=True)
@@ -140,6 +143,8 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
             stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
         if run.by_host:
             stack.enter_context(by_host())
+        if run.on_device:
+            stack.enter_context(on_device())
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))  # ignored after an interrupt
         warnings.simplefilter("always")

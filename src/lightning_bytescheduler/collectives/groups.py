@@ -120,8 +120,8 @@ class SchedulerGroups:
 
     def warm_up(self, device: torch.device) -> None:
         """Open every connection before the first step needs one, in one order on all ranks."""
-        dist.all_reduce(torch.zeros(1, device=device), group=self.data)
-        dist.broadcast(torch.zeros(1), src=0, group=self.control)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.data)
+        dist.broadcast(torch.zeros(1, dtype=torch.float32), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
         """Leave those of gradients and decisions; local, waits for no other rank. Who uses the others leaves them.
@@ -175,7 +175,7 @@ def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dis
     """
     with short_turns():
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # opens every connection
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)  # opens every connection
     return group
 
 

@@ -31,7 +31,7 @@ def _repeated(group: dist.ProcessGroup, device: torch.device, size: int, once: f
 
 def _least_of(repeats: int, group: dist.ProcessGroup, device: torch.device, size: int) -> float:
     """In seconds: the slowest rank's figure, known to all ranks."""
-    buffer = torch.zeros(size // 4, device=device)
+    buffer = torch.zeros(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

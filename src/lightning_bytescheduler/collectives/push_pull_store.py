@@ -375,7 +375,7 @@ class PushPullStore:
         """Wait for the other ranks: those that are servers besides serve until all are done."""
         if self._groups.counts is not None:
             try:
-                reduce_with(self._groups.counts, torch.zeros(1), dist.ReduceOp.SUM).wait()
+                reduce_with(self._groups.counts, torch.zeros(1, dtype=torch.float32), dist.ReduceOp.SUM).wait()
             except RuntimeError as error:
                 raise self._on_error(error) from error
 

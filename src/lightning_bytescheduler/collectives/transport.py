@@ -23,6 +23,7 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce_in_shards,
     ending_with,
 )
+from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -53,10 +54,12 @@ class GradientTransport:
         push_pull: Takes the place of all-reduces, where parameter servers average gradients.
         overtaking: Where messages are long under way: the second lane's group. All-reduces are of as few messages as
             can be, one after the other, then.
-        by_host: Whether gradients are copied to host memory, and travel from there, on a group for that.
+        by_host: Whether what travels does so from host memory, on a group for that.
+        payloads: Copies what is encoded on the device, where gradients are.
 
     Attributes:
-        host_copies: Makes these copies; ``None`` where gradients travel from where they are.
+        host_copies: Copies gradients that travel by host memory; ``None`` where they travel from where they are.
+        payloads: See above; ``None`` where codecs work in host memory.
         wire_device: Where what travels lives.
     """
 
@@ -69,8 +72,10 @@ class GradientTransport:
         overtaking: dist.ProcessGroup | None = None,
         *,
         by_host: bool = False,
+        payloads: PayloadCopies | None = None,
     ) -> None:
         self.group = group
+        self.payloads = payloads
         self.host_copies = None if device is None or not by_host else HostCopies(device, on_error)
         self.wire_device = torch.device("cpu") if device is None or by_host else device
         self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -160,7 +165,7 @@ class GradientTransport:
             return self._on_error(error)
 
     def send_encoded(self, sub_task: SubCommTask, start: EncodedStart, last: Callable[[], None] | None = None) -> None:
-        """Have a sub-task's data encoded and sent, on a thread of its own; on a CPU.
+        """Have a sub-task's data encoded and sent, on a thread of its own; from host memory.
 
         Args:
             sub_task: Told when the result is there.
@@ -168,10 +173,10 @@ class GradientTransport:
             last: See :meth:`send`.
 
         Raises:
-            RuntimeError: If the data is not on a CPU.
+            RuntimeError: If nothing travels from host memory.
         """
         if self._completion is None:
-            raise RuntimeError("Encoded gradients travel from a CPU only.")
+            raise RuntimeError("Encoded gradients travel from host memory only.")
         self._started += 1
         place = self._waiting_for(sub_task, self._completion).reserve(sub_task)
         encoded = partial(start, self._group_of(sub_task), sub_task, self._started)
@@ -249,12 +254,23 @@ class GradientTransport:
         else:
             then()
 
+    def mark(self, buffer: torch.Tensor) -> ReadyMark:
+        """The moment at which what is in ``buffer`` exists, if the current stream writes it."""
+        if self.payloads is not None and buffer.device == self.payloads.device:
+            return self.payloads.mark()
+        return ReadyMark(self.wire_device)
+
     def side_stream(self) -> AbstractContextManager[object]:
         """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
         return nullcontext() if self._streams is None else self._streams.side_stream()
 
     def stop_encoding(self, timeout: float) -> bool:
-        """End the thread that encodes, within ``timeout`` seconds; before the group is left. Returns whether it did."""
+        """End the thread that encodes, within ``timeout`` seconds; before the group is left. Returns whether it did.
+
+        Whoever still waits for a device that encodes or decodes gives up.
+        """
+        if self.payloads is not None:
+            self.payloads.stop()
         return self._codec.stop(timeout)
 
     def stop(self, timeout: float) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "BlockQuantiser", "chunk_size", "chunks_of"]
+__all__ = ["BLOCK", "BlockQuantiser", "chunk_size", "chunks_of", "generator_on"]
 
 BLOCK = 128  # 4 bytes of scale: 3 % on top of int8, 6 % on top of int4
 _CHUNK = 1 << 16  # for each thread, a multiple of BLOCK; with its scratch it fits into a cache of 1 MB
@@ -46,6 +46,12 @@ def chunks_of(elements: int, size: int) -> Iterator[tuple[int, int]]:
     """The first element of each chunk, and its length."""
     for first in range(0, elements, max(1, size)):
         yield first, min(size, elements - first)
+
+
+def generator_on(device: torch.device, *seed: int) -> torch.Generator:
+    """Draws on a device that is no CPU; of whole numbers of any length, from 0 on, where torch takes one of 64 bits."""
+    whole = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    return torch.Generator(device=device).manual_seed(whole >> 1)
 
 
 class _Views:
@@ -102,9 +108,9 @@ class _Scratch:
         if found is None:
             if size > self._room:
                 self._room = -(-size // BLOCK) * BLOCK
-                self._numbers = torch.empty(2, self._room, device=self._device)
+                self._numbers = torch.empty(2, self._room, dtype=torch.float32, device=self._device)
                 self._words = torch.empty(self._room // 2, dtype=torch.int16, device=self._device)
-                self._scales = torch.empty(self._room // BLOCK, device=self._device)
+                self._scales = torch.empty(self._room // BLOCK, dtype=torch.float32, device=self._device)
                 self._views.clear()
             elif len(self._views) == _MOST_SIZES:
                 self._views.clear()
@@ -132,7 +138,7 @@ class BlockQuantiser:
         if seed is not None:
             self._draws = np.random.PCG64DXSM(seed)
             if device.type != "cpu":
-                self._generator = torch.Generator(device=device).manual_seed(seed)
+                self._generator = generator_on(device, seed)
 
     def close(self) -> None:
         """Let the next one have the scratch: nothing that was returned may be read any more, and nothing asked."""

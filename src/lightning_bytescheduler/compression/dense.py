@@ -87,7 +87,7 @@ class Dense(Compressor):
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
         """See Compressor."""
         self.check(payload, elements)
-        result = torch.empty(elements, device=payload.device) if out is None else out
+        result = torch.empty(elements, dtype=torch.float32, device=payload.device) if out is None else out
         for _ in self.read(payload, elements, result):
             pass
         return result

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.compression.bits import pack_nibbles, unpack_nibbles
+from lightning_bytescheduler.compression.blocks import generator_on
 from lightning_bytescheduler.compression.compressor import Compressor, damaged, flat_fp32
 from lightning_bytescheduler.compression.dense import aligned
 from lightning_bytescheduler.exceptions import OptionError
@@ -27,6 +28,7 @@ _NORM_BYTES = 4
 _MOST_LEVELS = 127
 _IN_NIBBLES = 7
 _DRAWN_BITS = 23  # as many as fp32 has behind the point
+_BIAS = 127  # of its exponents
 
 
 class Dithering(Compressor):
@@ -89,11 +91,13 @@ class Dithering(Compressor):
         packed = payload[_NORM_BYTES:]
         nibbles = self.levels <= _IN_NIBBLES
         codes = unpack_nibbles(packed, elements).view(torch.int8) - 8 if nibbles else packed.view(torch.int8)
-        result = torch.empty(elements, device=payload.device) if out is None else out
+        result = torch.empty(elements, dtype=torch.float32, device=payload.device) if out is None else out
         result.copy_(codes)
         if self.partition == "linear":
             return result.mul_(norm / self.levels)
-        magnitudes = torch.exp2(result.abs().sub_(self.levels)).mul_(norm).masked_fill_(result == 0, 0.0)
+        # Powers of two by their exponents alone: whoever computes them gets the same bits.
+        exponents = codes.int().abs_().sub_(self.levels - _BIAS).bitwise_left_shift_(_DRAWN_BITS)
+        magnitudes = exponents.view(torch.float32).mul_(norm).masked_fill_(result == 0, 0.0)
         return torch.copysign(magnitudes, result, out=result).add_(norm - norm)  # which is nothing, or not a number
 
     def _norm_of(self, values: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ class Dithering(Compressor):
         are: just what is right on average.
         """
         lowest = 2.0 ** (1 - self.levels)
-        powers = (shares.view(torch.int32) + drawn).bitwise_right_shift_(_DRAWN_BITS).sub_(127).add_(self.levels)
+        powers = (shares.view(torch.int32) + drawn).bitwise_right_shift_(_DRAWN_BITS).sub_(_BIAS).add_(self.levels)
         below = (shares / lowest).add_(drawn, alpha=2.0**-_DRAWN_BITS).floor_()
         return torch.where(shares >= lowest, powers.float(), below)
 
@@ -119,7 +123,7 @@ class Dithering(Compressor):
 def _drawn(count: int, seed: tuple[int, int], device: torch.device) -> Tensor:
     """Whole numbers of 23 bits, in int32."""
     if device.type != "cpu":
-        generator = torch.Generator(device=device).manual_seed((seed[0] << 16) + seed[1])
+        generator = generator_on(device, *seed)
         return torch.randint(1 << _DRAWN_BITS, (count,), dtype=torch.int32, device=device, generator=generator)
     bits = np.random.PCG64DXSM(seed).random_raw(-(-count // 2)).view(np.int32)[:count]
     return torch.from_numpy(bits) & ((1 << _DRAWN_BITS) - 1)

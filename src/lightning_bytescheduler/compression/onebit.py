@@ -44,7 +44,7 @@ class OneBit(Compressor):
         """See Compressor."""
         if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
             raise damaged(payload, elements, self.spec)
-        result = torch.empty(elements, device=payload.device) if out is None else out
+        result = torch.empty(elements, dtype=torch.float32, device=payload.device) if out is None else out
         scale = aligned(payload)[:_SCALE_BYTES].view(torch.float32)
         result.copy_(unpack_bits(payload[_SCALE_BYTES:], elements))
         return torch.addcmul(scale, result, scale, value=-2.0, out=result)

@@ -135,8 +135,8 @@ class PowerSGD(Compressor):
         kept = self._kept.get(key)
         if kept is None or kept.shape != (columns, rank):
             # Drawn on the CPU, as torch's hook does, so that it is the same on any device.
-            generator = torch.Generator().manual_seed(int(np.random.RandomState(seed).randint(_SEEDS)))
-            kept = torch.randn(columns, rank, generator=generator).to(matrix.device)
+            generator = torch.Generator().manual_seed(int(np.random.RandomState(seed % 2**32).randint(_SEEDS)))
+            kept = torch.randn(columns, rank, dtype=torch.float32, generator=generator).to(matrix.device)
         return _orthonormal(kept)
 
 

@@ -215,7 +215,7 @@ def _density(value: float) -> float:
 
 
 def _scattered(indices: Tensor, values: Tensor, elements: int, out: Tensor | None) -> Tensor:
-    result = torch.zeros(elements, device=values.device) if out is None else out.zero_()
+    result = torch.zeros(elements, dtype=torch.float32, device=values.device) if out is None else out.zero_()
     result[indices] = values
     return result
 

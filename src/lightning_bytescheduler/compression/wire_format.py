@@ -148,7 +148,7 @@ class WireFormat:
         if isinstance(codec, Dense):
             payload, largest = codec.write(chunks, elements, device=device, seed=seed, out=out, residual=residual)
         else:
-            whole = torch.zeros(elements, device=device) if residual is None else residual
+            whole = torch.zeros(elements, dtype=torch.float32, device=device) if residual is None else residual
             first = 0
             for values in chunks:
                 whole[first : first + values.numel()] += values

@@ -81,7 +81,7 @@ class _Scratch:
 
     def __init__(self, size: int) -> None:
         self.doubles: list[Tensor] = [torch.empty(size, dtype=torch.float64) for _ in range(4)]
-        self.mean = torch.empty(size)
+        self.mean = torch.empty(size, dtype=torch.float32)
 
     @classmethod
     def of_thread(cls, size: int) -> _Scratch:

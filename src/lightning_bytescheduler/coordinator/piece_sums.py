@@ -72,7 +72,9 @@ class PieceSums:
         with self._locks[index]:
             sums = self._sums[index]
             if sums is None:
-                sums = self._sums[index] = WeightedMean({_PIECE: torch.empty(self.pieced.length_of(index))})
+                sums = self._sums[index] = WeightedMean(
+                    {_PIECE: torch.empty(self.pieced.length_of(index), dtype=torch.float32)}
+                )
             sums.add_several(parts, self.pieced.wire)
 
     def encode(self, held: Sequence[Addend], place: MeanPlace, index: int) -> None:

@@ -8,6 +8,7 @@ outer step is taken, the weights are nobody's to read.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -235,7 +236,8 @@ class CoordinatorService:
         await self._save()
         self.states.forget()
         self._rounds_file.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        ended = self._loop.run_in_executor(None, functools.partial(self._threads.shutdown, cancel_futures=True))
+        await asyncio.wait([ended], timeout=_STOP_SECONDS)
         if self.shards is not None:
             await self._loop.run_in_executor(None, self.shards.close)
 

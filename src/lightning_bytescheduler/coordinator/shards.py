@@ -357,6 +357,7 @@ class _Shard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_END_S)
+        self._thread.shutdown()  # what it was at has ended with the process
         self._channel.close()
 
 

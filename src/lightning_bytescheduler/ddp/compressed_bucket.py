@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale, shard_of
+from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.summing_server import DTYPES, OwnSum
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
@@ -68,6 +70,7 @@ class CompressedBucket:
         observer: Told of work and of residuals.
         choice: Says in what each part travels, where that is not settled.
         weight: What this rank counts; as much as any other when left out. Known before anything is sent.
+        copies: Where ``buffer`` is on a device, whose payloads travel from host memory: of these.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class CompressedBucket:
         observer: _Compression,
         choice: CompressionChoice | None = None,
         weight: StepWeight | None = None,
+        copies: PayloadCopies | None = None,
     ) -> None:
+        self._copies = copies
         self._buffer = buffer
         self._pieces = pieces
         self._observer = observer
@@ -171,12 +176,13 @@ class CompressedBucket:
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
-        self._keep_before(sub_task)
-        shards, rank, seed = self._shards(group, sub_task), group.rank(), _seed(sub_task)
-        with self._observer.working("encode", sub_task) as squares:
+        rank, seed = group.rank(), _seed(sub_task)
+        with self._observer.working("encode", sub_task) as squares, self._on_device():
+            self._keep_before(sub_task)
+            shards = self._shards(group, sub_task)
             scale(self._buffer[sub_task.offset : sub_task.offset + sub_task.size], self._factor(group.size()))
             sent = {
-                other: self._packed(shard, self._values(shard), seed, rank, squares)
+                other: self._to_host(self._packed(shard, self._values(shard), seed, rank, squares))
                 for other, shard in shards.items()
                 if other != rank
             }
@@ -184,11 +190,12 @@ class CompressedBucket:
 
         def add_up(received: dict[int, Tensor]) -> None:
             if own:
-                with self._observer.working("reduce", sub_task) as squares:
+                with self._observer.working("reduce", sub_task) as squares, self._on_device():
                     sums = self._values(own)
                     for payload in received.values():
-                        self._add(own, payload, sums)
-                    self._sums[sub_task.index] = self._packed(own, sums, seed, rank, squares, place=True)
+                        self._add(own, self._to_device(payload), sums)
+                    packed = self._packed(own, sums, seed, rank, squares, place=True)
+                    self._sums[sub_task.index] = self._to_host(packed)
 
         senders = dict.fromkeys(_others(group), own) if own else {}
         return self._messages(group, sub_task, senders, sent, number, add_up)
@@ -200,9 +207,9 @@ class CompressedBucket:
         sent = {} if payload is None else dict.fromkeys(_others(group), payload)
 
         def place(received: dict[int, Tensor]) -> None:
-            with self._observer.working("decode", sub_task):
+            with self._observer.working("decode", sub_task), self._on_device():
                 for rank, payload in received.items():
-                    self._place(shards[rank], payload)
+                    self._place(shards[rank], self._to_device(payload))
 
         senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
@@ -378,7 +385,7 @@ class CompressedBucket:
         known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
 
         def exchange() -> StartedOperation:
-            received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in known.items()}
+            received = {rank: self._memory(int(size)) for rank, size in known.items()}
             return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
 
         if not depends:
@@ -401,6 +408,21 @@ class CompressedBucket:
             return pieces
         codec = self._choice.codec(sub_task.form)
         return [piece if piece.codec is None else replace(piece, codec=codec) for piece in pieces]
+
+    # ------------------------------------------------------------------ where it is done
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Around arithmetic: done when it is left."""
+        return nullcontext() if self._copies is None else self._copies.working()
+
+    def _to_host(self, payload: Tensor) -> Tensor:
+        return payload if self._copies is None else self._copies.to_host(payload)
+
+    def _to_device(self, payload: Tensor) -> Tensor:
+        return payload if self._copies is None else self._copies.to_device(payload)
+
+    def _memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8) if self._copies is None else self._copies.memory(size)
 
     # ------------------------------------------------------------------ arithmetic
 

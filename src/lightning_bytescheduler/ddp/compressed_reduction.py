@@ -26,6 +26,11 @@ Threads: ``CompressedBucket.scatter``, ``CompressedBucket.gather`` and ``Compres
 thread, what follows on the completion thread, once all that was sent in the same part has been encoded, or on those
 that have a sum. Residuals are begun on the codec thread alone. Parts do not overlap, so nothing is shared between them
 but counters, which have a lock that is held for nothing else.
+
+On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``payload_copies.py``. Not so
+what is lossless, whose library works in host memory, and what goes to parameter servers: there whole buckets are copied
+first, see ``host_copies.py``. Numbers are read from payloads by operations that have one right result, so that ranks
+with processors of different kinds get the same bits.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
@@ -97,6 +103,7 @@ class GradientCompression:
         compressed: Names of the parameters whose gradients travel encoded, and in what.
         ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
         loss_scale: Of the present step; ``None`` if that never changes.
+        copies: Where gradients are encoded on a device: of payloads.
     """
 
     def __init__(
@@ -124,11 +131,23 @@ class GradientCompression:
         self._timeline = timeline
         self._loss_scale = loss_scale
         self.loss_scale: float | None = None
+        self.copies: PayloadCopies | None = None
         self._lock = threading.Lock()  # of the counters, which two threads keep
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
         self.compressed = {name: codec.spec if self.choice is None else AUTO for name, codec in self._codecs.values()}
         self.ratio = rules.ratio(parameters)
+
+    def work_on(self, device: torch.device) -> PayloadCopies | None:
+        """Encode where gradients are, on ``device``, if codecs can; nothing is under way.
+
+        Returns:
+            What copies payloads; ``None`` where buckets have to be copied.
+        """
+        if not any(codec.exact for _, codec in self._codecs.values()):
+            self.copies = PayloadCopies(device)
+        self._residuals.live_on(torch.device("cpu") if self.copies is None else self.copies.device)
+        return self.copies
 
     def begin_step(self, kind: str = "", *, halves: bool = False) -> None:
         """A backward pass has its first bucket, and nothing of the last one is under way.
@@ -151,7 +170,13 @@ class GradientCompression:
         if buffer.is_complex():
             return None
         pieces = list(self._pieces(bucket.parameters))
-        return CompressedBucket(buffer, pieces, self, self.choice, weight)
+        return CompressedBucket(buffer, pieces, self, self.choice, weight, self.copies)
+
+    def stays_on_device(self, bucket: GradientBucket) -> bool:
+        """Whether a bucket is encoded where it is, so that it has not to be copied to host memory."""
+        if self.copies is None or bucket.buffer.is_complex():
+            return False
+        return any(id(parameter) in self._codecs for parameter in bucket.parameters)
 
     def is_compressible(self, bucket: GradientBucket) -> bool:
         """Whether most of a bucket may travel encoded."""
@@ -209,7 +234,8 @@ class GradientCompression:
             at += size
         if not matrices:
             return None
-        return LowRankBucket(bucket.buffer, matrices, ranks, self, weight), Rest(bucket.buffer, others)
+        made = LowRankBucket(bucket.buffer, matrices, ranks, self, weight, self.copies)
+        return made, Rest(bucket.buffer, others)
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -219,7 +245,8 @@ class GradientCompression:
             name, codec = self._codecs.get(id(parameter), ("", None))
             codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels as it is
             piece = Piece(at, at + size, codec, None, name=name, idle=codec is not None and self._idle(parameter))
-            yield self.with_residual(piece, make=self.choice is None)
+            # On a device its residual is begun on the stream of the thread that encodes.
+            yield piece if self.copies is not None else self.with_residual(piece, make=self.choice is None)
             at += size
 
     def working(self, what: str, sub_task: SubCommTask) -> _Working:
@@ -251,6 +278,7 @@ class CompressedReduction:
         device: Where gradients live.
         compression: Says what travels encoded.
         weight: What this rank counts; as much as any other when left out.
+        on_host: Makes a bucket one that can travel as it is, of one that stays on a device.
     """
 
     def __init__(
@@ -261,7 +289,9 @@ class CompressedReduction:
         device: torch.device,
         compression: GradientCompression,
         weight: StepWeight | None = None,
+        on_host: Callable[[GradientBucket], GradientBucket] = lambda bucket: bucket,
     ) -> None:
+        self._on_host = on_host
         self._tasks = StepTasks(core, transport, step, device, weight)
         self._all = AllReduction(core, transport, step, device, weight=weight)
         self._compression = compression
@@ -274,7 +304,9 @@ class CompressedReduction:
             return self._factors.reduce(bucket, *in_factors, on_end)
         encoded = self._compression.encoded(bucket, self._tasks.weight)
         if encoded is None or self._tasks.served:
-            return self._all.reduce(bucket, on_end, encoded)
+            as_it_is = encoded is None and bucket.exists is None  # else it has been copied
+            on_wire = self._on_host(bucket) if as_it_is else bucket
+            return self._all.reduce(on_wire, on_end, encoded)
         return self._tasks.enqueue_halves(
             bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end
         )

@@ -116,8 +116,8 @@ class CompressionRules:
         Raises:
             UnsupportedError: If they cannot.
         """
-        if device.type == "cuda" and not self.choices and not self.whole_matrices:
-            return  # codecs work on copies in host memory, see ``collectives/host_copies.py``
+        if device.type == "cuda" and not self.choices:
+            return  # see ``collectives/payload_copies.py``, and ``host_copies.py`` for what is lossless
         if device.type != "cpu":
             others = " Other compressors work there." if device.type == "cuda" else ""
             raise UnsupportedError(

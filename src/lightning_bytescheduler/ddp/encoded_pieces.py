@@ -145,10 +145,10 @@ def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Ten
     size = payload_bytes(pieces, width)
     if len(bodies) == 1 and pieces[0].codec is not None and size == len(bodies[0]):
         return bodies[0]
-    lengths = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
-    at = 0 if size is not None else len(lengths)
-    payload = torch.empty(at + sum(aligned(len(body)) for body in bodies), dtype=torch.uint8)
-    payload[:at] = lengths[:at]
+    at = 0 if size is not None else _LENGTH * len(bodies)
+    payload = bodies[0].new_empty(at + sum(aligned(len(body)) for body in bodies))
+    if at:
+        payload[:at] = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
     for body in bodies:
         payload[at : at + len(body)] = body
         at += aligned(len(body))

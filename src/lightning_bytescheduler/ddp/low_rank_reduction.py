@@ -16,6 +16,8 @@ Why the ranks agree: as in ``reduction.py``. A right task waits on its rank for 
 bucket; rank 0 decides on it after these have ended there, so they come first in the one order of all ranks.
 
 P is made orthonormal and multiplied on each rank: the same bits on all, as long as their processors are of one kind.
+On a GPU that is done where gradients are, and factors alone are copied to host memory and back, see
+``payload_copies.py``; what is no matrix is reduced in whatever way it would be if it was all of the bucket.
 
 Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", algorithms 1
 and 2.
@@ -29,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -45,7 +47,7 @@ from lightning_bytescheduler.collectives.operations import (
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import ReadyMark
+from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Phase, StepTasks
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -74,7 +76,7 @@ def matrix_shape(parameter: nn.Parameter, rank: int) -> tuple[int, int] | None:
 def first_right(name: str, columns: int, rank: int) -> Tensor:
     """What the power iteration begins with, for a parameter of that name: the same on all ranks."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-    return torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(columns, rank, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
 class WorkObserver(Protocol):
@@ -168,6 +170,7 @@ class LowRankBucket:
         ranks: That are averaged over.
         observer: Told of work and of residuals.
         weight: What this rank counts; as much as any other when left out. Known before anything is sent.
+        copies: Where ``buffer`` is on a device, whose factors travel from host memory: of these.
 
     Attributes:
         lefts: All P, flat, column by column.
@@ -181,8 +184,10 @@ class LowRankBucket:
         ranks: int,
         observer: WorkObserver,
         weight: StepWeight | None = None,
+        copies: PayloadCopies | None = None,
     ) -> None:
         self._buffer = buffer
+        self._copies = copies
         self._weight = weight
         self._matrices = matrices
         self._ranks = ranks
@@ -190,8 +195,9 @@ class LowRankBucket:
         sizes = [
             (matrix.shape[0] * matrix.right.shape[1], matrix.shape[1] * matrix.right.shape[1]) for matrix in matrices
         ]
-        self.lefts = torch.empty(sum(rows for rows, _ in sizes))
-        self.rights = torch.empty(sum(columns for _, columns in sizes))
+        self.lefts = torch.empty(sum(rows for rows, _ in sizes), dtype=torch.float32, device=buffer.device)
+        self.rights = torch.empty(sum(columns for _, columns in sizes), dtype=torch.float32, device=buffer.device)
+        self._sent_lefts, self._sent_rights = self.lefts, self.rights  # or copies in host memory
         self._factors = list(
             zip(
                 matrices,
@@ -212,25 +218,38 @@ class LowRankBucket:
         if not self._have_left:
             self._have_left = True
             factor = 1.0 / self._ranks if self._weight is None else self._weight.factor
-            with self._observer.working("encode", sub_task):
+            with self._observer.working("encode", sub_task), self._on_device():
                 for matrix, left, _ in self._factors:
                     matrix.begin(self._buffer, factor, left)
-        return _mean(group, self.lefts, sub_task, number)
+                if self._copies is not None:
+                    self._sent_lefts = self._copies.to_host(self.lefts)
+        return _mean(group, self._sent_lefts, sub_task, number)
 
     def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Add up a part of all Q; an ``EncodedStart``, after all of :meth:`left`."""
         if not self._have_right:
             self._have_right = True
-            with self._observer.working("reduce", sub_task):
+            with self._observer.working("reduce", sub_task), self._on_device():
+                if self._copies is not None:
+                    self.lefts.copy_(self._copies.to_device(self._sent_lefts))
                 for matrix, left, right in self._factors:
                     matrix.go_on(left, right)
-        return _mean(group, self.rights, sub_task, number)
+                if self._copies is not None:
+                    self._sent_rights = self._copies.to_host(self.rights)
+        return _mean(group, self._sent_rights, sub_task, number)
 
-    def place(self, last: SubCommTask) -> None:
-        """Put the mean into the buffer; after all of :meth:`right`."""
-        with self._observer.working("decode", last) as squares:
+    def place(self, last: SubCommTask, rest: Rest) -> None:
+        """Put the mean into the buffer, and that of the rest; after all of :meth:`right`."""
+        with self._observer.working("decode", last) as squares, self._on_device():
+            rest.put_back()
+            if self._copies is not None:
+                self.rights.copy_(self._copies.to_device(self._sent_rights))
             for matrix, left, right in self._factors:
                 squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Around arithmetic: done when it is left."""
+        return nullcontext() if self._copies is None else self._copies.working()
 
 
 class LowRankReduction:
@@ -260,7 +279,7 @@ class LowRankReduction:
             rest: All else of it.
             on_end: See ``Reduction.reduce``.
         """
-        ready = ReadyMark(self._tasks.device)
+        ready = self._tasks.mark(bucket)
         awaited = _Countdown(2 if rest.parameters else 1, lambda: right.notify_ready())
 
         def ended(task: CommTask) -> None:
@@ -269,8 +288,7 @@ class LowRankReduction:
 
         def place(task: CommTask) -> None:
             if task.error is None:
-                rest.put_back()
-                matrices.place(task.sub_tasks[-1])
+                matrices.place(task.sub_tasks[-1], rest)
             if on_end is not None:
                 on_end(task)
 

@@ -175,7 +175,7 @@ class AllReduction:
     ) -> CommTask:
         """See :class:`Reduction`; ``encoded`` is given where it is not the encoder's affair."""
         tasks = self._tasks
-        ready = bucket.exists or ReadyMark(tasks.device)
+        ready = tasks.mark(bucket)
         if self._encoder is not None:
             encoded = self._encoder.encoded(bucket, tasks.weight)
         task = tasks.enqueue(
@@ -366,6 +366,10 @@ class StepTasks:
         self.weight = weight
         self._transport = transport
 
+    def mark(self, bucket: GradientBucket) -> ReadyMark:
+        """When the contents of a bucket exist."""
+        return bucket.exists or self._transport.mark(bucket.buffer)
+
     def averaging(self, operation: Averaging) -> Operation:
         """``operation``, with what this rank counts in the step: known when it is started, see :meth:`notify_ready`."""
         weight = self.weight
@@ -459,8 +463,7 @@ class StepTasks:
         Returns:
             The all-gather.
         """
-        index, ready = bucket.index, bucket.exists or ReadyMark(self.device)
-        share = (self.world_size - 1) / self.world_size
+        index, ready, share = bucket.index, self.mark(bucket), (self.world_size - 1) / self.world_size
 
         def scattered(scatter: CommTask) -> None:
             # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.

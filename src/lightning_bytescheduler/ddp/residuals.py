@@ -51,12 +51,20 @@ class Residuals:
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
         self.elsewhere: LeftElsewhere | None = None
+        self._device = torch.device("cpu")
+
+    def live_on(self, device: torch.device) -> None:
+        """Have all of them on ``device``, where gradients are encoded; host memory until that is said."""
+        self._device = device
+        for kept in (self._tensors, self._before, self._rights):
+            for name, tensor in kept.items():
+                kept[name] = tensor.to(device)
 
     def of(self, name: str, size: int) -> Tensor:
         """The residual of a parameter, zeros at first; written to in place."""
         known = self._tensors.get(name)
         if known is None or known.numel() != size:
-            known = self._tensors[name] = torch.zeros(size, device="cpu")  # whatever the default is
+            known = self._tensors[name] = torch.zeros(size, dtype=torch.float32, device=self._device)
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded.numel() == size:
                 known.copy_(loaded.view(-1)).mul_(1.0 / self._ranks)
@@ -104,7 +112,7 @@ class Residuals:
         """The right factor of a parameter's last mean gradient, ``(columns, rank)``; written to in place."""
         known = self._rights.get(name)
         if known is None or known.shape != (columns, rank):
-            known = self._rights[name] = first_right(name, columns, rank)
+            known = self._rights[name] = first_right(name, columns, rank).to(self._device)
         return known
 
     def scale_to(self, loss_scale: float) -> None:
@@ -130,14 +138,14 @@ class Residuals:
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
         for name in sorted(self._tensors):
-            tensor = self._tensors[name].clone()
+            tensor = self._tensors[name].to("cpu", copy=True)
             add_up(tensor)
             if keep:
                 left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)
                 saved[name] = tensor if left is None else tensor.add_(left)
         if not saved:
             return None
-        rights = {name: right.clone() for name, right in self._rights.items()}
+        rights = {name: right.to("cpu", copy=True) for name, right in self._rights.items()}
         return {
             "format": _FORMAT,
             "loss_scale": self._scale,
@@ -168,9 +176,10 @@ class Residuals:
         self._tensors.clear()
         self._before.clear()
         self._changed.clear()
-        self._rights = {name: right.float().clone() for name, right in state.get("right_factors", {}).items()}
+        rights = state.get("right_factors", {})
+        self._rights = {name: right.to(self._device, torch.float32, copy=True) for name, right in rights.items()}
         self._scale = float(state["loss_scale"])
-        self._loaded = {name: tensor.float().clone() for name, tensor in state["residuals"].items()}
+        self._loaded = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in state["residuals"].items()}
         self._ranks = ranks
 
     def __len__(self) -> int:

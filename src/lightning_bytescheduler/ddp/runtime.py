@@ -141,9 +141,15 @@ class SchedulerRuntime:
                 self._compression.choice.know_link(agreed.link.beta)
             if servers is not None:
                 self._compression.sums_elsewhere(servers.left)
-        push_pull = None if servers is None else servers.push_pull
+        on_device = self._compression is not None and groups.by_host and servers is None
         self._transport = GradientTransport(
-            groups.data, self._on_error, device, push_pull, self._overtaking, by_host=groups.by_host
+            groups.data,
+            self._on_error,
+            device,
+            None if servers is None else servers.push_pull,
+            self._overtaking,
+            by_host=groups.by_host,
+            payloads=self._compression.work_on(device) if self._compression is not None and on_device else None,
         )
         if servers is not None and self._timeline is not None:
             servers.push_pull.watch_replies(self._observe_reply)

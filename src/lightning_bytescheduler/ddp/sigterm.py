@@ -162,7 +162,7 @@ class SigtermForAll:
                 together()
                 return
             self.await_batch_begun()  # of a batch without a backward pass
-            self._begun = broadcast_from_first(self._group, torch.zeros(1))
+            self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32))
 
         try:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):

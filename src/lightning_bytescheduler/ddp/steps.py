@@ -206,11 +206,19 @@ class StepContext:
         if sharded:
             return ShardedReduction(self.core, self.transport, number, device, self.compression, self.weight)
         if self.compression is not None and self.choice is None:
-            return CompressedReduction(self.core, self.transport, number, device, self.compression, self.weight)
+            on_host = partial(self._on_host, step=number)
+            return CompressedReduction(
+                self.core, self.transport, number, device, self.compression, self.weight, on_host
+            )
         return AllReduction(self.core, self.transport, number, device, self.compression, self.weight)
 
     def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
         """What is reduced of ``bucket``: itself, or its copy in host memory, where that travels."""
+        if self.compression is not None and self.compression.stays_on_device(bucket):
+            return bucket
+        return self._on_host(bucket, step)
+
+    def _on_host(self, bucket: GradientBucket, step: int) -> GradientBucket:
         copies = self.transport.host_copies
         if copies is None:
             return bucket

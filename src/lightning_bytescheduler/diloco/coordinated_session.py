@@ -430,7 +430,7 @@ class CoordinatedSession(CoordinatedRounds):
 
     def _take_global_weights(self) -> None:
         for fragment in self._fragments:
-            self._state.merge(fragment, torch.empty(0), total=0, exactly=True)
+            self._state.merge(fragment, torch.empty(0, dtype=torch.float32), total=0, exactly=True)
         self._changed.update(self._fragments)
 
     def _join(self) -> None:

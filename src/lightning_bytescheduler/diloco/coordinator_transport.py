@@ -344,7 +344,7 @@ class CoordinatorTransport:
         total = int(answer.headers.get(TOTAL_HEADER, "0"))
         digest = answer.headers.get(DIGEST_HEADER, "") if total else ""
         then = answer.headers.get(CHAIN_HEADER, "")
-        values = torch.empty(0)
+        values = torch.empty(0, dtype=torch.float32)
         if total:
             values = await self._coded(self._decode, answer.body, fragment, digest)
         if chain_after(chain, round=round, fragment=fragment, digest=digest, total=total) != then:

@@ -162,7 +162,7 @@ class PseudoGradientExchange:
 
     def _least_seconds(self, size: int, timeout: float) -> float:
         """Least time of several exchanges of one part, on the slowest worker; the same on all."""
-        values = torch.linspace(-1.0, 1.0, size)
+        values = torch.linspace(-1.0, 1.0, size, dtype=torch.float32)
         least = float("inf")
         for _ in range(_REPEATS):
             began = time.perf_counter()
@@ -367,13 +367,13 @@ class _ShardedMean:
 
     def _merged(self, versions: list[Tensor], length: int, number: int, unsent: Tensor | None) -> Tensor:
         """The message with the mean of this worker's shard."""
-        sums = WeightedMean({"shard": torch.empty(length)})
+        sums = WeightedMean({"shard": torch.empty(length, dtype=torch.float32)})
         for version in versions:
             weight = _weight(version)
             if weight:
                 sums.add_encoded(version[_HEADER:], self.wire, weight=weight)
         if not sums.added:
-            return self._pack(0, torch.zeros(length), number, wire=self.wire.of_means)
+            return self._pack(0, torch.zeros(length, dtype=torch.float32), number, wire=self.wire.of_means)
         message = self._buffer(length, self.wire.of_means, sums.weight)
         sums.encode_mean(self.wire.of_means, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message

@@ -1,0 +1,92 @@
+"""Payloads of a device that is not there: a thread goes on when its stream has done what it was given."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_bytescheduler.exceptions import SchedulerClosedError
+from tests.support.simulated_device import DEVICE, LatePayloads, OnDevice
+
+
+@pytest.fixture
+def payloads() -> Iterator[LatePayloads]:
+    made = LatePayloads(torch.device("cpu"))
+    yield made
+    made.stop()
+
+
+def test_what_is_copied_to_host_memory_is_there_when_the_work_is_left(payloads: LatePayloads) -> None:
+    with payloads.working():
+        copy = payloads.to_host(OnDevice(torch.arange(9, dtype=torch.uint8)))
+        assert not copy.any(), "it is made when the device gets there"
+    assert copy.tolist() == list(range(9))
+    with payloads.working():
+        back = payloads.to_device(copy)
+        assert back.device == DEVICE
+    assert back.tolist() == copy.tolist()
+
+
+def test_a_mark_is_behind_what_the_current_stream_was_given(payloads: LatePayloads) -> None:
+    written = threading.Event()
+    payloads.fake.training.enqueue(lambda: None, when=written.is_set)
+    mark = payloads.mark()
+    assert mark.event is not None
+    time.sleep(0.02)
+    assert not mark.event.query()
+    written.set()
+    deadline = time.monotonic() + 10.0
+    while not mark.event.query():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: LatePayloads) -> None:
+    seen = []
+
+    def work() -> None:
+        for _ in range(2):
+            with payloads.working():
+                seen.append(payloads.fake.current_stream())
+
+    work()
+    seen[0].enqueue(lambda: None, when=lambda: False)  # whatever comes behind that is not done
+    other = threading.Thread(target=work)
+    other.start()
+    other.join(10.0)
+    assert not other.is_alive()
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3] is not seen[0]
+
+
+def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePayloads) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with payloads.working():
+                payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)
+        except SchedulerClosedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=work)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    payloads.stop()
+    waiting.join(10.0)
+    assert "encoded or decoded on the device" in str(raised[0])
+
+
+def test_what_fails_is_raised_and_not_waited_for(payloads: LatePayloads) -> None:
+    def fail() -> None:
+        with payloads.working():
+            payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()

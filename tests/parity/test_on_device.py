@@ -1,0 +1,197 @@
+"""Gradients that are encoded on a GPU, and travel from host memory: on a device that is simulated, whose tensors meet
+those of host memory in copies alone, which are made late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.parity.test_checkpoints import SaveAt
+from tests.parity.test_compression import INT8, Overflows, max_difference, same_weights, scaled
+from tests.parity.test_kinds_of_tensors import Complex
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+from tests.support.simulated_device import LatePayloads, OnDevice
+
+model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
+SETTLED = ["bf16", "int8", "int4", "onebit", "topk:0.1", "randomk:0.1", "powersgd:1"]
+
+
+def train_there(rank: int, recipe: Recipe, run: Run) -> tuple[Outcome, set[str], int]:
+    """Returns the outcome, the kinds of tensors that were sent encoded, and how often a bucket stayed on the device."""
+    kinds, stayed = set[str](), [0]
+    stays, encoded = GradientCompression.stays_on_device, GradientTransport.send_encoded
+
+    def counted(self: GradientCompression, bucket: Any) -> bool:
+        found = stays(self, bucket)
+        stayed[0] += found
+        return found
+
+    def seen(self: GradientTransport, *given: Any) -> None:
+        kinds.add(type(self.payloads).__name__)
+        encoded(self, *given)
+
+    with (
+        patch.object(GradientCompression, "stays_on_device", counted),
+        patch.object(GradientTransport, "send_encoded", seen),
+    ):
+        return train(rank, recipe, run), kinds, stayed[0]
+
+
+def both(ranks: RankPool, recipe: Recipe, run: Run) -> tuple[list[Outcome], list[Outcome]]:
+    """With codecs in host memory, and on the device."""
+    (straight,) = train_on(ranks, recipe, run)
+    answers = ranks.run(train_there, recipe=recipe, run=replace(run, on_device=True))
+    for _, kinds, stayed in answers:
+        assert kinds == {"LatePayloads"}
+        assert stayed > 4
+    return straight, [outcome for outcome, *_ in answers]
+
+
+@pytest.mark.parametrize("codec", SETTLED)
+def test_the_bits_of_codecs_in_host_memory(two_ranks: RankPool, codec: str) -> None:
+    recipe = Recipe(model=model, steps=8, trainer={"accumulate_grad_batches": 2})
+    run = Run(options={**INT8, "compression": codec}, network="held")
+    straight, there = both(two_ranks, recipe, run)
+    assert_overlapped(there, share=0.8)
+    assert_same(straight, there)
+
+
+@pytest.mark.parametrize("codec", ["int4", "powersgd:1"])
+def test_three_ranks(three_ranks: RankPool, codec: str) -> None:
+    straight, there = both(three_ranks, Recipe(model=model, steps=6), Run(options={**INT8, "compression": codec}))
+    assert_same(straight, there)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        pytest.param({"gradient_clip_val": 0.05}, INT8, id="clipped by norm, in shards"),
+        pytest.param({"precision": "bf16-true"}, INT8, id="bf16"),
+        pytest.param({}, {**INT8, "mode": "ddp"}, id="as DDP"),
+        pytest.param({}, {**INT8, "cross_barrier": False}, id="waiting"),
+        pytest.param({}, {**INT8, "compression": {"*0.weight": "int8"}}, id="some buckets as they are"),
+        pytest.param({}, {**INT8, "compression": {"*bias": "topk:0.5", "*": "powersgd:1"}}, id="factors and a rest"),
+    ],
+)
+def test_kinds_of_steps(two_ranks: RankPool, trainer: dict[str, Any], options: dict[str, Any]) -> None:
+    straight, there = both(two_ranks, Recipe(model=model, steps=8, trainer=trainer), Run(options=options))
+    assert_same(straight, there)
+
+
+def test_a_long_round_trip(two_ranks: RankPool) -> None:
+    """Two lanes, whose second halves another thread waits for."""
+    straight, there = both(two_ranks, Recipe(model=model, steps=8), Run(options=INT8, far=True))
+    assert_same(straight, there)
+
+
+def test_complex_numbers_travel_as_they_are(two_ranks: RankPool) -> None:
+    straight, there = train_on(
+        two_ranks, Recipe(model=Complex, steps=8), Run(options=INT8), Run(options=INT8, on_device=True)
+    )
+    assert_same(straight, there)
+
+
+def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=model, steps=8)
+    drawn = Run(options={**INT8, "compression": "dithering"})
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    straight, there = both(two_ranks, recipe, drawn)
+    assert not same_weights(straight[0], there[0]), "other numbers are drawn there"
+    assert same_weights(there[0], there[1])
+    assert max_difference(ddp[0], there[0]) < 0.02
+
+
+def test_what_is_lossless_goes_by_host_memory(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=model, steps=8)
+    options = {**SIZES, "compression": {"*bias": "int8", "*": "lossless"}, "compression_min_size": 40}
+    straight, there = train_on(two_ranks, recipe, Run(options=options), Run(options=options, on_device=True))
+    assert_same(straight, there)
+
+
+def test_an_overflow_is_seen_and_what_was_left_is_taken_back(two_ranks: RankPool) -> None:
+    straight, there = both(two_ranks, Recipe(model=Overflows, steps=12, plugins=(scaled,)), Run(options=INT8))
+    assert_same(straight, there)
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
+def test_a_training_goes_on_from_its_checkpoint_here_or_there(two_ranks: RankPool, tmp_path: Path, codec: str) -> None:
+    run = Run(options={**INT8, "compression": codec})
+    saving = Recipe(model=model, callbacks=(partial(SaveAt, 15, tmp_path),))
+    both(two_ranks, saving, run)
+    path = tmp_path / "ByteSchedulerStrategy.ckpt"
+    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
+    assert all(tensor.device.type == "cpu" and tensor.abs().max() > 0 for tensor in state["residuals"].values())
+    straight, there = both(two_ranks, Recipe(model=model, resume=str(path)), run)
+    assert_same(straight, there)
+
+
+class _Passed:
+    """An event that is said to have been passed."""
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@contextmanager
+def without_waiting_for_the_device() -> Iterator[None]:
+    """What a thread has asked for need not be done."""
+
+    @contextmanager
+    def working(self: LatePayloads) -> Iterator[None]:
+        with original(self), patch.object(self.fake, "Event", lambda *_: _Passed()):
+            yield
+
+    original = LatePayloads.working
+    with patch.object(LatePayloads, "working", working):
+        yield
+
+
+def train_sabotaged(rank: int, recipe: Recipe, run: Run, sabotage: Callable[[], Any]) -> Outcome:
+    with sabotage():
+        return train(rank, recipe, run)
+
+
+def test_a_wait_that_is_left_out_shows(two_ranks: RankPool) -> None:
+    recipe, run = Recipe(model=model, steps=4), Run(options=INT8)
+    (straight,) = train_on(two_ranks, recipe, run)
+    broken = two_ranks.run(
+        train_sabotaged, recipe=recipe, run=replace(run, on_device=True), sabotage=without_waiting_for_the_device
+    )
+    with pytest.raises(AssertionError):
+        assert_same(straight, broken)
+
+
+def fail_there(rank: int, recipe: Recipe, run: Run) -> str:
+    def fail(self: LatePayloads, payload: Tensor) -> Tensor:
+        assert isinstance(payload, OnDevice) or payload.device.type == "cpu"
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with patch.object(LatePayloads, "to_device", fail), pytest.raises(RuntimeError) as raised:
+        train(rank, recipe, run)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
+def test_a_device_that_fails_ends_the_fit_on_all_ranks(codec: str) -> None:
+    run = Run(options={**INT8, "compression": codec}, on_device=True, network="plain")
+    with RankPool(2) as pool:  # of its own: it has failed then
+        said = pool.run(fail_there, recipe=Recipe(model=model, steps=4), run=run)
+    assert all("illegal memory access" in one for one in said), said

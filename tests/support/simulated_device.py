@@ -1,0 +1,182 @@
+"""A device that is not there, for tensors: what is done to them is done on a CPU, if a GPU would do it.
+
+A tensor of it says that it is on ``DEVICE``, refuses to meet tensors of host memory but for copies, and has no NumPy.
+So what mixes them up by luck on a CPU goes wrong here. Payloads are copied to host memory late, in any order that
+streams and events allow.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
+from lightning_bytescheduler.compression import blocks, dithering
+from lightning_bytescheduler.ddp import compressed_reduction
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.steps import StepContext
+from tests.support.fake_device import FakeDevice
+from tests.support.late_copies import by_host
+
+__all__ = ["DEVICE", "LatePayloads", "OnDevice", "on_device", "simulated"]
+
+DEVICE = torch.device("meta")  # torch knows its name wherever it runs, and nothing that is tested uses it
+_COPIES = ("aten::_to_copy", "aten::copy_")
+_LATE_S = 1e-3
+_seeds = itertools.count()
+
+
+class OnDevice(Tensor):
+    """A tensor of the device.
+
+    Args:
+        contents: In host memory: has its values, and what is written to it.
+    """
+
+    contents: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, contents: Tensor) -> OnDevice:
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(
+            cls,
+            contents.shape,
+            strides=contents.stride(),
+            storage_offset=contents.storage_offset(),
+            dtype=contents.dtype,
+            device=DEVICE,
+        )
+        made.contents = contents.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _done(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.contents.tolist()
+
+
+class _Simulated(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _done(func, args, kwargs or {})
+
+
+def _done(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name, asked = func._schema.name, kwargs.get("device")
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    here = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+    if here and name not in _COPIES and any(t.dim() and not isinstance(t, OnDevice) for t in tensors):
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device.")
+    inner_args, inner_kwargs = tree_map(
+        lambda value: value.contents if isinstance(value, OnDevice) else value, (args, dict(kwargs))
+    )
+    if asked is not None:
+        inner_kwargs["device"] = "cpu"
+    found = func(*inner_args, **inner_kwargs)
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    if name.endswith("_") and func._schema.is_mutable:
+        return args[0]
+    if (torch.device(asked) != DEVICE) if asked is not None else not here:
+        return found
+    return tree_map(lambda value: OnDevice(value) if isinstance(value, Tensor) else value, found)
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Have this thread make tensors of the device, and draw random numbers there."""
+
+    def generator_on(device: torch.device, *seed: int) -> torch.Generator:
+        return original(torch.device("cpu"), *seed)
+
+    original = blocks.generator_on
+    with (
+        patch.object(blocks, "generator_on", generator_on),
+        patch.object(dithering, "generator_on", generator_on),
+        _Simulated(),
+    ):
+        yield
+
+
+class LatePayloads(PayloadCopies):
+    """Copies to host memory that are made late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.fake = FakeDevice(next(_seeds))
+        self.fake.__enter__()
+        cuda: Any = self.fake
+        super().__init__(DEVICE, cuda=cuda)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with _Simulated(), super().working():
+            yield
+
+    def _copied(self, payload: Tensor, there: Tensor) -> Tensor:
+        if there.device == DEVICE:
+            return there.copy_(payload)  # what is done to it next does not wait
+        assert isinstance(payload, OnDevice)
+
+        def late() -> None:
+            time.sleep(_LATE_S)
+            there.copy_(payload)
+
+        there.zero_()  # who does not wait finds that
+        self.fake.current_stream().enqueue(late)
+        return there
+
+    def stop(self) -> None:
+        super().stop()
+        self.fake.__exit__()
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Have gradients be encoded on the device, and travel from host memory."""
+
+    def on_the_wire(self: StepContext, bucket: GradientBucket, step: int) -> GradientBucket:
+        there = GradientBucket(bucket.index, bucket.parameters, OnDevice(bucket.buffer), bucket.priority)
+        there.cut = bucket.cut
+        return original(self, there, step)
+
+    def generator_on(device: torch.device, *seed: int) -> torch.Generator:
+        return draws(torch.device("cpu"), *seed)
+
+    original, draws = StepContext.on_the_wire, blocks.generator_on
+    with ExitStack() as stack:
+        stack.enter_context(by_host())
+        stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
+        stack.enter_context(patch.object(StepContext, "on_the_wire", on_the_wire))
+        for module in (blocks, dithering):
+            stack.enter_context(patch.object(module, "generator_on", generator_on))
+        for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
+            stack.enter_context(patch.object(of, name, _there(getattr(of, name))))
+        yield
+
+
+def _there(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with tensors of the device: on a GPU that takes no more than its name."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _Simulated():
+            return method(*args, **kwargs)
+
+    return wrapped
