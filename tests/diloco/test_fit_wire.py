@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,31 @@ def test_all_workers_hold_the_same_bits(
     assert same_weights(results)
     assert all(math.isfinite(loss) for result in results for loss in result.losses)
     assert max(result.global_step for result in results) == 20
+
+
+class LongForward(Tower):
+    """Its forward pass, in which Lightning has another default dtype, takes most of a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("wire_dtype", ["fp32", "int8", "sparse"])
+def test_a_precision_that_changes_the_default_dtype(
+    wire_dtype: str, precision: str, diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    results = diloco_ranks.run(
+        fit_diloco,
+        options={"inner_steps": 4, "wire_dtype": wire_dtype, "overlap_steps": 2, **SMALL_PARTS},
+        model=partial(LongForward, optimizer=plain_sgd, dropout=0.0),
+        max_steps=12,
+        precision=precision,
+        default_root_dir=str(tmp_path),
+    )
+    assert same_weights(results)
+    assert all(math.isfinite(loss) for result in results for loss in result.losses)
 
 
 @pytest.mark.parametrize("overlap_steps", [2, "auto"])
