@@ -82,7 +82,7 @@ def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePa
     assert "encoded or decoded on the device" in str(raised[0])
 
 
-def test_what_fails_is_raised_and_not_waited_for(payloads: LatePayloads) -> None:
+def test_what_fails_is_raised_and_waited_for_no_longer_than_a_moment(payloads: LatePayloads) -> None:
     def fail() -> None:
         with payloads.working():
             payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)
@@ -90,3 +90,10 @@ def test_what_fails_is_raised_and_not_waited_for(payloads: LatePayloads) -> None
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+def test_what_is_looked_at_aside_is_on_the_streams_of_threads(payloads: LatePayloads) -> None:
+    with payloads.working():
+        own = payloads.fake.current_stream()
+    with payloads.aside():
+        assert payloads.fake.current_stream() is own is not payloads.fake.training

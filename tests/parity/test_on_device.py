@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
 from tests.parity.test_compression import INT8, Overflows, max_difference, same_weights, scaled
@@ -25,7 +26,7 @@ from tests.parity.test_kinds_of_tensors import Complex
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
-from tests.support.simulated_device import LatePayloads, OnDevice
+from tests.support.simulated_device import LatePayloads
 
 model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
 SETTLED = ["bf16", "int8", "int4", "onebit", "topk:0.1", "randomk:0.1", "powersgd:1"]
@@ -86,6 +87,11 @@ def test_three_ranks(three_ranks: RankPool, codec: str) -> None:
         pytest.param({}, {**INT8, "cross_barrier": False}, id="waiting"),
         pytest.param({}, {**INT8, "compression": {"*0.weight": "int8"}}, id="some buckets as they are"),
         pytest.param({}, {**INT8, "compression": {"*bias": "topk:0.5", "*": "powersgd:1"}}, id="factors and a rest"),
+        pytest.param(
+            {},
+            {**SIZES, "compression": {"*.weight": "powersgd:1", "*": "lossless"}, "compression_min_size": 1},
+            id="factors and a lossless rest",
+        ),
     ],
 )
 def test_kinds_of_steps(two_ranks: RankPool, trainer: dict[str, Any], options: dict[str, Any]) -> None:
@@ -179,19 +185,24 @@ def test_a_wait_that_is_left_out_shows(two_ranks: RankPool) -> None:
         assert_same(straight, broken)
 
 
-def fail_there(rank: int, recipe: Recipe, run: Run) -> str:
-    def fail(self: LatePayloads, payload: Tensor) -> Tensor:
-        assert isinstance(payload, OnDevice) or payload.device.type == "cpu"
+def fail_there(rank: int, recipe: Recipe, run: Run, method: str) -> str:
+    def fail(self: Any, *given: Any) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with patch.object(LatePayloads, "to_device", fail), pytest.raises(RuntimeError) as raised:
+    of = LowRankBucket if method == "place" else LatePayloads
+    with patch.object(of, method, fail), pytest.raises(RuntimeError) as raised:
         train(rank, recipe, run)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
-def test_a_device_that_fails_ends_the_fit_on_all_ranks(codec: str) -> None:
-    run = Run(options={**INT8, "compression": codec}, on_device=True, network="plain")
+@pytest.mark.parametrize("cross_barrier", [True, False])
+@pytest.mark.parametrize(
+    ("codec", "method"),
+    [("int8", "to_device"), ("int8", "to_host"), ("powersgd:1", "to_device"), ("powersgd:1", "place")],
+)
+def test_a_device_that_fails_ends_the_fit_on_all_ranks(codec: str, method: str, cross_barrier: bool) -> None:
+    options = {**INT8, "compression": codec, "cross_barrier": cross_barrier}
+    run = Run(options=options, on_device=True, network="plain")
     with RankPool(2) as pool:  # of its own: it has failed then
-        said = pool.run(fail_there, recipe=Recipe(model=model, steps=4), run=run)
+        said = pool.run(fail_there, recipe=Recipe(model=model, steps=4), run=run, method=method)
     assert all("illegal memory access" in one for one in said), said

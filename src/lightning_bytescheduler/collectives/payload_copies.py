@@ -16,9 +16,11 @@ Sources: BytePS (Jiang et al., OSDI 2020, section 5); "CUDA semantics" in PyTorc
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from lightning_bytescheduler.exceptions import SchedulerClosedError
 __all__ = ["PayloadCopies"]
 
 _LOOK_AGAIN_S = 5e-5
+_GRACE_S = 1.0  # for what is on its way when something fails: it reads and writes memory that may be let go of then
 
 
 class PayloadCopies:
@@ -62,12 +65,19 @@ class PayloadCopies:
         """
         stream = self._stream()
         with self._cuda.stream(stream):
-            yield
-            done = self._cuda.Event()
-            done.record(stream)
-        while not done.query():
-            if self._stopping.wait(_LOOK_AGAIN_S):
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # a device that has failed says so again
+                    self._done(stream, within=_GRACE_S)
+                raise
+            if not self._done(stream):
                 raise SchedulerClosedError("The fit has ended while gradients were encoded or decoded on the device.")
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Around what the host wants to know of a part that it knows to exist: not behind what training does."""
+        context: AbstractContextManager[Any] = self._cuda.stream(self._stream())
+        return context
 
     def to_host(self, payload: Tensor) -> Tensor:
         """A copy in host memory, which is there when :meth:`working` is left."""
@@ -84,6 +94,24 @@ class PayloadCopies:
     def stop(self) -> None:
         """Have whoever still waits for the device give up."""
         self._stopping.set()
+
+    def _done(self, stream: Any, within: float = math.inf) -> bool:
+        """Wait for all that ``stream`` was given; returns whether it was done in time.
+
+        Args:
+            stream: This thread's.
+            within: Longest wait, in seconds; no more than a moment once the fit has ended.
+        """
+        done = self._cuda.Event()
+        done.record(stream)
+        deadline = time.monotonic() + within
+        while not done.query():
+            if self._stopping.is_set():
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
 
     def _stream(self) -> Any:
         """This thread's."""

@@ -256,12 +256,14 @@ class GradientTransport:
 
     def mark(self, buffer: torch.Tensor) -> ReadyMark:
         """The moment at which what is in ``buffer`` exists, if the current stream writes it."""
-        if self.payloads is not None and buffer.device == self.payloads.device:
+        if self.payloads is not None and buffer.device.type == self.payloads.device.type:
             return self.payloads.mark()
         return ReadyMark(self.wire_device)
 
     def side_stream(self) -> AbstractContextManager[object]:
         """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
+        if self.payloads is not None:
+            return self.payloads.aside()
         return nullcontext() if self._streams is None else self._streams.side_stream()
 
     def stop_encoding(self, timeout: float) -> bool:

@@ -94,7 +94,7 @@ class Dithering(Compressor):
         result = torch.empty(elements, dtype=torch.float32, device=payload.device) if out is None else out
         result.copy_(codes)
         if self.partition == "linear":
-            return result.mul_(norm / self.levels)
+            return result.mul_(norm / torch.full_like(norm, self.levels))  # a GPU multiplies where a number is given
         # Powers of two by their exponents alone: whoever computes them gets the same bits.
         exponents = codes.int().abs_().sub_(self.levels - _BIAS).bitwise_left_shift_(_DRAWN_BITS)
         magnitudes = exponents.view(torch.float32).mul_(norm).masked_fill_(result == 0, 0.0)

@@ -28,9 +28,10 @@ that have a sum. Residuals are begun on the codec thread alone. Parts do not ove
 but counters, which have a lock that is held for nothing else.
 
 On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``payload_copies.py``. Not so
-what is lossless, whose library works in host memory, and what goes to parameter servers: there whole buckets are copied
-first, see ``host_copies.py``. Numbers are read from payloads by operations that have one right result, so that ranks
-with processors of different kinds get the same bits.
+where anything is lossless, whose library works in host memory, and what goes to parameter servers: there whole buckets
+are copied first, see ``host_copies.py``, unless there are matrices besides that travel as factors. Numbers are read
+from payloads by operations that have one right result, so that ranks with processors of different kinds get the same
+bits; but factors are multiplied.
 """
 
 from __future__ import annotations
@@ -144,10 +145,15 @@ class GradientCompression:
         Returns:
             What copies payloads; ``None`` where buckets have to be copied.
         """
-        if not any(codec.exact for _, codec in self._codecs.values()):
+        codecs = [codec for _, codec in self._codecs.values()]
+        if any(isinstance(codec, PowerSGD) for codec in codecs) or not any(codec.exact for codec in codecs):
             self.copies = PayloadCopies(device)
         self._residuals.live_on(torch.device("cpu") if self.copies is None else self.copies.device)
         return self.copies
+
+    def leave_device(self) -> None:
+        """Keep in host memory what is left to be sent: the fit is over, and nothing is under way."""
+        self._residuals.live_on(torch.device("cpu"))
 
     def begin_step(self, kind: str = "", *, halves: bool = False) -> None:
         """A backward pass has its first bucket, and nothing of the last one is under way.

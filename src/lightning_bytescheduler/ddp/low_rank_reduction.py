@@ -23,7 +23,7 @@ Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Di
 and 2.
 
 Threads: :meth:`LowRankBucket.left` and :meth:`LowRankBucket.right` run on the codec thread, :meth:`LowRankBucket.place`
-on the one that ends the right task, one after the other.
+on the one that has seen the last part of the right task arrive, before that is told: what fails there fails the task.
 """
 
 from __future__ import annotations
@@ -141,13 +141,13 @@ class Matrix:
         rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
         if bool(columns.any()):  # else no rank has a gradient, and the next step begins with what there was
             self.right.copy_(columns.t())
-        self._kept.addmm_(rows, columns, alpha=-1.0 / ranks)
+        # Multiplied once: what is taken from the residual is what is applied, however a processor rounds products.
+        product = torch.mm(rows, columns, out=gradient) if gradient.dtype is torch.float32 else rows @ columns
+        self._kept.sub_(product, alpha=1.0 / ranks)
+        if product is not gradient:
+            gradient.copy_(product)
         if self.later is not None:
             self.later.add_(self.residual)
-        if gradient.dtype is torch.float32:
-            torch.mm(rows, columns, out=gradient)
-        else:
-            gradient.copy_(rows @ columns)
         return float(torch.dot(self.residual, self.residual))
 
     @property
@@ -280,20 +280,21 @@ class LowRankReduction:
             on_end: See ``Reduction.reduce``.
         """
         ready = self._tasks.mark(bucket)
-        awaited = _Countdown(2 if rest.parameters else 1, lambda: right.notify_ready())
+        awaited, arriving = _Countdown(2 if rest.parameters else 1), _Countdown(matrices.rights.numel())
 
         def ended(task: CommTask) -> None:
-            if task.error is None:  # if it failed, the core stops, and with it whoever waits
-                awaited.one_less()
+            # If it failed, the core stops, and with it whoever waits.
+            if task.error is None and awaited.less(1):
+                right.notify_ready()
 
-        def place(task: CommTask) -> None:
-            if task.error is None:
-                matrices.place(task.sub_tasks[-1], rest)
-            if on_end is not None:
-                on_end(task)
+        def place(part: SubCommTask) -> None:
+            if arriving.less(part.size):
+                matrices.place(part, rest)
 
         left = self._enqueue("left", bucket, matrices.lefts, matrices.left, Phase.LEFT, matrices.elements, ended)
-        right = self._enqueue("right", bucket, matrices.rights, matrices.right, Phase.RIGHT, matrices.elements, place)
+        right = self._enqueue(
+            "right", bucket, matrices.rights, matrices.right, Phase.RIGHT, matrices.elements, on_end, place
+        )
         if rest.parameters:
             self._reduce_rest(GradientBucket(bucket.index, rest.parameters, rest.buffer, bucket.priority), ended)
         self._tasks.notify_ready(left, ready)
@@ -307,7 +308,8 @@ class LowRankReduction:
         encoded: Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation],
         phase: Phase,
         elements: int,
-        on_end: Callable[[CommTask], None],
+        on_end: Callable[[CommTask], None] | None,
+        on_part: Callable[[SubCommTask], None] | None = None,
     ) -> CommTask:
         size = self._tasks.world_size
         return self._tasks.enqueue(
@@ -321,6 +323,7 @@ class LowRankReduction:
             # As they are, matrices would travel once to their owners and once to all.
             wire_share=(size - 1) / size * elements / factors.numel() * bucket.buffer.element_size() / 4,
             on_end=on_end,
+            on_part=on_part,
         )
 
 
@@ -345,19 +348,17 @@ class Rest:
 
 
 class _Countdown:
-    """Calls ``then`` when that many have ended, on the last one's thread."""
+    """Of what several threads end."""
 
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._then = then
         self._lock = threading.Lock()
 
-    def one_less(self) -> None:
+    def less(self, count: int) -> bool:
+        """So many have ended; returns whether these were the last."""
         with self._lock:
-            self._count -= 1
-            last = not self._count
-        if last:
-            self._then()
+            self._count -= count
+            return not self._count
 
 
 def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:

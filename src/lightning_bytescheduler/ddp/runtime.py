@@ -309,6 +309,7 @@ class SchedulerRuntime:
             # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
+            lambda: None if failed or self._compression is None else self._compression.leave_device(),
             self._turns.end,
         ]
         if self._timeline is not None:
