@@ -331,3 +331,18 @@ def test_what_was_replaced_is_put_back(entry_points: Callable[[], None]) -> None
     assert torch.overrides.has_torch_function is watched
     entry_points()
     assert torch.overrides.has_torch_function is torch._C._has_torch_function
+
+
+def test_what_somebody_has_replaced_since_is_left_alone(
+    entry_points: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs(self: nn.Module, set_to_none: bool = True) -> None:
+        pass
+
+    before = nn.Module.zero_grad
+    monkeypatch.setattr(nn.Module, "zero_grad", theirs)
+    entry_points()
+    assert nn.Module.zero_grad is theirs
+    monkeypatch.undo()
+    assert nn.Module.zero_grad is before
+    nn.Module.zero_grad = before.__wrapped__  # type: ignore[method-assign, attr-defined]

@@ -158,6 +158,39 @@ def test_a_bucket_is_stepped_as_the_type_was_when_it_was_due(step: OverlappedSte
     assert optimizer.state[parameter]["step"].dtype is torch.float32
 
 
+def test_the_default_dtype_is_left_alone_on_other_threads(
+    step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the training's, too, whose forward pass may have set it."""
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    step.take(optimizer, optimizer.step)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ThreadPoolExecutor(1) as another, monkeypatch.context() as changing:
+            changing.setattr(torch, "set_default_dtype", lambda dtype: pytest.fail(f"{dtype} for all threads"))
+            another.submit(step.flush).result()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert parameter.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_flush_in_the_middle_of_an_update_leaves_that_to_be_finished(
+    step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a signal's handler, on the same thread."""
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    step.take(optimizer, optimizer.step)
+    monkeypatch.setattr(step.transforms, "apply", lambda bucket: step.flush())
+    step.open_all("a test")
+    assert parameter.tolist() == [0.0, 0.0, 0.0]
+    step.flush()
+    assert update.due is None
+
+
 def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, parameter: nn.Parameter) -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     update = arrived(step, parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,17 @@ from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import Hello
 
 pytest.importorskip("aiohttp")
+
+
+def test_pauses_do_not_draw_from_the_users_numbers() -> None:
+    """Which are seeded alike on all workers."""
+    random.seed(7)
+    before, pauses = random.getstate(), set[float]()
+    for _ in range(2):
+        random.seed(7)
+        pauses |= {coordinator_client._pause(tries) for tries in range(3)}
+    assert random.getstate() == before
+    assert len(pauses) == 6
 
 
 @contextmanager

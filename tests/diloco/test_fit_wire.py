@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +128,35 @@ class Counted(Tower):
         self.log("size", float(len(batch[0])))
         self.notes.append(len(batch[0]))
         return super().training_step(batch, batch_idx)
+
+
+class Draws(Counted):
+    """Says what comes next of Python's and NumPy's random numbers, in each training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn = [*getattr(self, "drawn", []), (random.random(), float(np.random.random()))]
+        return super().training_step(batch, batch_idx)
+
+
+def draw(rank: int, **given: Any) -> list[Any]:
+    random.seed(1)
+    np.random.seed(1)
+    drawn = []
+
+    def model() -> Draws:
+        drawn.append(Draws(optimizer=plain_sgd))
+        return drawn[0]
+
+    result = fit_diloco(rank, model=model, **given)
+    return drawn[0].drawn[-result.global_step :]
+
+
+def test_steps_that_find_a_batch_size_draw_no_numbers(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"inner_steps": 2, "equal_steps": True, "batch_size": "auto"}
+    first, _ = diloco_ranks.run(draw, options=options, max_steps=4, default_root_dir=str(tmp_path))
+    random.seed(1)
+    np.random.seed(1)
+    assert first == [(random.random(), float(np.random.random())) for _ in first]
 
 
 def test_a_batch_size_is_found(diloco_ranks: RankPool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -176,6 +177,19 @@ def mistyped(rank: int, compression: dict[str, Any]) -> str:
     with pytest.raises(OptionError) as caught:
         train(rank, Recipe(model=Tower), Run(options={**SIZES, "compression": compression}))
     return str(caught.value)
+
+
+def multiply_differently(rank: int) -> str:
+    options = {**SIZES, "compression": "powersgd:1"}
+    with patch.object(torch, "get_num_threads", lambda: rank + 1), pytest.raises(RanksDifferError) as raised:
+        train(rank, Recipe(model=Tower), Run(options=options))
+    return str(raised.value)
+
+
+def test_ranks_that_may_multiply_to_other_bits_are_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(multiply_differently):
+        assert "torch.get_num_threads() is 1 on rank 0" in said
+        assert "2 on rank 1" in said
 
 
 def test_patterns_that_say_nothing_of_the_model_are_refused(two_ranks: RankPool) -> None:

@@ -85,7 +85,7 @@ class AgreedValues:
                 wait_unless(work, self._failure, look_every=_WAIT_SLICE)
             *agreed, apart = message.tolist()
         self._next_exchange = step + apart
-        message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64)
+        message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64, device="cpu")
         self._posted = dist.broadcast(message, src=0, group=self._group, async_op=True), message
         return agreed
 

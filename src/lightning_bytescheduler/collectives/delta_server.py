@@ -261,7 +261,7 @@ class DeltaExchange:
         works = []
         for server, share in zip(self._servers, self._shares, strict=True):
             have = {one.dtype: one.numel() for one in share}
-            layout = torch.tensor([have.get(dtype, 0) for dtype in DTYPES])
+            layout = torch.tensor([have.get(dtype, 0) for dtype in DTYPES], device="cpu")
             works += [self._say(server, _BEGIN), self._group.send([layout], server, _LAYOUT_TAG)]
             if group.rank() == 0:
                 works += self._send(server, share)
@@ -312,7 +312,7 @@ class DeltaExchange:
         abandon(self._group)
 
     def _say(self, server: int, kind: int, clock: int = 0) -> dist.Work:
-        return self._group.send([torch.tensor([kind, clock])], server, _HEADER_TAG)
+        return self._group.send([torch.tensor([kind, clock], device="cpu")], server, _HEADER_TAG)
 
     def _send(self, server: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         return [self._group.send([one], server, _DATA_TAG + kind) for kind, one in enumerate(tensors)]

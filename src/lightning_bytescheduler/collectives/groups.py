@@ -121,7 +121,7 @@ class SchedulerGroups:
     def warm_up(self, device: torch.device) -> None:
         """Open every connection before the first step needs one, in one order on all ranks."""
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.data)
-        dist.broadcast(torch.zeros(1, dtype=torch.float32), src=0, group=self.control)
+        dist.broadcast(torch.zeros(1, dtype=torch.float32, device="cpu"), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
         """Leave those of gradients and decisions; local, waits for no other rank. Who uses the others leaves them.

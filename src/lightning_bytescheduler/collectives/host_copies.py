@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class HostCopies:
         self._back = cuda.Stream(device, priority=-1)
         self._copies: dict[int, torch.Tensor] = {}  # by index of the bucket: pinned memory is slow to come by
         self._stopping = threading.Event()
-        self._poller = DevicePoller(nullcontext)
+        # On the device: a thread's first one is 0, where it would begin a context.
+        around = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self._poller = DevicePoller(around)
 
     def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark, ReadyMark]:
         """Begin to copy a bucket, whose data exists for the current stream.

@@ -121,7 +121,7 @@ def agree_on_nodes(groups: SchedulerGroups, place: RankOnNode) -> NodeLayout:
         UnsupportedError: See :func:`lay_out`.
         RuntimeError: If a rank has died.
     """
-    own = torch.tensor([place.node_rank, place.local_rank, place.num_processes])
+    own = torch.tensor([place.node_rank, place.local_rank, place.num_processes], device="cpu")
     places = [torch.zeros_like(own) for _ in range(groups.world_size)]
     dist.all_gather(places, own, group=groups.control)
     return lay_out(groups.rank, [(node, local, size) for node, local, size in (one.tolist() for one in places)])

@@ -282,7 +282,7 @@ class PushPull:
             idle: Whether everything has arrived. If not, connections are broken, which tells the servers as well.
         """
         if idle:
-            header = torch.tensor([CLOSING, 0, 0])
+            header = torch.tensor([CLOSING, 0, 0], device="cpu")
             try:
                 works = [self.group.send([header], rank, HEADER_TAG) for rank in self._receivers]
                 for work in works:

@@ -178,7 +178,7 @@ class PushPullStore:
         if group is None:
             raise SchedulerClosedError("The store has no group for initialisation.")
         own = zlib.crc32(f"{key} {_facts(value)}".encode())
-        ends = torch.tensor([own, -own])
+        ends = torch.tensor([own, -own], device="cpu")
         try:
             reduce_with(group, ends, dist.ReduceOp.MAX).wait()
             alike = bool(ends[0] == -ends[1])
@@ -375,7 +375,9 @@ class PushPullStore:
         """Wait for the other ranks: those that are servers besides serve until all are done."""
         if self._groups.counts is not None:
             try:
-                reduce_with(self._groups.counts, torch.zeros(1, dtype=torch.float32), dist.ReduceOp.SUM).wait()
+                reduce_with(
+                    self._groups.counts, torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.SUM
+                ).wait()
             except RuntimeError as error:
                 raise self._on_error(error) from error
 

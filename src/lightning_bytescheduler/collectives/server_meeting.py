@@ -449,7 +449,7 @@ def meet_servers(
     """
     store = meeting_store(dist.distributed_c10d._get_default_store())
     # Rank 0's number: a rank that failed before it came here has counted fewer fits.
-    number = torch.tensor([next_fit(store) if groups.rank == 0 else 0])
+    number = torch.tensor([next_fit(store) if groups.rank == 0 else 0], device="cpu")
     dist.broadcast(number, src=0, group=groups.control)
     found = find_servers(
         store,

@@ -76,7 +76,7 @@ def agree_on_sizes(
     own = options.policy.own_partition_size(count)
     if own is not None:
         partition = credit = partition or own
-    message = torch.tensor([partition, credit, int(in_shards)])
+    message = torch.tensor([partition, credit, int(in_shards)], device="cpu")
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards = message.tolist()
     link, far = None, False

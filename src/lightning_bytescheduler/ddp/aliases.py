@@ -68,7 +68,10 @@ def _places_of(address: int, words: list[int]) -> list[int]:
 
 def _place_of_owner() -> int | None:
     """Where the owner of memory is told, if that can be found out: PyTorch's own memory on the host owns itself."""
-    own, foreign = torch.zeros(3).untyped_storage(), torch.frombuffer(bytearray(12), dtype=torch.uint8)
+    own, foreign = (
+        torch.zeros(3, dtype=torch.float32).untyped_storage(),
+        torch.frombuffer(bytearray(12), dtype=torch.uint8),
+    )
     twice = _places_of(own.data_ptr(), _words(own))
     once = _places_of(foreign.untyped_storage().data_ptr(), _words(foreign.untyped_storage()))
     return twice[1] if len(twice) == 2 and once == twice[:1] else None
@@ -149,7 +152,7 @@ class AliasDetector:
 
 def _references_of_one_tensor() -> int | None:
     """``None`` unless each alias adds one, and takes it away when it goes."""
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, dtype=torch.float32)
     alone = references_to_memory(tensor)
     aliases: list[torch.Tensor] = []
     for number in range(1, 4):
@@ -164,7 +167,7 @@ _ALONE = _references_of_one_tensor()
 
 
 def _references_of_one_storage() -> int:
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, dtype=torch.float32)
     storage = _storage_of(tensor)
     return sys.getrefcount(storage)
 
@@ -202,7 +205,7 @@ def _tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
 
 class _Holder:
     def __init__(self) -> None:
-        self.state: dict[int, dict[str, torch.Tensor]] = {0: {"": torch.zeros(1)}}
+        self.state: dict[int, dict[str, torch.Tensor]] = {0: {"": torch.zeros(1, dtype=torch.float32)}}
 
 
 # What Python itself holds while it counts differs between versions, so it is measured.

@@ -204,9 +204,28 @@ class CompressionRules:
         """Whether anything travels as factors of a whole matrix, which no shard of a gradient is."""
         return any(isinstance(codec, PowerSGD) for _, codec in self.by_pattern)
 
+    def facts(self, device: torch.device) -> dict[str, object]:
+        """What has to be the same on all ranks, by name.
+
+        Where each multiplies matrices itself, that is all that the last bits of a product depend on: else weights would
+        drift apart, and nobody would say so.
+
+        Args:
+            device: Where gradients live.
+        """
+        facts: dict[str, object] = {"compression": self.spec}
+        if self.whole_matrices:
+            facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+            if device.type == "cuda":
+                facts["the GPU"] = torch.cuda.get_device_name(device)
+            else:
+                facts["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
+                facts["torch.get_num_threads()"] = torch.get_num_threads()
+        return facts
+
     @property
     def spec(self) -> str:
-        """What has to be the same on all ranks, in words."""
+        """What travels encoded, in words."""
         if len(self.by_pattern) == 1 and self.by_pattern[0][0] == "*":
             said = _name(self.by_pattern[0][1])
         else:

@@ -186,7 +186,7 @@ _NEED_ALL_OPEN = {
 
 _lock = threading.Lock()
 _watchers = 0
-_replaced: list[tuple[Any, str, Any]] = []
+_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is in its place
 
 
 def watch_entry_points() -> Callable[[], None]:
@@ -208,7 +208,9 @@ def watch_entry_points() -> Callable[[], None]:
             _watchers -= 1
             if not _watchers:
                 while _replaced:
-                    setattr(*_replaced.pop())
+                    owner, name, original, ours = _replaced.pop()
+                    if vars(owner).get(name) is ours:  # else somebody has put something in its place since
+                        setattr(owner, name, original)
 
     return leave
 
@@ -223,8 +225,7 @@ def _replace_all() -> None:
     _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
     for owner, name, make in compiled_calls.entry_points():
         original = getattr(owner, name)
-        _replaced.append((owner, name, original))
-        setattr(owner, name, make(original))
+        _put(owner, name, original, make(original))
 
 
 def _noting_scripts(original: Any) -> Any:
@@ -248,8 +249,12 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
     original = None if owner is None else vars(owner).get(attribute)
     if not callable(original):
         return
-    _replaced.append((owner, attribute, original))
-    setattr(owner, attribute, make(original))
+    _put(owner, attribute, original, make(original))
+
+
+def _put(owner: Any, name: str, original: Any, ours: Any) -> None:
+    _replaced.append((owner, name, original, ours))
+    setattr(owner, name, ours)
 
 
 def _opening_arguments(original: Any) -> Any:

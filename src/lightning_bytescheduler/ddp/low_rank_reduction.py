@@ -15,7 +15,8 @@ that shrinks (biases, small or flat parameters, and what other rules say) is red
 Why the ranks agree: as in ``reduction.py``. A right task waits on its rank for the left one and for the rest of the
 bucket; rank 0 decides on it after these have ended there, so they come first in the one order of all ranks.
 
-P is made orthonormal and multiplied on each rank: the same bits on all, as long as their processors are of one kind.
+P is made orthonormal and multiplied on each rank: the same bits on all, as long as their processors are of one kind and
+torch uses them in one way, which is compared at the start (``CompressionRules.facts``).
 On a GPU that is done where gradients are, and factors alone are copied to host memory and back, see
 ``payload_copies.py``; what is no matrix is reduced in whatever way it would be if it was all of the bucket.
 
@@ -76,7 +77,7 @@ def matrix_shape(parameter: nn.Parameter, rank: int) -> tuple[int, int] | None:
 def first_right(name: str, columns: int, rank: int) -> Tensor:
     """What the power iteration begins with, for a parameter of that name: the same on all ranks."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-    return torch.randn(columns, rank, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(columns, rank, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 class WorkObserver(Protocol):

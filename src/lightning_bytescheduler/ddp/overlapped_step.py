@@ -28,6 +28,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -188,17 +189,18 @@ class BucketUpdate:
 
     def update(self) -> None:
         """Take the optimizer's step for this bucket, which has arrived."""
-        if not self.chosen or self.due is None:
+        due = self.due
+        if not self.chosen or due is None:
             return
         context, transforms = self.step.context, self.step.transforms
         start = context.clock()
         with (
             profiled(f"bytescheduler::deferred step bucket {self.bucket.index}"),
-            plain_mode(context.device, self.due.default_dtype),
+            plain_mode(context.device, due.default_dtype, for_all_threads=get_ident() == context.training_thread),
         ):
             transforms.apply(self.bucket)
             if not transforms.leaves_step_out():
-                step_partially(self.due, self.chosen)
+                step_partially(due, self.chosen)
         context.statistics.deferred_step_s += context.clock() - start
         context.record(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
 
@@ -477,6 +479,8 @@ class OverlappedStep(TrainingStep):
         for update in self.updates:
             if update.state in (UpdateState.DUE, UpdateState.STEPPED):
                 update.apply(why)
+        if any(update.state is UpdateState.OPENING for update in self.updates):
+            return  # a signal's handler, which has interrupted one of them on this thread: that is due still
         if self._due is not None:
             self._due.complete()
             self._due = None

@@ -325,7 +325,7 @@ def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
 
 
 @contextmanager
-def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[None]:
+def plain_mode(device: torch.device, default_dtype: torch.dtype, *, for_all_threads: bool = True) -> Iterator[None]:
     """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
 
     Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
@@ -336,9 +336,11 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype) -> Iterator[Non
     Args:
         device: Where the parameters live.
         default_dtype: What was the default at the step boundary.
+        for_all_threads: Whether that may become the default of all threads for the time being: not on another thread
+            than the training's, whose forward pass may have set it.
     """
     with ExitStack() as stack:
-        if torch.get_default_dtype() is not default_dtype:
+        if for_all_threads and torch.get_default_dtype() is not default_dtype:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(default_dtype)
         if torch.is_inference_mode_enabled():

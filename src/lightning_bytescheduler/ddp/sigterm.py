@@ -91,14 +91,15 @@ def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[Non
         environment: Of the cluster; processes that Lightning has started are its affair.
     """
     main = threading.current_thread() is threading.main_thread()
-    if environment is None or not environment.creates_processes_externally or not main:
+    before = signal.getsignal(signal.SIGTERM)  # None: not of Python, which could not put it back
+    if environment is None or not environment.creates_processes_externally or not main or before is None:
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGTERM, before)
 
 
 class SigtermForAll:
@@ -162,7 +163,7 @@ class SigtermForAll:
                 together()
                 return
             self.await_batch_begun()  # of a batch without a backward pass
-            self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32))
+            self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
 
         try:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):

@@ -390,7 +390,7 @@ class ByteSchedulerStrategy(RankStrategy):
             "policy": options.policy.name,
             "credit_tuning": options.tunes_credit,
             "partition_tuning": options.tunes_partition,
-            "compression": None if self._rules is None else self._rules.spec,
+            **({"compression": None} if self._rules is None else self._rules.facts(self.root_device)),
             **self._weighting.facts,
             **self._servers.facts,
             **self._ddp_kwargs,

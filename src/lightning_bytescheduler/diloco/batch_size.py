@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
+from lightning_bytescheduler.diloco.worker_state import random_numbers, set_random_numbers
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl
 
@@ -258,15 +259,15 @@ def _synchronize(device: torch.device) -> None:
 def _unchanged(module: pl.LightningModule) -> Iterator[None]:
     """Put back what steps change, and have nothing logged meanwhile."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    devices = [module.device] if module.device.type == "cuda" else []
+    numbers = random_numbers(module.device)
     silenced = {"log": lambda *_, **__: None, "log_dict": lambda *_, **__: None}
-    with torch.random.fork_rng(devices=devices):
-        vars(module).update(silenced)
-        try:
-            yield
-        finally:
-            for name in silenced:
-                vars(module).pop(name, None)
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(buffers[name])
+    vars(module).update(silenced)
+    try:
+        yield
+    finally:
+        set_random_numbers(numbers, module.device)
+        for name in silenced:
+            vars(module).pop(name, None)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])

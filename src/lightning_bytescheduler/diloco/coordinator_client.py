@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _THREAD = "bytescheduler-coordinator-client"
+_of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
 _QUIET_S = 30.0  # that a first connection is tried for without a word
@@ -451,7 +452,7 @@ class CoordinatorClient:
 def _pause(tries: int) -> float:
     """Seconds before another try: longer each time, and never the same for two workers."""
     longest = min(_SHORTEST_S * 2.0 ** min(max(tries, 0), 10), _LONGEST_S)
-    return longest * random.uniform(0.5, 1.0)
+    return longest * _of_its_own.uniform(0.5, 1.0)
 
 
 def _retry_after(answer: Answer) -> float:

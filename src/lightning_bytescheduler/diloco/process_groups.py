@@ -355,7 +355,7 @@ class WorkerGroup:
         if self._group is None:
             return text
         letters = list(text.encode()) if self.leads else []
-        length = torch.tensor([len(letters)])
+        length = torch.tensor([len(letters)], device="cpu")
         self._broadcast(length)
         content = torch.zeros(int(length), dtype=torch.uint8)
         if self.leads:

@@ -162,7 +162,7 @@ class PseudoGradientExchange:
 
     def _least_seconds(self, size: int, timeout: float) -> float:
         """Least time of several exchanges of one part, on the slowest worker; the same on all."""
-        values = torch.linspace(-1.0, 1.0, size, dtype=torch.float32)
+        values = torch.linspace(-1.0, 1.0, size, dtype=torch.float32, device="cpu")
         least = float("inf")
         for _ in range(_REPEATS):
             began = time.perf_counter()

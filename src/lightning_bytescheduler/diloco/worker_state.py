@@ -126,7 +126,7 @@ def random_numbers(device: torch.device) -> dict[str, Any]:
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
         if kind == "MT19937":
-            states["numpy"] = (torch.tensor(keys.tolist()), int(position), int(has_gauss), float(gauss))
+            states["numpy"] = (torch.tensor(keys.tolist(), device="cpu"), int(position), int(has_gauss), float(gauss))
     return states
 
 

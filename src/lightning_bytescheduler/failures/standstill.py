@@ -342,7 +342,7 @@ def break_connections(group: dist.ProcessGroup) -> None:
     """
     peer = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1, dtype=torch.float32)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
 class StandstillWatch:

@@ -47,6 +47,13 @@ _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 
 
+_of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
+
+
+def _chance() -> float:  # which can be pickled
+    return _of_its_own.random()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
     """Time and chance, so that tests need neither.
@@ -59,7 +66,7 @@ class Waiting:
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Any] = time.sleep
-    chance: Callable[[], float] = random.random
+    chance: Callable[[], float] = _chance
 
 
 def ask(
