@@ -60,6 +60,18 @@ def own_seed(spec: str, step: int, worker: int) -> int:
     return (step << 32) + worker if worker and spec.startswith("int") else step
 
 
+def test_what_fp16_cannot_hold_is_sent_later_where_it_is_kept() -> None:
+    """It is finite: infinity would stay in the residual for good."""
+    compressor, left, sent = bare("fp16"), torch.zeros(3), torch.zeros(3)
+    values = torch.tensor([1e5, -2e5, 1.0])
+    for step in range(4):
+        part = values if step == 0 else torch.zeros(3)
+        sent += compressor.decompress(compressor.compress_with(left, part), 3)
+        assert torch.equal(left + sent, values)
+    assert left.tolist() == [0.0, 0.0, 0.0]
+    assert compressor.decompress(compressor.compress(values), 3).tolist() == [torch.inf, -torch.inf, 1.0]
+
+
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_is_of_no_account(spec: str, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
 from lightning_bytescheduler.exceptions import UnsupportedError
 from tests.coordinator.runs import in_a_run, options_of, updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
+from tests.diloco.coordinated_workers import until
 
 ELEMENTS, PIECE = 1500, 256
 ENDS_S = 30.0
@@ -224,9 +225,12 @@ def test_one_that_is_started_again_while_all_end_is_not_left_behind(monkeypatch:
     shard._process.wait(ENDS_S)
     shards.look()
     assert ended.wait(ENDS_S)
-    shards.close()
+    closing = threading.Thread(target=shards.close)
+    closing.start()
+    until(lambda: shard._closed, "the end of all")
     may_start.set()
-    shard._thread.shutdown(wait=True)
+    closing.join(ENDS_S)
+    assert not closing.is_alive()
     assert begun == [shard._process]  # there is no other
     assert not is_there(shard.process_id)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +26,11 @@ from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
 from lightning_bytescheduler.collectives.server_meeting import join_group
 from lightning_bytescheduler.collectives.summing_server import SummingServer
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
 from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, room_for_answer
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
@@ -489,3 +492,19 @@ def test_a_step_that_is_left_out_takes_no_residuals_with_it(results: dict[str, l
         kept = results["left out"][rank].kept
         for name, before in results["three"][rank].residuals.items():
             assert np.array_equal(kept[name], before / 2), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch.dtype) -> None:
+    """The rest stays: a small one would be lost in each step, else."""
+    left = torch.tensor([1e-4, 0.25, 3.0, 1e-4])
+    gradient = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=dtype)
+    residual, bucket = left.clone(), gradient.clone()
+    observer: Any = SimpleNamespace(ranks=2, loss_scale=None, with_residual=lambda piece, make: piece)
+    piece = Piece(0, 4, Dense("int8", "nearest"), residual)
+    part: Any = SimpleNamespace(offset=0, size=4)
+    CompressedBucket(bucket, [piece], observer).add_left(part, world_size=2)
+    taken = (bucket.float() - gradient.float()) / 2
+    torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
+    assert torch.equal(residual[1:3], torch.zeros(2))
+    assert (residual[0] > 5e-5) == (dtype is torch.bfloat16)

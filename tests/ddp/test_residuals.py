@@ -39,3 +39,49 @@ def test_residuals_are_in_host_memory_whatever_the_default_is() -> None:
         made = Residuals().of("weight", 4)
     assert made.device.type == "cpu"
     assert made.tolist() == [0.0] * 4
+
+
+def kept(*, loss_scale: float | None = None, may_be_dropped: bool = False) -> Residuals:
+    """Those of two parameters, of which a step has left other things than there were before."""
+    residuals = Residuals()
+    residuals.may_be_dropped = may_be_dropped
+    residuals.begin_step(loss_scale)
+    for name in ("one", "other"):
+        residual, before = residuals.to_change(name, 2)
+        if before is not None:
+            before.copy_(residual)
+        residual.fill_(5.0)
+    return residuals
+
+
+def test_what_a_dropped_gradient_left_is_taken_back() -> None:
+    residuals = kept(may_be_dropped=True)
+    assert set(residuals.changed) == {"one", "other"}
+    residuals.begin_step(None, ["one"])
+    assert residuals.of("one", 2).tolist() == [0.0, 0.0]
+    assert residuals.of("other", 2).tolist() == [5.0, 5.0]
+
+
+def test_a_checkpoint_after_a_step_that_was_left_out_has_what_there_was_before() -> None:
+    def add_up(tensor: Tensor) -> None:
+        pass
+
+    residuals = kept(loss_scale=8.0)
+    assert residuals.total(add_up, keep=True, loss_scale=8.0)["residuals"]["one"].tolist() == [5.0, 5.0]  # type: ignore[index]
+    state = residuals.total(add_up, keep=True, loss_scale=4.0)
+    assert state is not None
+    assert state["residuals"]["one"].tolist() == [0.0, 0.0]
+    assert state["loss_scale"] == 4.0
+    residuals.begin_step(4.0)
+    assert residuals.of("one", 2).tolist() == [0.0, 0.0]
+
+
+def test_what_was_loaded_of_others_is_left_out() -> None:
+    state = {"format": 1, "loss_scale": 1.0, "residuals": {"one": torch.ones(2), "gone": torch.ones(2)}}
+    residuals = Residuals()
+    residuals.load(state, 2)
+    assert residuals.are_of({"one": 2, "new": 3}) == ["gone"]
+    assert residuals.of("one", 2).tolist() == [0.5, 0.5]
+    assert not residuals.knows("gone")
+    residuals.load(None, 2)
+    assert not residuals.knows("one")

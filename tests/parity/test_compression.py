@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
+from lightning_bytescheduler.ddp import fit_report, rank_strategy
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
@@ -235,6 +236,126 @@ def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, code
         left = ours[0].notes[-1][name] + ours[1].notes[-1][name]
         assert float(left.abs().max()) > 0
         torch.testing.assert_close(-ours[0].weights[name] / 0.5 + left, gradients, rtol=1e-4, atol=1e-4)
+
+
+class TwoLosses(Tower):
+    """As a GAN: the second loss gives the first optimizer's tensor a gradient, too, which is dropped later."""
+
+    toggles = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.always = torch.nn.Parameter(torch.zeros(60, 40))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        first.zero_grad()
+        self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
+        first.step()
+        if batch_idx == 7:  # nothing is dropped behind the last step
+            return
+        loss: Any = super().training_step(batch, batch_idx)
+        if self.toggles:
+            self.toggle_optimizer(second)
+        else:
+            loss = loss - 3.0 * (self.always * slope_of(100 + batch_idx, self.trainer.global_rank)).sum()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        if self.toggles:
+            self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        others = [parameter for name, parameter in self.named_parameters() if name != "always"]
+        return [torch.optim.SGD([self.always], lr=0.5), torch.optim.SGD(others, lr=0.05)]
+
+
+class Toggles(TwoLosses):
+    """Whose gradient of the first optimizer's tensor is that of the step before, while the second loss has none."""
+
+    toggles = True
+
+
+def what_is_left(trainer: Trainer, model: Any) -> None:
+    strategy: Any = trainer.strategy
+    model.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
+
+
+@pytest.mark.parametrize("model", [TwoLosses, Toggles])
+@pytest.mark.parametrize("codec", ["topk:0.05", "int4", "powersgd:1"])
+def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, codec: str, model: Any) -> None:
+    recipe = Recipe(model=model, steps=15, ddp={"find_unused_parameters": True}, after=what_is_left)
+    options = {**SIZES, "compression": {"always": codec}}
+    (ours,) = train_on(two_ranks, recipe, Run(options=options))
+    gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2))
+    left = ours[0].notes[-1] + ours[1].notes[-1]
+    assert float(left.abs().max()) > 0
+    torch.testing.assert_close(-ours[0].weights["always"] / 0.5 + left, gradients, rtol=1e-4, atol=1e-4)
+
+
+class SweepsAndGoesBack(Callback):
+    """As LearningRateFinder, in the middle of a fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "before.ckpt")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == 4:
+            assert len(strategy._gradients.residuals)
+            strategy.load_compression_state(None)  # of a checkpoint before the first step
+            assert not len(strategy._gradients.residuals)
+
+
+def test_a_checkpoint_without_anything_left_leaves_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, callbacks=(partial(SweepsAndGoesBack, tmp_path),))
+    (ours,) = train_on(two_ranks, recipe, Run(options=INT8))
+    assert same_weights(ours[0], ours[1])
+
+
+def load_anew(rank: int, saved: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns what was said of it, and of what the next checkpoint has something left."""
+    said: list[str] = []
+    with patch.object(fit_report, "rank_zero_info", said.append):
+        recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved, after=left_names)
+        outcome = train(rank, recipe, Run(options=options))
+    return [line for line in said if "left to be sent" in line], outcome.notes[-1]
+
+
+def left_names(trainer: Trainer, model: Any) -> None:
+    strategy: Any = trainer.strategy
+    state = strategy.compression_state()
+    model.notes.append([] if state is None else sorted(state["residuals"]))
+
+
+def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    saving = Recipe(model=partial(Tower, optimizer=adamw), callbacks=(partial(SaveAt, 15, tmp_path),))
+    train_on(two_ranks, saving, Run(options=INT8))
+    options = {**INT8, "compression": {"layers.*": "int8"}}
+    path = str(tmp_path / "ByteSchedulerStrategy.ckpt")
+    (said, left), _ = two_ranks.run(load_anew, saved=path, options=options)
+    assert "of 2 parameters" in said[0]
+    assert "'first.weight'" in said[0]
+    assert left
+    assert all(name.startswith("layers.") for name in left)
+
+
+def resume_alone(rank: int, saved: str) -> list[str]:
+    said: list[str] = []
+    with patch.object(rank_strategy, "rank_zero_info", said.append):
+        train(rank, Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved), Run(options=INT8))
+    return said
+
+
+def test_one_rank_that_goes_on_says_what_it_leaves_out(two_ranks: RankPool, tmp_path: Path) -> None:
+    saving = Recipe(model=partial(Tower, optimizer=adamw), callbacks=(partial(SaveAt, 15, tmp_path),))
+    train_on(two_ranks, saving, Run(options=INT8))
+    with RankPool(1) as alone:
+        (said,) = alone.run(resume_alone, saved=str(tmp_path / "ByteSchedulerStrategy.ckpt"))
+    assert any("what compression left to be sent, and one rank sends nothing" in line for line in said)
 
 
 AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}

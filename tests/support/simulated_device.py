@@ -159,9 +159,10 @@ def on_device() -> Iterator[None]:
     def generator_on(device: torch.device, *seed: int) -> torch.Generator:
         return draws(torch.device("cpu"), *seed)
 
-    original, draws = StepContext.on_the_wire, blocks.generator_on
+    original, draws, work_on = StepContext.on_the_wire, blocks.generator_on, GradientCompression.work_on
     with ExitStack() as stack:
         stack.enter_context(by_host())
+        stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
         stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
         stack.enter_context(patch.object(StepContext, "on_the_wire", on_the_wire))
         for module in (blocks, dithering):

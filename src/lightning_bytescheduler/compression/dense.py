@@ -30,6 +30,7 @@ _SCALE_BYTES = 4
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 _QUANTISED = ("int8", "int4")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST_FP16 = 65504.0
 _LARGEST_INTEGER = {"int8": 128, "int4": 8}  # that a payload can hold, if not one that was made here
 
 
@@ -39,7 +40,8 @@ class Dense(Compressor):
     Bounds, for an element x of a block whose largest magnitude is m, with a step s of m/127 for int8 and m/7 for int4
     that is no smaller than the smallest normal number of fp32: read again, it differs from x by s at most with
     stochastic rounding, by s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2^-8 |x|; in
-    fp16 by 2^-11 |x| or 2^-25, and what is beyond 65504 becomes infinite.
+    fp16 by 2^-11 |x| or 2^-25, and what is beyond 65504 becomes infinite; with error feedback it becomes 65504, and the
+    rest is sent later.
 
     Stochastic rounding is right on average (Alistarh et al., "QSGD", for each block), so that training converges
     without error feedback, with more variance; rounding to nearest needs it. A block that holds what is not finite is
@@ -133,13 +135,15 @@ class Dense(Compressor):
         body, scales = self._halves(payload, elements)
         quantiser = self._quantiser(device, seed if self.rounding == "stochastic" else None)
         largest: list[Tensor] = []
-        first = 0
+        first, half = 0, self.kind == "fp16"
         for values in chunks:
             end = first + values.numel()
             if residual is not None:
                 values = residual[first:end].add_(values)
             if quantiser is None:
-                read = body.view(_FLOATS[self.kind])[first:end].copy_(values)
+                # What fp16 cannot hold is sent over several steps where it is kept: infinity would be for good.
+                near = values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if residual is not None and half else values
+                read = body.view(_FLOATS[self.kind])[first:end].copy_(near)
                 if bounded and read.numel():
                     largest.append(read.abs().amax().float())
             else:

@@ -45,6 +45,7 @@ __all__ = ["CompressedBucket"]
 
 _SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
 _SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
+_WIDTH = 4  # bytes of an element of a residual
 _CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
 
 
@@ -148,8 +149,12 @@ class CompressedBucket:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
                 if is_finite(gradient):
+                    before = gradient.float() if gradient.element_size() < _WIDTH else None
                     gradient.add_(piece.residual, alpha=1.0 / factor)  # is multiplied like the gradient then
-                    piece.residual.zero_()
+                    if before is None:
+                        piece.residual.zero_()
+                    else:  # it has taken what its digits can hold
+                        piece.residual.sub_(gradient.float().sub_(before), alpha=factor)
 
     def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
         """Pieces of a part, with their residuals if they have any."""

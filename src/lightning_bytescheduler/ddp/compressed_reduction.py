@@ -43,6 +43,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.collectives.transport import GradientTransport
@@ -97,6 +98,8 @@ class GradientCompression:
         ranks: How many there are.
         decides: Whether this rank chooses for all, where there is a choice.
         idle: Whether a parameter has got no gradient in this step, on this rank; asked when its bucket is handed over.
+        may_drop: Whether mean gradients may be dropped that nobody has stepped with, as in a training with two losses
+            and optimizers: what they were made of is as it was, then.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -105,6 +108,7 @@ class GradientCompression:
         ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
         loss_scale: Of the present step; ``None`` if that never changes.
         copies: Where gradients are encoded on a device: of payloads.
+        left_out: Names of parameters of which a checkpoint had something left to be sent, and that are not compressed.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class GradientCompression:
         ranks: int = 1,
         decides: bool = False,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
+        may_drop: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
@@ -138,6 +143,24 @@ class GradientCompression:
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
         self.compressed = {name: codec.spec if self.choice is None else AUTO for name, codec in self._codecs.values()}
         self.ratio = rules.ratio(parameters)
+        self._parameters = {name: parameters[name] for name in self.compressed}
+        residuals.may_be_dropped = may_drop
+        self.left_out = residuals.are_of({name: parameter.numel() for name, parameter in self._parameters.items()})
+        self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
+        self._dropped: set[str] = set()  # in that time
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped with the mean gradients that there are."""
+        if self._residuals.may_be_dropped:
+            self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+    def before_backward(self) -> None:
+        """Nothing is under way: see which mean gradients are gone."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name in self._residuals.changed:
+                parameter = self._parameters[name]
+                if id(parameter) not in self._stepped and parameter.grad is None:
+                    self._dropped.add(name)
 
     def work_on(self, device: torch.device) -> PayloadCopies | None:
         """Encode where gradients are, on ``device``, if codecs can; nothing is under way.
@@ -165,7 +188,9 @@ class GradientCompression:
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
         self.loss_scale = self._loss_scale()
-        self._residuals.begin_step(self.loss_scale)
+        self._residuals.begin_step(self.loss_scale, self._dropped)
+        self._stepped.clear()
+        self._dropped.clear()
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,11 +217,12 @@ class CompressionRules:
         """
         facts: dict[str, object] = {"compression": self.spec}
         if self.whole_matrices:
+            facts["torch"] = torch.__version__
             facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
             if device.type == "cuda":
                 facts["the GPU"] = torch.cuda.get_device_name(device)
             else:
-                facts["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
+                facts["the processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
                 facts["torch.get_num_threads()"] = torch.get_num_threads()
         return facts
 
@@ -238,6 +241,16 @@ def names_that_count(module: nn.Module) -> dict[str, str]:
     """All names of parameters, and for each the first that its parameter has."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _processor() -> str:
+    """Its kind, as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    said = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return next(said, platform.machine())
 
 
 def _modules(names: Collection[str]) -> set[str]:

@@ -356,6 +356,8 @@ class GradientEngine:
         context = self._context
         context.stream.is_here()
         self._step.finish()
+        if context.compression is not None:
+            context.compression.before_backward()
         self._in_backward = True
         context.reads.before_backward()
         self._step = self._nothing_pending(self._step.number)
@@ -413,11 +415,17 @@ class GradientEngine:
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer, or defer that; see :meth:`TrainingStep.take`."""
         self._context.stream.is_here()
+        self._note_step(optimizer)
         return self._step.take(optimizer, own_step)
 
     def count_whole_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took on its own."""
+        self._note_step(optimizer)
         self._context.count_whole_step(optimizer)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        if self._context.compression is not None:
+            self._context.compression.stepped(optimizer)
 
     def land_what_arrived(self) -> tuple[int, int]:
         """After a failure: apply what has arrived, forget the rest, and make every parameter plain again.

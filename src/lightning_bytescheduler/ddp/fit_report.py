@@ -10,6 +10,7 @@ import logging
 import math
 
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -57,11 +58,12 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
 def say_start(
     plan: OverlapPlan,
     agreed: AgreedSizes,
-    *,
     world_size: int,
     nbytes: int,
+    *,
     tuned: bool,
     policy: SchedulingPolicy = _BYTESCHEDULER,
+    compression: GradientCompression | None = None,
 ) -> None:
     """Say how the steps of a fit begin.
 
@@ -72,7 +74,18 @@ def say_start(
         nbytes: Of all gradients.
         tuned: Whether sizes are tuned from the start.
         policy: In force.
+        compression: Of gradients, if there is any.
     """
+    if compression is not None and not compression.compressed:
+        rank_zero_warn(
+            "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, would "
+            "not be smaller compressed, or fits no pattern."
+        )
+    if compression is not None and (left := compression.left_out):
+        rank_zero_info(
+            f"bytescheduler: the checkpoint has what was left to be sent of {len(left)} parameters that are not "
+            f"compressed now, or have another size or name, such as {left[0]!r}. That is left out."
+        )
     facts = f"{world_size} ranks{_link_in_words(agreed, nbytes)}. " if plan.overlapped else ""
     sizes = ""
     if plan.overlapped and not plan.as_ddp:

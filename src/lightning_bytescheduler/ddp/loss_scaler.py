@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.gradient_transforms import Unscale
+from lightning_bytescheduler.lightning_api import DDPStrategy, MixedPrecision
 
-__all__ = ["can_be_deferred", "is_enabled", "scaling_later"]
+__all__ = ["can_be_deferred", "is_enabled", "loss_scale_of", "scaling_later"]
 
 
 def can_be_deferred(scaler: object) -> bool:
@@ -32,6 +33,13 @@ def can_be_deferred(scaler: object) -> bool:
 def is_enabled(scaler: GradScaler) -> bool:
     """Whether ``scaler`` does anything; told without opening its gate."""
     return bool(object.__getattribute__(scaler, "_enabled"))
+
+
+def loss_scale_of(strategy: DDPStrategy) -> float | None:
+    """What losses are multiplied with at present, if anything; in a backward pass, or when all has landed."""
+    plugin = strategy.precision_plugin
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    return None if scaler is None else float(scaler.get_scale())
 
 
 @contextmanager

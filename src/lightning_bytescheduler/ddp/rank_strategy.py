@@ -41,9 +41,11 @@ from lightning_bytescheduler.lightning_api import (
 if TYPE_CHECKING:
     from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
 
-__all__ = ["OUTER_STATE", "PublishingLauncher", "RankStrategy", "callbacks_of"]
+__all__ = ["COMPRESSION", "OUTER_STATE", "PublishingLauncher", "RankStrategy", "callbacks_of"]
 
 
+COMPRESSION = "lightning_bytescheduler.compression"
+"""Where a checkpoint has what error feedback has left to be sent."""
 OUTER_STATE = "lightning_bytescheduler.diloco"
 """Where a checkpoint of ``diloco`` has what ``bytescheduler`` has no use for."""
 
@@ -242,6 +244,16 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             super()._register_ddp_hooks()
         else:
             self._gradients.take_over(self.model)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy. What one rank by itself does not go on with is said."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self.world_size == 1 and COMPRESSION in checkpoint:
+            rank_zero_info(
+                "bytescheduler: the checkpoint has what compression left to be sent, and one rank sends nothing: that "
+                "is left out, here and in the next checkpoint."
+            )
+        return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See DDPStrategy. What was there before is replaced by a whole file."""

@@ -14,7 +14,7 @@ What is of gradients under a loss scale is kept with that scale, and goes along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Residuals:
 
     Attributes:
         elsewhere: Says what those have left to send who are no ranks, while nothing is under way.
+        may_be_dropped: Whether mean gradients may be dropped that nobody has stepped with.
     """
 
     def __init__(self) -> None:
@@ -48,9 +49,11 @@ class Residuals:
         self._before: dict[str, Tensor] = {}  # the step that may be left out
         self._changed: set[str] = set()  # in it
         self._may_be_left_out = False
+        self._sizes: dict[str, int] | None = None  # of what is compressed in this fit, by name
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
         self.elsewhere: LeftElsewhere | None = None
+        self.may_be_dropped = False
         self._device = torch.device("cpu")
 
     def live_on(self, device: torch.device) -> None:
@@ -86,18 +89,34 @@ class Residuals:
             self._changed.add(name)
         return residual, before
 
-    def begin_step(self, loss_scale: float | None) -> None:
+    def begin_step(self, loss_scale: float | None, dropped: Iterable[str] = ()) -> None:
         """A step begins, whose losses are multiplied with ``loss_scale``; ``None`` if steps are never left out.
 
         A scale that is smaller than before says that the last step had overflowed and was left out: what it sent came
         to nothing, and what it found is to be sent is what there was before.
+
+        Args:
+            loss_scale: See above.
+            dropped: Parameters whose last mean gradient is gone without a step, by name: it came to nothing, too.
         """
+        self._take_back_if_left_out(loss_scale)
+        for name in self._changed.intersection(dropped):
+            self._tensors[name].copy_(self._before[name])
+        self._changed.clear()
+        self._may_be_left_out = loss_scale is not None or self.may_be_dropped
+        self.scale_to(1.0 if loss_scale is None else loss_scale)
+
+    @property
+    def changed(self) -> Iterable[str]:
+        """Names of the parameters of which something was sent in the last step, where that may have to be undone."""
+        return self._changed
+
+    def _take_back_if_left_out(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale < self._scale:
             for name in self._changed:
                 self._tensors[name].copy_(self._before[name])
-        self._changed.clear()
-        self._may_be_left_out = loss_scale is not None
-        self.scale_to(1.0 if loss_scale is None else loss_scale)
+            self._changed.clear()
+            self.scale_to(loss_scale)
 
     def keep_step(self) -> None:
         """What was changed in the last step stays, whatever comes of that."""
@@ -124,16 +143,20 @@ class Residuals:
                 tensor.mul_(loss_scale / self._scale)
             self._scale = loss_scale
 
-    def total(self, add_up: Callable[[Tensor], object], *, keep: bool) -> dict[str, Any] | None:
+    def total(
+        self, add_up: Callable[[Tensor], object], *, keep: bool, loss_scale: float | None = None
+    ) -> dict[str, Any] | None:
         """All ranks' residuals, for a checkpoint; on all ranks at once, which have the same tensors and keep theirs.
 
         Args:
             add_up: Makes a tensor the sum over all ranks, in place, on those that save.
             keep: Whether this rank saves.
+            loss_scale: What losses are multiplied with at present; ``None`` if that never changes.
 
         Returns:
             What :meth:`load` takes, if it does, and there is anything.
         """
+        self._take_back_if_left_out(loss_scale)
         saved: dict[str, Tensor] = {}
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
@@ -162,12 +185,13 @@ class Residuals:
                 if left is not None:
                     tensor.add_(left)
 
-    def load(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Go on from what :meth:`total` returned, on one of ``ranks`` ranks.
+    def load(self, state: Mapping[str, Any] | None, ranks: int) -> None:
+        """Go on from what :meth:`total` returned, on one of ``ranks`` ranks; from nothing, if that was ``None``.
 
         Raises:
             ValueError: If it is of another format.
         """
+        state = {"format": _FORMAT, "loss_scale": self._scale, "residuals": {}} if state is None else state
         if state.get("format") != _FORMAT:
             raise ValueError(
                 f"The checkpoint's state of gradient compression has format {state.get('format')!r}, and this version "
@@ -181,6 +205,25 @@ class Residuals:
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in state["residuals"].items()}
         self._ranks = ranks
+        self._leave_out_others()
+
+    def are_of(self, sizes: Mapping[str, int]) -> list[str]:
+        """In this fit these parameters are compressed, with so many elements: what was loaded of others is left out.
+
+        Returns:
+            Their names.
+        """
+        self._sizes = dict(sizes)
+        return self._leave_out_others()
+
+    def _leave_out_others(self) -> list[str]:
+        if self._sizes is None:
+            return []
+        others = sorted(name for name, left in self._loaded.items() if self._sizes.get(name) != left.numel())
+        for name in others:
+            del self._loaded[name]
+        self._rights = {name: right for name, right in self._rights.items() if name in self._sizes}
+        return others
 
     def __len__(self) -> int:
         return len(self._tensors)

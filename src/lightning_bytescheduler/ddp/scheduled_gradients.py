@@ -32,6 +32,7 @@ from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode,
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
+from lightning_bytescheduler.ddp.loss_scaler import loss_scale_of
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
@@ -54,7 +55,6 @@ from lightning_bytescheduler.exceptions import SchedulerClosedError, Unsupported
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
-    MixedPrecision,
     pl,
     rank_zero_info,
     rank_zero_warn,
@@ -249,10 +249,12 @@ class ScheduledGradients:
             self.residuals,
             statistics=statistics,
             timeline=timeline,
-            loss_scale=partial(_loss_scale, self._strategy),
+            loss_scale=partial(loss_scale_of, self._strategy),
             ranks=self._strategy.world_size,
             decides=dist.get_rank() == 0,
             idle=has_no_gradient,
+            may_drop=not module.automatic_optimization
+            or type(module).optimizer_step is not pl.LightningModule.optimizer_step,
         )
         return self._compression
 
@@ -327,7 +329,7 @@ class ScheduledGradients:
         )
         nbytes, ranks = _bytes_of_gradients(module), runtime.group.size()
         tuned, policy = bool(self._tuned()), self._options.policy
-        say_start(self._plan, runtime.agreed, world_size=ranks, nbytes=nbytes, tuned=tuned, policy=policy)
+        say_start(self._plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=self._compression)
 
     def train_alone(self, plan: OverlapPlan) -> None:
         """Gradients stay where they are in this fit, as ``plan`` says."""
@@ -363,6 +365,10 @@ class ScheduledGradients:
         if mode == "auto":
             return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
         return StepMode(mode == "ddp")
+
+    def all_left(self, add_up: Callable[[torch.Tensor], object], *, keep: bool) -> dict[str, Any] | None:
+        """See :meth:`Residuals.total`."""
+        return self.residuals.total(add_up, keep=keep, loss_scale=loss_scale_of(self._strategy))
 
     def begin_anew(self) -> None:
         """Another fit begins: what the last one had left to send was there for checkpoints until now."""
@@ -519,14 +525,8 @@ class ScheduledGradients:
 
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _loss_scale(strategy: DDPStrategy) -> float | None:
-    """What losses are multiplied with at present, if anything; asked for in a backward pass, when that is settled."""
-    plugin = strategy.precision_plugin
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    return None if scaler is None else float(scaler.get_scale())
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}  # are not reduced in buckets
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
 
 
 def _bytes_of_gradients(module: pl.LightningModule) -> int:

@@ -10,16 +10,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
+from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-__all__ = ["COMPRESSION", "SchedulerHooks"]
+__all__ = ["SchedulerHooks"]
 
 log = logging.getLogger(__name__)
-
-COMPRESSION = "lightning_bytescheduler.compression"
-"""Where a checkpoint has what error feedback has left to be sent."""
 
 
 class _Hooked(Protocol):

@@ -37,13 +37,13 @@ from lightning_bytescheduler.ddp.fit_report import say_if_tiny
 from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions, refuse_beside_staleness
 from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
-from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
+from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
 from lightning_bytescheduler.ddp.residuals import add_up_on_first
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.ddp.scheduler_hooks import COMPRESSION, SchedulerHooks
+from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
@@ -497,16 +497,16 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def compression_state(self) -> dict[str, Any] | None:
         """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
-        residuals = self._gradients.residuals
         if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
         with self._explained():
-            return residuals.total(partial(add_up_on_first, device=self.root_device), keep=self.is_global_zero)
+            return self._gradients.all_left(partial(add_up_on_first, device=self.root_device), keep=self.is_global_zero)
 
     def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what :meth:`compression_state` returned, perhaps on another number of ranks."""
-        if state is not None and self._rules is not None:
+        if self._rules is not None:
+            self.flush()
             self._gradients.residuals.load(state, self.world_size)
         elif state is not None:
             rank_zero_info(
