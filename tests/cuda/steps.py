@@ -122,13 +122,11 @@ class Scheduled:
         self.core = ByteCore(partition_size=400, credit=800, order=self.order)
         self.statistics = SchedulerStatistics()
         self.compression = self._compression(parameters, case)
+        payloads = None if self.compression is None else self.compression.work_on(device)
+        assert (payloads is None) == (case.compression is None)
         with by_host() if case.by_host and device.type == "cpu" else nullcontext():
             self.transport = GradientTransport(
-                self.groups.data,
-                self._note,
-                device,
-                by_host=case.by_host,
-                payloads=None if self.compression is None else self.compression.work_on(device),
+                self.groups.data, self._note, device, by_host=case.by_host, payloads=payloads
             )
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)

@@ -508,3 +508,24 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
     torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
     assert torch.equal(residual[1:3], torch.zeros(2))
     assert (residual[0] > 5e-5) == (dtype is torch.bfloat16)
+
+
+def test_what_a_gradient_cannot_take_at_all_stays() -> None:
+    gradient, left = torch.tensor([65000.0, 1.0], dtype=torch.float16), torch.tensor([60000.0, 0.5])
+    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, with_residual=lambda piece, make: piece)
+    part: Any = SimpleNamespace(offset=0, size=2)
+    CompressedBucket(gradient, [Piece(0, 2, Dense("int8", "nearest"), left)], observer).add_left(part, world_size=1)
+    assert gradient.tolist() == [65000.0 - 8, 1.0]  # as fp16 has it
+    assert left.tolist() == [60000.0, 0.5]
+
+
+@pytest.mark.parametrize(("idle", "factor"), [(True, 1.0), (False, 0.0)])
+def test_what_is_left_is_noted_where_nothing_of_it_is_sent_as_it_is(idle: bool, factor: float) -> None:
+    """What was noted before is of another step."""
+    left, before = torch.full((2,), 5.0), torch.zeros(2)
+    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, with_residual=lambda piece, make: piece)
+    part, weight = SimpleNamespace(offset=0, size=2), SimpleNamespace(factor=factor)
+    piece = Piece(0, 2, Dense("int8", "nearest"), left, before, idle=idle)
+    bucket = CompressedBucket(torch.ones(2), [piece], observer, weight=weight)  # type: ignore[arg-type]
+    bucket.add_left(part, world_size=1)  # type: ignore[arg-type]
+    assert before.tolist() == left.tolist() == [5.0, 5.0]

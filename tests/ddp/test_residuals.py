@@ -85,3 +85,11 @@ def test_what_was_loaded_of_others_is_left_out() -> None:
     assert not residuals.knows("gone")
     residuals.load(None, 2)
     assert not residuals.knows("one")
+
+
+def test_a_checkpoint_has_nothing_of_gradients_that_it_does_not_have() -> None:
+    residuals = kept(may_be_dropped=True)
+    state = residuals.total(lambda tensor: None, keep=True, not_applied={"one"})
+    assert state is not None
+    assert {name: left.tolist() for name, left in state["residuals"].items()} == {"one": [0, 0], "other": [5, 5]}
+    assert residuals.of("one", 2).tolist() == [5.0, 5.0], "training goes on with it"

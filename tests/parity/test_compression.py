@@ -220,19 +220,24 @@ def slope_of(step: int, rank: int) -> torch.Tensor:
 def residuals_of(trainer: Trainer, model: Any) -> None:
     strategy: Any = trainer.strategy
     kept = strategy._gradients.residuals
-    model.notes.append({name: kept.of(name, 2400).view(60, 40).clone() for name in ("always", "rarely")})
+    left = {name: kept.of(name, 2400).view(60, 40) / kept.loss_scale for name in ("always", "rarely")}
+    model.notes.append(left)
 
 
+@pytest.mark.parametrize("plugins", [(), (scaled,)], ids=["", "scaled losses"])
 @pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
-def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, codec: str) -> None:
+def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, codec: str, plugins: Any) -> None:
     """In the others no rank steps the parameter, and whatever travelled would be gone."""
     plain = partial(torch.optim.SGD, lr=0.5)
     model = partial(Sometimes, optimizer=plain)
-    recipe = Recipe(model=model, steps=8, ddp={"find_unused_parameters": True}, after=residuals_of)
+    recipe = Recipe(model=model, steps=8, ddp={"find_unused_parameters": True}, plugins=plugins)
     options = {**SIZES, "compression": {"always": codec, "rarely": codec}, "mode": "overlapped"}
-    (ours,) = train_on(two_ranks, recipe, Run(options=options))
+    (ours,) = train_on(two_ranks, replace(recipe, after=residuals_of), Run(options=options))
+    (ddp,) = train_on(two_ranks, recipe, DDP)
     for name, every in (("always", 1), ("rarely", 3)):
-        gradients = sum(slope_of(step, rank) / 2 for step in range(0, 8, every) for rank in range(2))
+        gradients: Any = sum(slope_of(step, rank) / 2 for step in range(0, 8, every) for rank in range(2))
+        if plugins:  # some steps are left out
+            gradients = -ddp[0].weights[name] / 0.5
         left = ours[0].notes[-1][name] + ours[1].notes[-1][name]
         assert float(left.abs().max()) > 0
         torch.testing.assert_close(-ours[0].weights[name] / 0.5 + left, gradients, rtol=1e-4, atol=1e-4)
@@ -242,6 +247,7 @@ class TwoLosses(Tower):
     """As a GAN: the second loss gives the first optimizer's tensor a gradient, too, which is dropped later."""
 
     toggles = False
+    steps_by_itself = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -253,7 +259,7 @@ class TwoLosses(Tower):
         first.zero_grad()
         self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
         first.step()
-        if batch_idx == 7:  # nothing is dropped behind the last step
+        if batch_idx == 7 or self.steps_by_itself:  # nothing is dropped behind the last step
             return
         loss: Any = super().training_step(batch, batch_idx)
         if self.toggles:
@@ -271,6 +277,15 @@ class TwoLosses(Tower):
         return [torch.optim.SGD([self.always], lr=0.5), torch.optim.SGD(others, lr=0.05)]
 
 
+class StepsByItself(TwoLosses):
+    """With one loss; past Lightning, and so past the strategy."""
+
+    steps_by_itself = True
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
 class Toggles(TwoLosses):
     """Whose gradient of the first optimizer's tensor is that of the step before, while the second loss has none."""
 
@@ -282,10 +297,11 @@ def what_is_left(trainer: Trainer, model: Any) -> None:
     model.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
 
 
-@pytest.mark.parametrize("model", [TwoLosses, Toggles])
+@pytest.mark.parametrize("model", [TwoLosses, Toggles, StepsByItself])
 @pytest.mark.parametrize("codec", ["topk:0.05", "int4", "powersgd:1"])
 def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, codec: str, model: Any) -> None:
-    recipe = Recipe(model=model, steps=15, ddp={"find_unused_parameters": True}, after=what_is_left)
+    eight = {"max_epochs": 1, "limit_train_batches": 8}
+    recipe = Recipe(model=model, steps=-1, trainer=eight, ddp={"find_unused_parameters": True}, after=what_is_left)
     options = {**SIZES, "compression": {"always": codec}}
     (ours,) = train_on(two_ranks, recipe, Run(options=options))
     gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2))

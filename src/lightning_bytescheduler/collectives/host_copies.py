@@ -1,8 +1,9 @@
 """Gradients of a GPU that travel by way of host memory: the first and the last stage of their way.
 
-Parameter servers and codecs work on a CPU, and gloo's messages between two ranks leave from host memory. So a bucket is
-copied there when it exists (``copy_to_host``), all else is done to the copy as to a bucket of a CPU, and what comes of
-it is copied back (``copy_to_device``) before anybody is told that it is there. These are BytePS's COPYD2H and COPYH2D.
+Parameter servers work on a CPU, as lossless codecs do, and gloo's messages between two ranks leave from host memory. So
+a bucket is copied there when it exists (``copy_to_host``), all else is done to the copy as to a bucket of a CPU, and
+what comes of it is copied back (``copy_to_device``) before anybody is told that it is there. These are BytePS's COPYD2H
+and COPYH2D.
 
 A bucket is copied whole, in the order in which buckets exist: that takes a hundredth of the time that it takes a link
 of 1 Gbit/s, so what is urgent would win nothing by going first, and needs no credit. Copies out and back go on streams

@@ -141,20 +141,20 @@ class CompressedBucket:
         A rank that counts nothing in this step sends it in a later one.
         """
         factor = self._factor(world_size)
-        if not factor:
-            return
         for piece in self._as_known(sub_task):
             gradient = self._buffer[piece.first : piece.end]
-            if piece.residual is not None and not piece.idle:
+            if piece.residual is not None:
                 if piece.before is not None:
                     piece.before.copy_(piece.residual)
-                if is_finite(gradient):
+                if factor and not piece.idle and is_finite(gradient):
                     before = gradient.float() if gradient.element_size() < _WIDTH else None
                     gradient.add_(piece.residual, alpha=1.0 / factor)  # is multiplied like the gradient then
                     if before is None:
                         piece.residual.zero_()
-                    else:  # it has taken what its digits can hold
+                    elif is_finite(gradient):  # it has taken what its digits can hold
                         piece.residual.sub_(gradient.float().sub_(before), alpha=factor)
+                    else:
+                        gradient.copy_(before)
 
     def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
         """Pieces of a part, with their residuals if they have any."""

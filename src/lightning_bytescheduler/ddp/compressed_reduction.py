@@ -24,8 +24,9 @@ all-gather of compressed shards that of BytePS and of Zhong et al., "Compressed 
 
 Threads: ``CompressedBucket.scatter``, ``CompressedBucket.gather`` and ``CompressedBucket.serve`` run on the codec
 thread, what follows on the completion thread, once all that was sent in the same part has been encoded, or on those
-that have a sum. Residuals are begun on the codec thread alone. Parts do not overlap, so nothing is shared between them
-but counters, which have a lock that is held for nothing else.
+that have a sum. Residuals are begun on the codec thread, or by the training before a bucket is sent: on a GPU before
+the mark that says when it exists. Parts do not overlap, so nothing is shared between them but counters, which have a
+lock that is held for nothing else.
 
 On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``payload_copies.py``. Not so
 where anything is lossless, whose library works in host memory, and what goes to parameter servers: there whole buckets
@@ -147,7 +148,8 @@ class GradientCompression:
         residuals.may_be_dropped = may_drop
         self.left_out = residuals.are_of({name: parameter.numel() for name, parameter in self._parameters.items()})
         self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
-        self._dropped: set[str] = set()  # in that time
+        self._versions: dict[str, int] = {}  # of parameters, when that began
+        self._dropped: set[str] = set()  # since then
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped with the mean gradients that there are."""
@@ -157,10 +159,22 @@ class GradientCompression:
     def before_backward(self) -> None:
         """Nothing is under way: see which mean gradients are gone."""
         with torch._C.DisableTorchFunctionSubclass():
-            for name in self._residuals.changed:
-                parameter = self._parameters[name]
-                if id(parameter) not in self._stepped and parameter.grad is None:
-                    self._dropped.add(name)
+            self._dropped.update(name for name in self.not_applied() if self._parameters[name].grad is None)
+
+    def not_applied(self) -> set[str]:
+        """Parameters whose last mean gradient nobody has stepped with, where it may be dropped; nothing is under way.
+
+        A step may go past the strategy, as that of an optimizer of one's own: it writes to the parameter.
+        """
+        if not self._residuals.may_be_dropped:
+            return set()
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                name
+                for name in self._residuals.changed
+                if id(self._parameters[name]) not in self._stepped
+                and self._parameters[name]._version == self._versions.get(name)
+            }
 
     def work_on(self, device: torch.device) -> PayloadCopies | None:
         """Encode where gradients are, on ``device``, if codecs can; nothing is under way.
@@ -191,6 +205,9 @@ class GradientCompression:
         self._residuals.begin_step(self.loss_scale, self._dropped)
         self._stepped.clear()
         self._dropped.clear()
+        if self._residuals.may_be_dropped:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""

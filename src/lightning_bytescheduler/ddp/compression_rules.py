@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import platform
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,8 @@ class CompressionRules:
         facts: dict[str, object] = {"compression": self.spec}
         if self.whole_matrices:
             facts["torch"] = torch.__version__
-            facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+            with suppress(RuntimeError):  # set by torch's newer options
+                facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
             if device.type == "cuda":
                 facts["the GPU"] = torch.cuda.get_device_name(device)
             else:

@@ -248,7 +248,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy. What one rank by itself does not go on with is said."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        if self.world_size == 1 and COMPRESSION in checkpoint:
+        if self.world_size == 1 and COMPRESSION in checkpoint and self._gradients is not None:
             rank_zero_info(
                 "bytescheduler: the checkpoint has what compression left to be sent, and one rank sends nothing: that "
                 "is left out, here and in the next checkpoint."

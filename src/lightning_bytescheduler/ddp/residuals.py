@@ -14,7 +14,7 @@ What is of gradients under a loss scale is kept with that scale, and goes along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -144,7 +144,12 @@ class Residuals:
             self._scale = loss_scale
 
     def total(
-        self, add_up: Callable[[Tensor], object], *, keep: bool, loss_scale: float | None = None
+        self,
+        add_up: Callable[[Tensor], object],
+        *,
+        keep: bool,
+        loss_scale: float | None = None,
+        not_applied: Collection[str] = (),
     ) -> dict[str, Any] | None:
         """All ranks' residuals, for a checkpoint; on all ranks at once, which have the same tensors and keep theirs.
 
@@ -152,6 +157,8 @@ class Residuals:
             add_up: Makes a tensor the sum over all ranks, in place, on those that save.
             keep: Whether this rank saves.
             loss_scale: What losses are multiplied with at present; ``None`` if that never changes.
+            not_applied: Parameters whose mean gradient was not stepped with: no checkpoint has it, so that of these is
+                saved what there was before.
 
         Returns:
             What :meth:`load` takes, if it does, and there is anything.
@@ -161,7 +168,8 @@ class Residuals:
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
         for name in sorted(self._tensors):
-            tensor = self._tensors[name].to("cpu", copy=True)
+            kept = self._before if name in not_applied else self._tensors
+            tensor = kept[name].to("cpu", copy=True)
             add_up(tensor)
             if keep:
                 left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)

@@ -53,12 +53,7 @@ from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.exceptions import SchedulerClosedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.lightning_api import (
-    DDPStrategy,
-    pl,
-    rank_zero_info,
-    rank_zero_warn,
-)
+from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.default_sizes import is_slow
@@ -368,7 +363,8 @@ class ScheduledGradients:
 
     def all_left(self, add_up: Callable[[torch.Tensor], object], *, keep: bool) -> dict[str, Any] | None:
         """See :meth:`Residuals.total`."""
-        return self.residuals.total(add_up, keep=keep, loss_scale=loss_scale_of(self._strategy))
+        given = () if self._compression is None else self._compression.not_applied()
+        return self.residuals.total(add_up, keep=keep, loss_scale=loss_scale_of(self._strategy), not_applied=given)
 
     def begin_anew(self) -> None:
         """Another fit begins: what the last one had left to send was there for checkpoints until now."""
