@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from tests.faults.ranks import quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
-from tests.support.rank_pool import RankPool, free_port, join_default_group
+from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go
 
 
 def own_groups(rank: int) -> tuple[list[float], int]:
@@ -29,6 +29,7 @@ def own_groups(rank: int) -> tuple[list[float], int]:
         control = torch.tensor([float(rank + 5)])
         dist.broadcast(control, src=0, group=groups.control)
         assert (groups.rank, groups.world_size) == (rank, 2)
+        let_go()
         groups.destroy()
         return [data.item(), control.item()], len(dist.distributed_c10d._world.pg_map)
     finally:
