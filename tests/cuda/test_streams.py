@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives import transport as transport_module
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
-from lightning_bytescheduler.ddp import reduction as reduction_module
 from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.cuda.steps import Case, Scheduled
@@ -76,7 +76,7 @@ def launch_at_once(streams: DeviceStreams, mark: ReadyMark, then: Callable[[], N
 def no_wait_for_gradients(scheduled: Scheduled) -> Iterator[None]:
     """Communicate what is in a bucket when the hook has run on the host."""
     with (
-        patch.object(reduction_module, "ReadyMark", lambda _: ReadyMark(torch.device("cpu"))),
+        patch.object(transport_module, "ReadyMark", lambda _: ReadyMark(torch.device("cpu"))),
         patch.object(DeviceStreams, "when_ready", launch_at_once),
     ):
         yield
@@ -91,9 +91,11 @@ def test_gradients_are_waited_for(train: Train, two_plain_ranks: RankPool) -> No
         assert not close(expected, weights), "without the wait the result is the same: the test cannot fail"
 
 
-def late_half(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
+def late_half(
+    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
+) -> StartedOperation:
     """An all-reduce whose result comes late, and is half of what was sent."""
-    started = all_reduce(group, part, number)
+    started = all_reduce(group, part, number, factor)
 
     def finish() -> None:
         torch.cuda._sleep(A_WHILE // 10)
@@ -115,7 +117,7 @@ def late_results(scheduled: Scheduled) -> Iterator[list[bool]]:
             arrived.append(enqueued.event.query())
 
     with (
-        patch.object(reduction_module, "all_reduce", late_half),
+        patch.object(transport_module, "all_reduce", late_half),
         patch.object(DeviceStreams, "join", watched_join),
     ):
         yield arrived
@@ -130,7 +132,7 @@ def no_wait_for_results(scheduled: Scheduled) -> Iterator[None]:
         assert enqueued is None or enqueued.known.wait(timeout)
 
     with (
-        patch.object(reduction_module, "all_reduce", late_half),
+        patch.object(transport_module, "all_reduce", late_half),
         patch.object(DeviceStreams, "join", hurried_join),
     ):
         yield
