@@ -93,6 +93,15 @@ def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
     return update
 
 
+def due(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
+    """One whose gradient is here and whose update is due: of SGD, with a rate of 1."""
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = arrived(step, parameter)
+    update.close_gate()
+    step.take(optimizer, optimizer.step)
+    return update
+
+
 def told(step: OverlappedStep) -> list[tuple[str, bool]]:
     listener = step.context.listener
     assert isinstance(listener, Listener)
@@ -162,10 +171,7 @@ def test_the_default_dtype_is_left_alone_on_other_threads(
     step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the training's, too, whose forward pass may have set it."""
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    update = arrived(step, parameter)
-    update.close_gate()
-    step.take(optimizer, optimizer.step)
+    due(step, parameter)
     torch.set_default_dtype(torch.float64)
     try:
         with ThreadPoolExecutor(1) as another, monkeypatch.context() as changing:
@@ -180,10 +186,7 @@ def test_a_flush_in_the_middle_of_an_update_leaves_that_to_be_finished(
     step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a signal's handler, on the same thread."""
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    update = arrived(step, parameter)
-    update.close_gate()
-    step.take(optimizer, optimizer.step)
+    update = due(step, parameter)
     monkeypatch.setattr(step.transforms, "apply", lambda bucket: step.flush())
     step.open_all("a test")
     assert parameter.tolist() == [0.0, 0.0, 0.0]

@@ -160,6 +160,13 @@ class ReadyMark:
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(device))
 
+    @classmethod
+    def of(cls, event: Any) -> ReadyMark:
+        """The moment at which a device has passed ``event``."""
+        mark = cls(torch.device("cpu"))
+        mark.event = event
+        return mark
+
 
 class _Enqueued:
     """How much of a task's result the arriving stream has been told to wait for."""

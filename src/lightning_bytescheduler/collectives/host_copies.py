@@ -92,7 +92,7 @@ class HostCopies:
         exists = self._cuda.Event()
         exists.record(self._cuda.current_stream(self._device))
         self._out.wait_event(exists)
-        return copy, _mark(exists), _mark(self._copied(copy, buffer, self._out))
+        return copy, ReadyMark.of(exists), ReadyMark.of(self._copied(copy, buffer, self._out))
 
     def when_made(self, mark: ReadyMark, then: Callable[[], None]) -> None:
         """Call ``then`` on the thread that looks, when the device has passed ``mark``; for any thread."""
@@ -133,9 +133,3 @@ class HostCopies:
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """On the current stream."""
         to.copy_(source, non_blocking=True)
-
-
-def _mark(event: Any) -> ReadyMark:
-    mark = ReadyMark(torch.device("cpu"))
-    mark.event = event
-    return mark

@@ -51,10 +51,9 @@ class PayloadCopies:
 
     def mark(self) -> ReadyMark:
         """The moment at which the current stream has done all that it was given."""
-        mark = ReadyMark(torch.device("cpu"))
-        mark.event = self._cuda.Event()
-        mark.event.record(self._cuda.current_stream(self.device))
-        return mark
+        exists = self._cuda.Event()
+        exists.record(self._cuda.current_stream(self.device))
+        return ReadyMark.of(exists)
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -100,8 +100,7 @@ class Residuals:
             dropped: Parameters whose last mean gradient is gone without a step, by name: it came to nothing, too.
         """
         self._take_back_if_left_out(loss_scale)
-        for name in self._changed.intersection(dropped):
-            self._tensors[name].copy_(self._before[name])
+        self._take_back(self._changed.intersection(dropped))
         self._changed.clear()
         self._may_be_left_out = loss_scale is not None or self.may_be_dropped
         self.scale_to(1.0 if loss_scale is None else loss_scale)
@@ -113,10 +112,13 @@ class Residuals:
 
     def _take_back_if_left_out(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale < self._scale:
-            for name in self._changed:
-                self._tensors[name].copy_(self._before[name])
+            self._take_back(self._changed)
             self._changed.clear()
             self.scale_to(loss_scale)
+
+    def _take_back(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._tensors[name].copy_(self._before[name])
 
     def keep_step(self) -> None:
         """What was changed in the last step stays, whatever comes of that."""
