@@ -80,6 +80,14 @@ def test_a_collective_of_one_rank_alone_is_named_with_its_place(rank: int, nurse
     check(in_validation, "waits for the others to begin its batch 1 of 4 of epoch 1")
 
 
+def test_whoever_waits_for_buffers_is_seen_to_wait(nursery: Nursery, tmp_path: Path) -> None:
+    # Rank 1 has all the gradients it needs as it begins batch 4; rank 0 has not gone forward in batch 3.
+    lone: Case = ({"collective": "training_step", "from_step": 2}, {1: {"collective": ""}})
+    (ranks,) = run(nursery, tmp_path, lone)
+    check(ranks, APART, "rank 0 is in epoch 0, batch 3 (training_step), waits in all_gather")
+    check(ranks, "rank 1 is in epoch 0, batch 4", "waits for the others to begin its batch 4 of 4 of epoch 0")
+
+
 def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) -> None:
     # Of two broadcasts that meet one is larger than the other expects.
     options = {"broadcasts": 1000, "pace": 0.4}

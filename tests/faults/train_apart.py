@@ -48,7 +48,7 @@ class Model(LightningModule):
 
     def at(self, hook: str) -> None:
         """Join a collective of all ranks here, or be busy, if the options say so."""
-        if hook == self.options.get("collective"):
+        if hook == self.options.get("collective") and self.trainer.global_step >= self.options.get("from_step", 0):
             self.log("extra", torch.tensor(1.0), sync_dist=True, on_step=False, on_epoch=True)
             self.all_gather(torch.ones(1))
         if hook == self.options.get("busy"):

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from lightning_bytescheduler.ddp.buffers import BufferBroadcast
+from lightning_bytescheduler.ddp import buffers
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
@@ -141,6 +141,42 @@ def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: 
     assert len(list(tmp_path.iterdir())) == 2 * 3 * STEPS
 
 
+class Late:
+    """Something under way that comes a while after it is first looked for, as on a slow link."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+        self.comes_at: float | None = None
+
+    def is_completed(self) -> bool:
+        if self.comes_at is None:
+            self.comes_at = time.monotonic() + 0.05
+        return time.monotonic() >= self.comes_at and self.work.is_completed()
+
+    def wait(self, *timeout: Any) -> bool:
+        time.sleep(0.0 if self.is_completed() else 0.01)
+        return self.work.wait(*timeout)
+
+
+@contextmanager
+def held_up_with_late_buffers(module: LightningModule, folder: Path) -> Iterator[None]:
+    send = buffers.broadcast_from_first
+    with (
+        patch.object(buffers, "broadcast_from_first", lambda group, tensor: Late(send(group, tensor))),
+        held_up(module, folder),
+    ):
+        yield
+
+
+def test_buffers_that_come_late_are_waited_for_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})
+    run = Run(network="plain", sabotage=partial(held_up_with_late_buffers, folder=tmp_path))
+    ddp, ours = train_on(two_ranks, recipe, DDP, run)
+    assert_same(ddp, ours)
+    assert_overlapped(ours)
+    assert len(list(tmp_path.iterdir())) == 2 * 3 * STEPS
+
+
 def barrier(rank: int) -> None:
     dist.broadcast(Tensor([rank]), src=0)
 
@@ -160,7 +196,7 @@ def test_waiting_would_be_noticed(two_ranks: RankPool, tmp_path: Path, what: str
 def waiting(module: LightningModule, folder: Path, what: str) -> Iterator[None]:
     with ExitStack() as stack:
         if what == "buffers as ddp":
-            stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
+            stack.enter_context(patch.object(buffers.BufferBroadcast, "of", lambda *_, **__: None))
         also = barrier if what == "as lightning" else None
         stack.enter_context(held_up(module, folder, patience=0.3, also=also))
         yield

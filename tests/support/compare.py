@@ -23,7 +23,10 @@ def bit_differences(expected: Any, actual: Any, path: str = "") -> list[str]:
             return [f"{path}: keys {list(expected)} became {list(actual)}"]
         return [line for key in expected for line in bit_differences(expected[key], actual[key], f"{path}[{key!r}]")]
     if isinstance(expected, (list, tuple)):
-        found = [] if len(expected) == len(actual) else [f"{path}: {len(expected)} entries became {len(actual)}"]
+        found, both = [], min(len(expected), len(actual))
+        if len(expected) != len(actual):
+            only = f"lacks {expected[both:]!r:.500}" if expected[both:] else f"has {actual[both:]!r:.500} besides"
+            found = [f"{path}: {len(expected)} entries became {len(actual)}, which {only}"]
         for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
             found += bit_differences(one, other, f"{path}[{index}]")
         return found

@@ -96,7 +96,7 @@ class BufferBroadcast:
         model: DDP's, whose own broadcast this replaces.
         group: Its own, gloo; left by :meth:`close`.
         await_batch: Waits until the others have begun this batch. That a rank waits for a batch is told to all, that it
-            waits here is not.
+            waits for what is sent in one is not.
         failure: Why nothing will come any more, if another rank has failed.
     """
 
@@ -206,7 +206,7 @@ class BufferBroadcast:
             if changed:
                 self._begin(now.memory)
             return
-        self._await(arriving)
+        self._await_sent(arriving)
         self._word = (told, word)
         if changed or self._closely or self._always_closely:
             self._take_word(expected=True, changed=changed)
@@ -238,8 +238,16 @@ class BufferBroadcast:
         return work
 
     def _await(self, work: dist.Work) -> None:
+        """Wait for what the first rank sends as it begins this batch's forward pass."""
         if not work.is_completed():
             self._await_batch()
+        wait_unless(work, self._failure, look_every=_LOOK_EVERY)
+
+    def _await_sent(self, work: dist.Work) -> None:
+        """Wait for what the first rank sent after the forward pass before; the failure watch knows it by its name.
+
+        That rank need not have begun this batch, and begins it without this one: the values may still be on their way.
+        """
         wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _end_all(self) -> None:

@@ -70,7 +70,10 @@ _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
 )  # fmt: skip
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
-_AWAITS_BATCH = "lightning_bytescheduler.ddp.sigterm", "await_batch_begun"  # the same, on a group of its own
+_AWAITS_OUTSIDE = (  # that the first rank begins a batch, or that its buffers come as this one begins; own groups
+    ("lightning_bytescheduler.ddp.sigterm", "await_batch_begun"),
+    ("lightning_bytescheduler.ddp.buffers", "_await_sent"),
+)
 _WAITS = "lightning_bytescheduler.collectives.operations", "wait_unless"
 _ANSWERS_SIGTERM = "_sigterm_notifier_fn"  # Lightning's signal connector
 _DEPTH = 12  # frames that are looked at for it
@@ -308,7 +311,7 @@ def blocked_in(thread: int) -> Blocked | None:
         name, module = _place(frame.f_back)
     if module == _DDP:
         return Blocked("broadcast", False) if name == _BUFFERS else None
-    if (module, name) == _AWAITS_BATCH:
+    if (module, name) in _AWAITS_OUTSIDE:
         return Blocked("broadcast", True, outside=True)
     if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
         return None
