@@ -9,21 +9,21 @@ import numpy as np
 _FLOAT = np.float32
 
 
-def blockwise(levels: int, stochastic: bool) -> Callable:
+def blockwise(levels: int, size: int, stochastic: bool) -> Callable:
     def sent(values: np.ndarray, seed: int) -> np.ndarray:
         found = np.zeros_like(values)
         raw = np.random.PCG64DXSM(seed).random_raw(-(-len(values) // 4))
         noise = (raw.view(np.int16)[: len(values)] | np.int16(1)).astype(_FLOAT) * _FLOAT(2.0**-16)
-        for first in range(0, len(values), 128):
-            block = values[first : first + 128]
+        for first in range(0, len(values), size):
+            block = values[first : first + size]
             scale = _FLOAT(np.abs(block).max() / _FLOAT(levels))
             if scale == 0:
                 continue
             # In double precision: what rounding to fp32 makes of the last digit decides one in millions.
             wanted = (block / scale).astype(np.float64)
             if stochastic:
-                wanted += noise[first : first + 128]
-            found[first : first + 128] = np.clip(np.rint(wanted), -levels, levels).astype(_FLOAT) * scale
+                wanted += noise[first : first + size]
+            found[first : first + size] = np.clip(np.rint(wanted), -levels, levels).astype(_FLOAT) * scale
         return found
 
     return sent

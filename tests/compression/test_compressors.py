@@ -29,10 +29,10 @@ WORKERS = 2
 SPECS = {
     "bf16": references.bf16,
     "fp16": references.fp16,
-    "int8": references.blockwise(127, True),
-    "int4": references.blockwise(7, True),
-    "int8:nearest": references.blockwise(127, False),
-    "int4:nearest": references.blockwise(7, False),
+    "int8": references.blockwise(127, 256, True),
+    "int4": references.blockwise(7, 128, True),
+    "int8:nearest": references.blockwise(127, 256, False),
+    "int4:nearest": references.blockwise(7, 128, False),
     "onebit": references.onebit,
     "topk:0.05": references.topk(31),
     "randomk:0.05": references.randomk(31),
@@ -310,7 +310,7 @@ def test_chunks_and_offsets_change_nothing(spec: str, monkeypatch: pytest.Monkey
     part = gradient(0, 0)
     payload = bare(spec).compress(part, seed=2)
     found = bare(spec).decompress(payload, SIZE)
-    monkeypatch.setattr(blocks, "_CHUNK", 128)
+    monkeypatch.setattr(blocks, "_CHUNK", 256)
     assert torch.equal(bare(spec).compress(part, seed=2), payload)
     shifted = torch.cat([payload[:3], payload])[3:]
     out = torch.empty(SIZE)

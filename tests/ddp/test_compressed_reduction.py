@@ -45,7 +45,7 @@ Array = npt.NDArray[np.float32]
 _SIZES = {"a": 700, "b": 30, "c": 513}  # "b" is too small
 _MIN_SIZE = 100
 _PARTITION = 400
-_BLOCK = 128
+_BLOCK = 256
 
 
 def gradient(step: int, rank: int) -> Array:
@@ -239,12 +239,16 @@ def reduce_steps(
 
 
 def int8(values: Array) -> Array:
-    """Blocks of 128, each with a scale, to nearest."""
+    """Blocks of 256, each with a scale, to nearest.
+
+    Multiplied by the reciprocal, as the package does it: where a number is next to halfway between two levels, the last
+    digit decides about a whole one, here in some of 250,000 numbers.
+    """
     decoded = np.empty_like(values)
     for first in range(0, len(values), _BLOCK):
         block = values[first : first + _BLOCK]
         scale = np.float32(np.abs(block).max() / np.float32(127))
-        whole = np.zeros_like(block) if scale == 0 else np.clip(np.rint(block / scale), -127, 127)
+        whole = np.zeros_like(block) if scale == 0 else np.rint(block * (np.float32(1) / scale))
         decoded[first : first + _BLOCK] = whole * scale
     return decoded
 
@@ -281,7 +285,7 @@ def by_numpy(steps: int) -> tuple[list[Array], list[Array]]:
             share = halves[other][here] + residuals[other][here]
             sent = int8(share)
             residuals[other][here] = share - sent
-            total = halves[owner][here] + residuals[owner][here] + sent
+            total = residuals[owner][here] + (halves[owner][here] + sent)
             mean[here] = int8(total)
             residuals[owner][here] = total - mean[here]
         means.append(mean)

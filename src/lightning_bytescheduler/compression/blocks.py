@@ -1,4 +1,4 @@
-"""Numbers in 8 or 4 bits, with a scale for each block of 128: what int8 and int4 are made of, chunk by chunk.
+"""Numbers in 8 or 4 bits, with a scale for each block: what int8 and int4 are made of, chunk by chunk.
 
 Arithmetic on a CPU is done on chunks that fit into a core's cache: numbers are read from memory once and their integers
 written once. What is left is as much arithmetic as preparation (fresh memory, views, one call after the other: 100 us
@@ -23,12 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "BlockQuantiser", "chunk_size", "chunks_of", "generator_on"]
+__all__ = ["BLOCKS", "BlockQuantiser", "chunk_size", "chunks_of", "generator_on"]
 
-BLOCK = 128  # 4 bytes of scale: 3 % on top of int8, 6 % on top of int4
-_CHUNK = 1 << 16  # for each thread, a multiple of BLOCK; with its scratch it fits into a cache of 1 MB
+BLOCKS = {8: 256, 4: 128}
+"""Elements with a scale of 4 bytes in common, by the bits of each: 1.6 % on top of int8, 6 % on top of int4."""
+_CHUNK = 1 << 16  # for each thread, a multiple of all blocks; with its scratch it fits into a cache of 1 MB
 _THREADS = 8  # of torch's that work on a chunk; with more of them, starting and ending the work takes longer than it
 _LEVELS = {8: 127, 4: 7}
+_SMALLEST_BLOCK, _LARGEST_BLOCK = min(BLOCKS.values()), max(BLOCKS.values())
 _STEP = 2.0**-16  # between the numbers that stochastic rounding adds
 _PER_DRAW = 4  # numbers of 16 bits in what a generator makes at once
 _ODD = np.uint64(0x0001_0001_0001_0001)
@@ -38,7 +40,7 @@ _MOST_SIZES = 64  # of chunks, that views are kept for
 
 
 def chunk_size(device: torch.device) -> int:
-    """How many elements to work on at once; a multiple of ``BLOCK``. No result depends on it."""
+    """How many elements to work on at once; a multiple of all ``BLOCKS``. No result depends on it."""
     return _CHUNK * min(torch.get_num_threads(), _THREADS) if device.type == "cpu" else 1 << 40
 
 
@@ -58,18 +60,19 @@ class _Views:
     """Of scratch, for chunks of one size.
 
     Args:
-        numbers: Two rows of fp32, a multiple of ``BLOCK`` long.
+        numbers: Two rows of fp32, a multiple of all ``BLOCKS`` long.
         words: Of 16 bits, for as many bytes as elements at least.
         scales: For as many blocks.
         size: Of the chunk.
+        block: Elements that have a scale in common.
     """
 
     __slots__ = ("bytes", "flat", "inverse", "magnitudes", "pairs", "rows", "tail", "values")
 
-    def __init__(self, numbers: Tensor, words: Tensor, scales: Tensor, size: int) -> None:
-        blocks = -(-size // BLOCK)
-        self.rows = numbers[0][: blocks * BLOCK].view(-1, BLOCK)
-        self.magnitudes = numbers[1][: blocks * BLOCK].view(-1, BLOCK)
+    def __init__(self, numbers: Tensor, words: Tensor, scales: Tensor, size: int, block: int) -> None:
+        blocks = -(-size // block)
+        self.rows = numbers[0][: blocks * block].view(-1, block)
+        self.magnitudes = numbers[1][: blocks * block].view(-1, block)
         self.flat = numbers[0][:size]
         self.values = numbers[1][:size]
         self.inverse = scales[:blocks]
@@ -87,7 +90,7 @@ class _Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._room = 0
-        self._views: dict[int, _Views] = {}
+        self._views: dict[tuple[int, int], _Views] = {}
 
     @classmethod
     def take(cls, device: torch.device) -> _Scratch:
@@ -102,19 +105,19 @@ class _Scratch:
         if self._device.type == "cpu":
             self._idle.append(self)
 
-    def views(self, size: int) -> _Views:
-        """For a chunk of ``size`` elements."""
-        found = self._views.get(size)
+    def views(self, size: int, block: int) -> _Views:
+        """For a chunk of ``size`` elements, in blocks."""
+        found = self._views.get((size, block))
         if found is None:
             if size > self._room:
-                self._room = -(-size // BLOCK) * BLOCK
+                self._room = -(-size // _LARGEST_BLOCK) * _LARGEST_BLOCK
                 self._numbers = torch.empty(2, self._room, dtype=torch.float32, device=self._device)
                 self._words = torch.empty(self._room // 2, dtype=torch.int16, device=self._device)
-                self._scales = torch.empty(self._room // BLOCK, dtype=torch.float32, device=self._device)
+                self._scales = torch.empty(self._room // _SMALLEST_BLOCK, dtype=torch.float32, device=self._device)
                 self._views.clear()
             elif len(self._views) == _MOST_SIZES:
                 self._views.clear()
-            found = self._views[size] = _Views(self._numbers, self._words, self._scales, size)
+            found = self._views[size, block] = _Views(self._numbers, self._words, self._scales, size, block)
         return found
 
 
@@ -130,6 +133,7 @@ class BlockQuantiser:
     def __init__(self, bits: int, device: torch.device, seed: int | None = None) -> None:
         self._bits = bits
         self._levels = _LEVELS[bits]
+        self._block = BLOCKS[bits]
         self._device = device
         self._seed = seed
         self._scratch = _Scratch.take(device)
@@ -154,14 +158,14 @@ class BlockQuantiser:
             values: Flat, in fp32.
             scales: Is filled with one number for each block, in fp32.
             packed: Is filled with the elements, of uint8; an odd one in 4 bits has a byte to itself.
-            first: Position of the chunk in what it is a part of, a multiple of ``BLOCK``.
+            first: Position of the chunk in what it is a part of, a multiple of the block.
         """
         size = values.numel()
         if not size:
             return
-        work = self._scratch.views(size)
+        work = self._scratch.views(size, self._block)
         rows = work.rows
-        blocks = values.view(-1, BLOCK) if size % BLOCK == 0 else _padded(values, rows)
+        blocks = values.view(-1, self._block) if size % self._block == 0 else _padded(values, rows)
         torch.amax(torch.abs(blocks, out=work.magnitudes), dim=1, out=scales)
         scales.div_(self._levels)
         if self._seed is None:
@@ -187,7 +191,7 @@ class BlockQuantiser:
 
     def sent(self, scales: Tensor, size: int) -> Tensor:
         """What is read again of the chunk of ``size`` elements that was quantised last; overwritten by the next."""
-        work = self._scratch.views(size)
+        work = self._scratch.views(size, self._block)
         work.rows.mul_(scales[:, None])
         return work.flat
 
@@ -202,8 +206,8 @@ class BlockQuantiser:
         size = values.numel()
         if not size:
             return
-        work = self._scratch.views(size)
-        whole = size % BLOCK == 0
+        work = self._scratch.views(size, self._block)
+        whole = size % self._block == 0
         flat = values if whole else work.flat
         if self._bits == 8:
             flat.copy_(packed.view(torch.int8))
@@ -213,14 +217,14 @@ class BlockQuantiser:
             pairs |= pairs << 4
             pairs &= _NIBBLES
             flat.copy_(work.bytes.sub_(self._levels + 1))
-        rows = values.view(-1, BLOCK) if whole else work.rows
+        rows = values.view(-1, self._block) if whole else work.rows
         rows.mul_(scales[:, None])
         if not whole:
             values.copy_(flat)
 
     def dequantised(self, scales: Tensor, packed: Tensor, size: int) -> Tensor:
         """The numbers of a chunk of ``size`` elements; overwritten by the next."""
-        values = self._scratch.views(size).values
+        values = self._scratch.views(size, self._block).values
         self.dequantise(scales, packed, values)
         return values
 

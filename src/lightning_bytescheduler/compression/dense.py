@@ -1,4 +1,4 @@
-"""Every element in fewer bits: bf16, fp16, and 8 or 4 bits with a scale for each block of 128.
+"""Every element in fewer bits: bf16, fp16, and 8 or 4 bits with a scale for each block, of 256 or 128 elements.
 
 Payloads are made and read chunk by chunk (:mod:`~lightning_bytescheduler.compression.blocks`), so that whoever makes
 the numbers, or adds them up, can do so while they are in a processor's cache. A payload of int8 or int4 is the fp32
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_one_of
-from lightning_bytescheduler.compression.blocks import BLOCK, BlockQuantiser, chunk_size, chunks_of
+from lightning_bytescheduler.compression.blocks import BLOCKS, BlockQuantiser, chunk_size, chunks_of
 from lightning_bytescheduler.compression.compressor import Compressor, damaged
 
 __all__ = ["DENSE", "ROUNDINGS", "Dense", "DenseKind", "Rounding", "aligned"]
@@ -59,6 +59,7 @@ class Dense(Compressor):
         self.kind = require_one_of("kind", kind, DENSE)
         self.rounding = require_one_of("rounding", rounding, ROUNDINGS)
         self.exact = kind == "fp32"
+        self._block = BLOCKS[_BITS[kind]] if kind in _QUANTISED else 0  # none
 
     @property
     def spec(self) -> str:
@@ -117,7 +118,7 @@ class Dense(Compressor):
         """Make a payload of numbers as they come.
 
         Args:
-            chunks: Flat, in fp32, each of a multiple of 128 elements but for the last. Each is read before the next is
+            chunks: Flat, in fp32, each of a multiple of 256 elements but for the last. Each is read before the next is
                 asked for.
             elements: In all chunks.
             device: Where they are.
@@ -147,7 +148,7 @@ class Dense(Compressor):
                 if bounded and read.numel():
                     largest.append(read.abs().amax().float())
             else:
-                own = scales[first // BLOCK : -(-end // BLOCK)]
+                own = scales[first // self._block : -(-end // self._block)]
                 quantiser.quantise(values, own, self._packed(body, first, end), first=first)
                 if bounded:
                     largest.append(own.amax())
@@ -184,7 +185,7 @@ class Dense(Compressor):
                 values = body.view(_FLOATS[self.kind])[first:end]
                 yield values.float() if result is None else result[first:end].copy_(values)
                 continue
-            own, packed = scales[first // BLOCK : -(-end // BLOCK)], self._packed(body, first, end)
+            own, packed = scales[first // self._block : -(-end // self._block)], self._packed(body, first, end)
             if result is None:
                 yield quantiser.dequantised(own, packed, length)
             else:
@@ -240,7 +241,7 @@ class Dense(Compressor):
         return body[first:end] if self.kind == "int8" else body[first // 2 : -(-end // 2)]
 
     def _scale_bytes(self, elements: int) -> int:
-        return -(-elements // BLOCK) * _SCALE_BYTES if self.kind in _QUANTISED else 0
+        return -(-elements // self._block) * _SCALE_BYTES if self._block else 0
 
 
 def aligned(payload: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How pseudo-gradients travel: fp32, bf16, 8 or 4 bits with a scale for each block of 128, or the largest alone.
+"""How pseudo-gradients travel: fp32, bf16, 8 or 4 bits with a scale for each block, or the largest alone.
 
 This is the face that DiLoCo sees of :class:`~lightning_bytescheduler.compression.dense.Dense` and
 :class:`~lightning_bytescheduler.compression.sparse.TopK`: what is not finite is refused at either end, as it would
@@ -126,7 +126,7 @@ class WireFormat:
         """Make a payload of numbers as they come; the same bytes as those of :meth:`encode`.
 
         Args:
-            chunks: Flat, in fp32, each of a multiple of 128 elements but for the last. Each is read before the next is
+            chunks: Flat, in fp32, each of a multiple of 256 elements but for the last. Each is read before the next is
                 asked for.
             elements: In all chunks.
             device: Where they are.

@@ -43,7 +43,7 @@ class CodecPace:
 
 CODECS = (
     CodecPace(name="bf16", ratio=2.0, compress=2120e6, read=12270e6),
-    CodecPace(name="int8", ratio=3.88, compress=1651e6, read=8856e6),
+    CodecPace(name="int8", ratio=3.94, compress=1651e6, read=8856e6),
     CodecPace(name="int4", ratio=7.53, compress=1488e6, read=4277e6),
 )
 """As ``python -m benchmarks.codecs`` measured them on one core with AVX-512, int8 and int4 rounded to nearest; see the
