@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler import ByteSchedulerStrategy
+from lightning_bytescheduler.compression.dithering import Dithering
 from lightning_bytescheduler.compression.feedback import ErrorFeedback
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.sparse import TopK
@@ -40,6 +41,9 @@ def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
         ("topk", "'topk' has 1 to 2 parameters"),
         (PowerSGD(2, (20, 30)), "without a shape"),
         (ErrorFeedback(TopK(0.1)), "Error feedback is the strategy's own"),
+        ("dithering:7:linear:l2", "would grow from step to step"),
+        ({"*": Dithering(norm="l2")}, "compression['*']='dithering:127:linear:l2' is not allowed"),
+        ({"*": ["topk", 0.01]}, "the name of a compressor such as 'int8'"),
         ({}, "patterns of parameter names"),
         ({"*.weight": "int3"}, "compression['*.weight']='int3' is not allowed"),
         ({3: "int8"}, "patterns of parameter names"),

@@ -62,6 +62,41 @@ def test_what_a_dropped_gradient_left_is_taken_back() -> None:
     assert residuals.of("other", 2).tolist() == [5.0, 5.0]
 
 
+def send(residuals: Residuals, name: str, left: float) -> None:
+    """What a step sends of a parameter, and leaves."""
+    residual, before = residuals.to_change(name, 2)
+    if before is not None:
+        before.copy_(residual)
+    residual.fill_(left)
+
+
+def test_what_is_pending_is_taken_back_as_a_whole() -> None:
+    """Two backward passes, whose sum is dropped: what there was before the first is what is to be sent."""
+    residuals = kept(may_be_dropped=True)
+    residuals.begin_step(None)
+    send(residuals, "one", 6.0)
+    residuals.begin_step(None, pending={"one"})
+    send(residuals, "one", 7.0)
+    send(residuals, "other", 7.0)
+    assert residuals.changed == {"one", "other"}
+    residuals.begin_step(None, {"one", "other"})
+    assert residuals.of("one", 2).tolist() == residuals.of("other", 2).tolist() == [5.0, 5.0]
+    assert not residuals.changed
+
+
+def test_accumulated_gradients_that_overflow_are_taken_back_as_a_whole() -> None:
+    """What was kept before goes along with the loss scale."""
+    residuals = kept(loss_scale=8.0, may_be_dropped=True)
+    residuals.begin_step(8.0)
+    send(residuals, "one", 6.0)
+    residuals.begin_step(16.0, pending={"one"})
+    send(residuals, "one", 7.0)
+    residuals.begin_step(4.0, pending={"one"})
+    assert residuals.of("one", 2).tolist() == [2.5, 2.5]
+    assert residuals.of("other", 2).tolist() == [2.5, 2.5]
+    assert not residuals.changed
+
+
 def test_a_checkpoint_after_a_step_that_was_left_out_has_what_there_was_before() -> None:
     def add_up(tensor: Tensor) -> None:
         pass

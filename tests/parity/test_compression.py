@@ -292,12 +292,107 @@ class Toggles(TwoLosses):
     toggles = True
 
 
+class Zeroes(TwoLosses):
+    """Whose gradients stay, and become zeros."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        found: Any = super().optimizers()
+        for optimizer in found:
+            optimizer.zero_grad = partial(optimizer.optimizer.zero_grad, set_to_none=False)
+        return found
+
+
+class Accumulates(TwoLosses):
+    """The second loss comes in two parts, of which only the first gives the first optimizer's tensor a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        first.zero_grad()
+        self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
+        first.step()
+        if batch_idx < 7:
+            first.zero_grad()
+            self.manual_backward((self.always * slope_of(100 + batch_idx, self.trainer.global_rank)).sum() * 3.0)
+            self.manual_backward(Tower.training_step(self, batch, batch_idx))
+            second.step()
+            second.zero_grad()
+
+
+class Skips(Tower):
+    """Which drops what is wrong in a hook; all else is automatic."""
+
+    skips = (2, 5)
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.always = torch.nn.Parameter(torch.zeros(60, 40))
+        self._batch = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._batch = batch_idx
+        wrong = 100.0 if batch_idx in self.skips else 1.0
+        slopes = wrong * slope_of(batch_idx, self.trainer.global_rank)
+        loss: Any = super().training_step(batch, batch_idx)
+        return loss + (self.always * slopes).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def drop(self) -> None:
+        if self._batch in self.skips:
+            self.zero_grad()
+
+
+class SkipsBeforeStep(Skips):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.drop()
+
+
+class SkipsAfterBackward(Skips):
+    def on_after_backward(self) -> None:
+        self.drop()
+
+
+class SkipsInClosure(Skips):
+    """In an ``optimizer_step`` that steps all the same: the optimizer finds no gradient."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        def guarded() -> Any:
+            loss = closure()
+            self.drop()
+            return loss
+
+        optimizer.step(closure=guarded)
+
+
+class Drops(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        pl_module.drop()
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks"),
+    [(SkipsBeforeStep, ()), (SkipsAfterBackward, ()), (SkipsInClosure, ()), (Skips, (Drops,))],
+)
+@pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
+def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(
+    two_ranks: RankPool, codec: str, model: Any, callbacks: Any
+) -> None:
+    eight = {"max_epochs": 1, "limit_train_batches": 8}
+    recipe = Recipe(model=model, steps=-1, trainer=eight, callbacks=callbacks, after=what_is_left)
+    (ours,) = train_on(two_ranks, recipe, Run(options={**SIZES, "compression": {"always": codec}}))
+    gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2) if step not in Skips.skips)
+    left = ours[0].notes[-1] + ours[1].notes[-1]
+    assert float(left.abs().max()) > 0
+    torch.testing.assert_close(-ours[0].weights["always"] / 0.5 + left, gradients, rtol=1e-3, atol=1e-3)
+
+
 def what_is_left(trainer: Trainer, model: Any) -> None:
     strategy: Any = trainer.strategy
     model.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
 
 
-@pytest.mark.parametrize("model", [TwoLosses, Toggles, StepsByItself])
+@pytest.mark.parametrize("model", [TwoLosses, Toggles, StepsByItself, Zeroes, Accumulates])
 @pytest.mark.parametrize("codec", ["topk:0.05", "int4", "powersgd:1"])
 def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, codec: str, model: Any) -> None:
     eight = {"max_epochs": 1, "limit_train_batches": 8}
@@ -357,6 +452,76 @@ def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
     assert "'first.weight'" in said[0]
     assert left
     assert all(name.startswith("layers.") for name in left)
+
+
+def test_what_was_left_of_what_is_sent_without_loss_now_is_left_out_and_said(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    saving = Recipe(model=partial(Tower, optimizer=adamw), callbacks=(partial(SaveAt, 15, tmp_path),))
+    train_on(two_ranks, saving, Run(options=INT8))
+    path = str(tmp_path / "ByteSchedulerStrategy.ckpt")
+    (said, left), _ = two_ranks.run(load_anew, saved=path, options={**INT8, "compression": "lossless"})
+    assert said
+    assert not left
+
+
+class EndsWithOthersGradient(TwoLosses):
+    """Whose last backward pass gives the first optimizer's tensor a gradient that nobody steps with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        first.zero_grad()
+        self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
+        first.step()
+        self.note_left()
+        second.zero_grad()
+        loss: Any = Tower.training_step(self, batch, batch_idx)
+        self.manual_backward(loss + self.always.sum())
+        second.step()
+        self.note_left()
+
+    def note_left(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
+
+
+def test_a_checkpoint_after_the_fit_has_nothing_of_a_gradient_that_was_not_applied(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "after.ckpt"
+    four = {"max_epochs": 1, "limit_train_batches": 4}
+    recipe = Recipe(
+        model=EndsWithOthersGradient,
+        steps=-1,
+        trainer=four,
+        ddp={"find_unused_parameters": True},
+        after=partial(save_to, str(path)),
+    )
+    (ours,) = train_on(two_ranks, recipe, Run(options={**SIZES, "compression": {"always": "topk:0.05"}}))
+    before, after = (ours[0].notes[at] + ours[1].notes[at] for at in (-2, -1))
+    saved = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]["always"]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(saved.view(60, 40), before)
+
+
+class Placeholder(Tower):
+    """With a tensor that has no elements, and nothing but matrices beside it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.dim() > 1)
+        self.placeholder = torch.nn.Parameter(torch.empty(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        return loss + self.placeholder.sum()
+
+
+def test_a_tensor_without_elements_is_no_hindrance_to_factors(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Placeholder, steps=6)
+    (ours,) = train_on(two_ranks, recipe, Run(options={**INT8, "compression": "powersgd:1"}))
+    assert same_weights(ours[0], ours[1])
 
 
 def resume_alone(rank: int, saved: str) -> list[str]:

@@ -30,10 +30,13 @@ class Compressor(ABC):
     Attributes:
         exact: Whether what is read again has the bits of what was compressed.
         summable: Whether payloads can be added up without reading them, see :meth:`sum`.
+        contracts: Whether what it leaves out of a part is no more than some share of that, however large the part is,
+            so that error feedback keeps it within bounds.
     """
 
     exact = False
     summable = False
+    contracts = True
 
     @property
     @abstractmethod

@@ -39,6 +39,10 @@ class Dithering(Compressor):
     ``n m^2 / 4^s`` for what is below the lowest (Horvath et al., "Natural Compression for Distributed Deep Learning").
     What is not finite makes the norm infinite or not a number, and all elements not numbers.
 
+    Error feedback keeps what is left out within bounds where the largest element is the norm and there are two levels
+    or more: each element leaves out a part of the largest one then. With the other norm, or with one level, more may be
+    left out than there is, and that grows from step to step (``contracts``).
+
     Args:
         levels: Above nought, from 1 to 127; up to 7, two elements share a byte.
         partition: One of ``LEVEL_PARTITIONS``.
@@ -54,6 +58,7 @@ class Dithering(Compressor):
         self.levels = levels
         self.partition = require_one_of("partition", partition, LEVEL_PARTITIONS)
         self.norm = require_one_of("norm", norm, NORMS)
+        self.contracts = self.norm == "max" and self.levels > 1
 
     @property
     def spec(self) -> str:

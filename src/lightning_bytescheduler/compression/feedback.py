@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_bytescheduler.checks import require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor, flat_fp32, is_finite
 from lightning_bytescheduler.compression.dense import Dense
+from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["ErrorFeedback", "FromSize", "NesterovMomentum"]
 
@@ -47,6 +48,26 @@ class _Around(Compressor):
         return self.inner.sum(payloads, elements)
 
 
+def require_contraction(option: str, compressor: Compressor) -> None:
+    """Make sure that error feedback keeps within bounds what a compressor leaves out.
+
+    Args:
+        option: What an error calls the compressor.
+        compressor: See :attr:`Compressor.contracts`.
+
+    Raises:
+        OptionError: If it would grow from step to step.
+    """
+    if not compressor.contracts:
+        raise OptionError(
+            option,
+            compressor.spec,
+            "a compressor that leaves out less than there is",
+            "With error feedback what this one leaves out would grow from step to step. It is right on average, for "
+            "use without; with the norm 'max' and two levels or more it works with error feedback.",
+        )
+
+
 class ErrorFeedback(_Around):
     """Sends what was not sent before together with what is new.
 
@@ -59,9 +80,13 @@ class ErrorFeedback(_Around):
 
     Args:
         inner: Compresses.
+
+    Raises:
+        OptionError: If what that leaves out would grow from step to step.
     """
 
     def __init__(self, inner: Compressor) -> None:
+        require_contraction("inner", inner)
         super().__init__(inner)
         self._residuals: dict[str, Tensor] = {}
 

@@ -8,7 +8,7 @@ from lightning_bytescheduler.checks import did_you_mean, require_bool, require_t
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import DENSE, Dense
 from lightning_bytescheduler.compression.dithering import Dithering
-from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum, require_contraction
 from lightning_bytescheduler.compression.lossless import Lossless
 from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
@@ -55,7 +55,8 @@ def make_compressor(
             (``:nearest`` rounds to nearest), ``"onebit"``, ``"topk:DENSITY"`` (``:bf16``, ``:int8`` or ``:int4`` for
             what is kept), ``"randomk:DENSITY"``, ``"dithering:LEVELS"`` (``:natural`` for powers of two, and ``:l2``
             for the norm), ``"powersgd:RANK"``, ``"lossless"`` (``:lz4``).
-        error_feedback: Whether what is not sent is sent later; means nothing where nothing is lost.
+        error_feedback: Whether what is not sent is sent later; means nothing where nothing is lost. Has to be ``False``
+            for ``"dithering"`` with ``:l2`` or one level.
         momentum: Of Nesterov, taken before compression; ``None`` for none.
         min_size: Elements of the smallest part that is compressed.
         option: What an error calls the option.
@@ -78,6 +79,7 @@ def make_compressor(
     except ValueError as error:
         raise OptionError(option, spec, _FORMS, "A parameter is no number.") from error
     if require_bool("error_feedback", error_feedback) and not made.exact:
+        require_contraction(option, made)
         made = ErrorFeedback(made)
     if momentum is not None:
         made = NesterovMomentum(made, momentum)

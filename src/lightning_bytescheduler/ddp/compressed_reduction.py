@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
@@ -63,6 +63,8 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 
 __all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
+
+_FIRST = 1024  # elements of a gradient, that mostly tell that it is not zero
 
 
 class _Working:
@@ -146,7 +148,8 @@ class GradientCompression:
         self.ratio = rules.ratio(parameters)
         self._parameters = {name: parameters[name] for name in self.compressed}
         residuals.may_be_dropped = may_drop
-        self.left_out = residuals.are_of({name: parameter.numel() for name, parameter in self._parameters.items()})
+        lossy = [name for name, codec in self._codecs.values() if not codec.exact]
+        self.left_out = residuals.are_of({name: parameters[name].numel() for name in lossy})
         self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
         self._versions: dict[str, int] = {}  # of parameters, when that began
         self._dropped: set[str] = set()  # since then
@@ -154,12 +157,18 @@ class GradientCompression:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped with the mean gradients that there are."""
         if self._residuals.may_be_dropped:
-            self._stepped.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            with torch._C.DisableTorchFunctionSubclass():
+                self._stepped.update(
+                    id(parameter)
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                    if parameter.grad is not None
+                )
 
     def before_backward(self) -> None:
         """Nothing is under way: see which mean gradients are gone."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._dropped.update(name for name in self.not_applied() if self._parameters[name].grad is None)
+            self._dropped.update(name for name in self.not_applied() if _is_dropped(self._parameters[name].grad))
 
     def not_applied(self) -> set[str]:
         """Parameters whose last mean gradient nobody has stepped with, where it may be dropped; nothing is under way.
@@ -202,7 +211,7 @@ class GradientCompression:
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
         self.loss_scale = self._loss_scale()
-        self._residuals.begin_step(self.loss_scale, self._dropped)
+        self._residuals.begin_step(self.loss_scale, self._dropped, pending=self.not_applied() - self._dropped)
         self._stepped.clear()
         self._dropped.clear()
         if self._residuals.may_be_dropped:
@@ -250,6 +259,10 @@ class GradientCompression:
     def sums_elsewhere(self, left: LeftElsewhere) -> None:
         """Others than ranks encode sums of this fit, and say what they have left of them."""
         self._residuals.elsewhere = left
+
+    def forget_not_applied(self) -> None:
+        """The fit is over: whoever saves a checkpoint now has no gradient; nothing is under way."""
+        self._residuals.take_back(self.not_applied())
 
     def end(self, *, takes_over: bool) -> None:
         """Whoever else encodes sums ends; nothing is under way where this rank takes over what they have left."""
@@ -310,6 +323,14 @@ class GradientCompression:
         if self._timeline is not None:
             lane = threading.current_thread().name
             self._timeline.span(name, CODEC, start, now, lane=lane, args={"step": step})
+
+
+def _is_dropped(gradient: Tensor | None) -> bool:
+    """Whether ``zero_grad`` was called, in either of its ways."""
+    if gradient is None:
+        return True
+    flat = gradient.detach().reshape(-1)
+    return not flat[:_FIRST].any() and not flat.any()
 
 
 class CompressedReduction:

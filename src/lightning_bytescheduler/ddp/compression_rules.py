@@ -16,7 +16,7 @@ from torch import nn
 from lightning_bytescheduler.checks import did_you_mean, require_positive, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
-from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum, require_contraction
 from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
@@ -276,12 +276,15 @@ def _codec(option: str, value: Any) -> Compressor | None:
     if isinstance(made, PowerSGD) and made.shape is not None:
         raise OptionError(option, value, "PowerSGD without a shape", "The matrices are the parameters' own.")
     if made is not None:
+        require_contraction(option, made)  # error feedback is always on
         return made
-    if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
-        return Dense(_TO_NEAREST[value], "nearest")
     if not isinstance(value, str):
         raise OptionError(option, value, f"None, {AUTO!r}, the name of a compressor such as 'int8', or a Compressor")
+    if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
+        return Dense(_TO_NEAREST[value], "nearest")
     if (kind := value.split(":")[0]) not in COMPRESSORS:
         names = ", ".join(map(repr, COMPRESSORS))
         raise OptionError(option, value, f"{AUTO!r}, or one of {names}", did_you_mean(kind, (AUTO, *COMPRESSORS)))
-    return make_compressor(value, error_feedback=False, min_size=0, option=option)
+    made = make_compressor(value, error_feedback=False, min_size=0, option=option)
+    require_contraction(option, made)
+    return made

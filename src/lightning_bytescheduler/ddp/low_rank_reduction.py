@@ -281,7 +281,7 @@ class LowRankReduction:
             on_end: See ``Reduction.reduce``.
         """
         ready = self._tasks.mark(bucket)
-        awaited, arriving = _Countdown(2 if rest.parameters else 1), _Countdown(matrices.rights.numel())
+        awaited, arriving = _Countdown(2 if rest.buffer.numel() else 1), _Countdown(matrices.rights.numel())
 
         def ended(task: CommTask) -> None:
             # If it failed, the core stops, and with it whoever waits.
@@ -296,7 +296,7 @@ class LowRankReduction:
         right = self._enqueue(
             "right", bucket, matrices.rights, matrices.right, Phase.RIGHT, matrices.elements, on_end, place
         )
-        if rest.parameters:
+        if rest.buffer.numel():
             self._reduce_rest(GradientBucket(bucket.index, rest.parameters, rest.buffer, bucket.priority), ended)
         self._tasks.notify_ready(left, ready)
         return right

@@ -34,6 +34,7 @@ __all__ = [
     "ONE_RANK",
     "OverlapPlan",
     "make_plan",
+    "may_drop_gradients",
     "model_reasons",
     "names_of",
     "norm_needed_by",
@@ -48,6 +49,7 @@ __all__ = [
 ONE_RANK = "1 rank: nothing to schedule"
 """Why steps of a training on one process are as they are."""
 
+_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # of modules and callbacks
 _NAMES_SHOWN = 3
 _NONE = "no optimizer"
 _STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
@@ -474,3 +476,13 @@ def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, 
     if scales_losses(plugin):
         needed.append("fp16 loss scaling")
     return tuple(needed)
+
+
+def may_drop_gradients(module: pl.LightningModule) -> bool:
+    """Whether mean gradients may be dropped before a step, by hand or in a hook. The module has its trainer."""
+    if not module.automatic_optimization or is_overridden("optimizer_step", module):
+        return True
+    if any(is_overridden(hook, module) for hook in (*_BEFORE_A_STEP, "configure_gradient_clipping")):
+        return True
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return any(is_overridden(hook, each, pl.Callback) for hook in _BEFORE_A_STEP for each in callbacks)

@@ -14,7 +14,7 @@ What is of gradients under a loss scale is kept with that scale, and goes along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Residuals:
         self._scale = 1.0
         self._before: dict[str, Tensor] = {}  # the step that may be left out
         self._changed: set[str] = set()  # in it
+        self._pending: set[str] = set()  # changed before it, by gradients that are neither stepped with nor dropped
         self._may_be_left_out = False
         self._sizes: dict[str, int] | None = None  # of what is compressed in this fit, by name
         self._loaded: dict[str, Tensor] = {}
@@ -78,9 +79,12 @@ class Residuals:
         return name in self._tensors or name in self._loaded
 
     def to_change(self, name: str, size: int) -> tuple[Tensor, Tensor | None]:
-        """The residual of a parameter, and where what it was before the step goes, if that may have to come back."""
+        """The residual of a parameter, and where what it was before the step goes, if that may have to come back.
+
+        It is kept already while what an earlier step has sent is pending.
+        """
         residual = self.of(name, size)
-        if not self._may_be_left_out:
+        if not self._may_be_left_out or name in self._pending:
             return residual, None
         before = self._before.get(name)
         if before is None or before.numel() != size:
@@ -89,7 +93,9 @@ class Residuals:
             self._changed.add(name)
         return residual, before
 
-    def begin_step(self, loss_scale: float | None, dropped: Iterable[str] = ()) -> None:
+    def begin_step(
+        self, loss_scale: float | None, dropped: Collection[str] = (), pending: Collection[str] = ()
+    ) -> None:
         """A step begins, whose losses are multiplied with ``loss_scale``; ``None`` if steps are never left out.
 
         A scale that is smaller than before says that the last step had overflowed and was left out: what it sent came
@@ -98,31 +104,43 @@ class Residuals:
         Args:
             loss_scale: See above.
             dropped: Parameters whose last mean gradient is gone without a step, by name: it came to nothing, too.
+            pending: Those whose last mean gradient is there, and that nobody has stepped with: this step's is added.
         """
         self._take_back_if_left_out(loss_scale)
-        self._take_back(self._changed.intersection(dropped))
+        self.take_back(dropped)
+        self._pending = self.changed.intersection(pending)
         self._changed.clear()
         self._may_be_left_out = loss_scale is not None or self.may_be_dropped
         self.scale_to(1.0 if loss_scale is None else loss_scale)
 
     @property
-    def changed(self) -> Iterable[str]:
-        """Names of the parameters of which something was sent in the last step, where that may have to be undone."""
-        return self._changed
+    def changed(self) -> set[str]:
+        """Names of the parameters of which something was sent in the last step, where that may have to be undone.
+
+        Those of steps before besides that are pending.
+        """
+        return self._changed | self._pending
 
     def _take_back_if_left_out(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale < self._scale:
-            self._take_back(self._changed)
-            self._changed.clear()
+            self.take_back(self.changed)
             self.scale_to(loss_scale)
 
-    def _take_back(self, names: Iterable[str]) -> None:
-        for name in names:
+    def take_back(self, names: Collection[str]) -> None:
+        """What mean gradients came of that are gone: what there was before is to be sent; nothing is under way.
+
+        Args:
+            names: Of parameters; others than those that were changed have nothing to take back.
+        """
+        for name in self.changed.intersection(names):
             self._tensors[name].copy_(self._before[name])
+        self._changed.difference_update(names)
+        self._pending.difference_update(names)
 
     def keep_step(self) -> None:
         """What was changed in the last step stays, whatever comes of that."""
         self._changed.clear()
+        self._pending.clear()
 
     @property
     def loss_scale(self) -> float:
@@ -143,6 +161,8 @@ class Residuals:
                 tensor.mul_(loss_scale / self._scale)
             for tensor in self._loaded.values():
                 tensor.mul_(loss_scale / self._scale)
+            for name in self.changed:
+                self._before[name].mul_(loss_scale / self._scale)
             self._scale = loss_scale
 
     def total(
@@ -209,7 +229,7 @@ class Residuals:
             )
         self._tensors.clear()
         self._before.clear()
-        self._changed.clear()
+        self.keep_step()
         rights = state.get("right_factors", {})
         self._rights = {name: right.to(self._device, torch.float32, copy=True) for name, right in rights.items()}
         self._scale = float(state["loss_scale"])

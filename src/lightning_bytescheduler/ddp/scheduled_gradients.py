@@ -39,6 +39,7 @@ from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
     make_plan,
+    may_drop_gradients,
     names_of,
     norm_needed_by,
     unseen_parameters,
@@ -248,8 +249,7 @@ class ScheduledGradients:
             ranks=self._strategy.world_size,
             decides=dist.get_rank() == 0,
             idle=has_no_gradient,
-            may_drop=not module.automatic_optimization
-            or type(module).optimizer_step is not pl.LightningModule.optimizer_step,
+            may_drop=may_drop_gradients(module),
         )
         return self._compression
 
@@ -373,7 +373,7 @@ class ScheduledGradients:
     def release(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan  # with the names that the engine knows
-        self._compression = None
+        compression, self._compression = self._compression, None
         if failed:  # what one rank has left to send may be of another step than what others have
             self.residuals = Residuals()
         buffers, self._buffers = self._buffers, None
@@ -383,6 +383,8 @@ class ScheduledGradients:
         if runtime is not None:
             runtime.close(failed=failed)
             self._lost_weights = runtime.lost_weights
+        if compression is not None and not failed:
+            compression.forget_not_applied()
 
     def check_weights(self) -> None:
         """Make sure that the weights are those of a whole number of steps; they may not be after a failed fit.
