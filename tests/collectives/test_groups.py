@@ -40,6 +40,34 @@ def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None
     assert two_plain_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
 
 
+def threads_of_training() -> int:
+    """How many threads there are at the end of a training whose objects refer to each other."""
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups.warm_up(torch.device("cpu"))
+    groups.destroy()
+    holder: list[object] = [groups]
+    holder.append(holder)
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_of_trainings(rank: int) -> list[int]:
+    join_default_group(rank)
+    gc.collect()
+    gc.disable()
+    try:
+        return [threads_of_training() for _ in range(4)]
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by what Linux says")
+def test_a_training_ends_the_threads_of_those_before_it(two_plain_ranks: RankPool) -> None:
+    """All of them, without Python having found what refers to each other by itself."""
+    for counts in two_plain_ranks.run(threads_of_trainings):
+        assert len(set(counts)) == 1, counts
+
+
 def leave_early(rank: int) -> float:
     """Leave while something is under way that nobody will join; returns how long that took, in seconds."""
     join_default_group(rank)

@@ -39,7 +39,6 @@ _PRELOADED = ("lightning.pytorch", "torch.distributed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
 _GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
 _STOP_S = 5.0
-_CALLS_PER_COLLECTION = 4
 
 
 def let_go() -> None:
@@ -220,16 +219,6 @@ def show_stacks() -> None:
         faulthandler.enable(stack_file, all_threads=True)
 
 
-def _collect_groups() -> None:
-    """End gloo's threads of groups that were left.
-
-    They look for work a hundred times a second for as long as objects of a training refer to each other, and Python
-    would find these after dozens of trainings: two hundred threads were seen to take a quarter of two cores.
-    """
-    let_go()
-    gc.collect()
-
-
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
     """A rank's main loop."""
     os.environ.update(
@@ -250,7 +239,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
     stack_file = open(stacks, "w")  # noqa: SIM115  # open for as long as the process lives
     _stack_files.append(stack_file)
     gc.freeze()  # modules: what is collected is what tests have made
-    for call in itertools.count(1):
+    while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
@@ -272,6 +261,3 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
             pipe.send_bytes(packed)
         except OSError:
             return
-        if call % _CALLS_PER_COLLECTION == 0:
-            del answer, packed, message
-            _collect_groups()

@@ -21,6 +21,7 @@ import gc
 import logging
 import os
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ _CALLED_OFF_S = 0.1
 _ONE_THREADED = "bytescheduler_gloo_of_one_thread"
 
 _under_way: list[dist.ProcessGroup] = []  # left while something was, by this process
+_left: list[weakref.ref[dist.ProcessGroup]] = []  # while nothing was
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class SchedulerGroups:
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
         # NCCL needs a device for it, and complains if it has to choose one itself.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+        _collect_left()
         routed = routed_on is not None and not by_host and is_routed(distributed_c10d._get_default_group(), routed_on)
         with short_turns():  # for gloo's own threads
             data = dist.new_group(timeout=timeout, backend="gloo" if by_host else dist.get_backend())
@@ -191,7 +194,9 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         group: One that this package has made.
         idle: Whether nothing is under way on it.
     """
-    if not idle:
+    if idle:
+        _left.append(weakref.ref(group))
+    else:
         keep(group)
     try:
         if not idle and dist.get_backend(group) == "gloo":
@@ -201,6 +206,19 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         dist.destroy_process_group(group)
     except Exception:  # the default group was destroyed first, and took this one along
         log.debug("could not leave a process group", exc_info=True)
+
+
+def _collect_left() -> None:
+    """End the threads of groups that former trainings have left.
+
+    Three for each group, which look for work a hundred times a second for as long as objects that refer to each other
+    hold the group; Python finds these after dozens of trainings. Here, not where groups are left: with torch 2.6 one
+    that goes in the instant in which its last collective ends can hang, as its destructor holds the lock of Python
+    that a thread of it wants.
+    """
+    _left[:] = [group for group in _left if group() is not None]
+    if _left:
+        gc.collect()
 
 
 def keep(group: dist.ProcessGroup) -> None:
@@ -215,6 +233,7 @@ def _leave_inherited_garbage() -> None:
     destructor joins threads that a child does not have: workers of the next training's loaders stood still, or died.
     """
     gc.freeze()
+    _left.clear()
 
 
 if hasattr(os, "register_at_fork"):
