@@ -44,6 +44,7 @@ def threads_of_training() -> int:
     """How many threads there are at the end of a training whose objects refer to each other."""
     groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
     groups.warm_up(torch.device("cpu"))
+    let_go()
     groups.destroy()
     holder: list[object] = [groups]
     holder.append(holder)

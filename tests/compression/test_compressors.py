@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def test_what_is_sent_and_what_is_not_are_the_gradient(spec: str, steps: list[tu
 
 
 @pytest.mark.parametrize("spec", [spec for spec in ALL if spec != "lossless"])
-@pytest.mark.parametrize("size", [SIZE, 3 * 128])
+@pytest.mark.parametrize("size", [SIZE, 3 * 256])
 def test_what_is_said_to_be_sent_is_what_is_read_again(spec: str, size: int) -> None:
     """And the payload, and what is left, are those of who does not ask."""
     compressor, other = bare(spec), bare(spec)
@@ -407,6 +408,12 @@ def test_what_is_no_compressor(spec: object, says: str) -> None:
     with pytest.raises(OptionError, match=r"^compression=") as caught:
         make_compressor(spec)
     assert says in str(caught.value)
+
+
+def test_wrappers_do_not_hide_what_would_grow() -> None:
+    for around in (partial(FromSize, min_size=10), partial(NesterovMomentum, momentum=0.9)):
+        with pytest.raises(OptionError, match="would grow from step to step"):
+            ErrorFeedback(around(bare(GROWING[0])))
 
 
 @pytest.mark.parametrize("spec", ALL)

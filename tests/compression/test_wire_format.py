@@ -110,6 +110,9 @@ def test_neither_chunks_nor_threads_change_a_byte(dtype: str, monkeypatch: pytes
     assert torch.equal(torch.cat([part.clone() for part in wire.decode_chunks(payload, 3001)]), found)
     uneven = tensor.split([256, 1280, 1465])
     assert torch.equal(wire.encode_chunks(uneven, 3001, device=tensor.device, seed=7), payload)
+    if dtype.startswith("int"):
+        with pytest.raises(ValueError, match="A chunk begins at element 64"):
+            wire.encode_chunks(tensor.split([64, 2937]), 3001, device=tensor.device, seed=7)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])

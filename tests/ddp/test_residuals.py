@@ -111,6 +111,25 @@ def test_a_checkpoint_after_a_step_that_was_left_out_has_what_there_was_before()
     assert residuals.of("one", 2).tolist() == [0.0, 0.0]
 
 
+def test_a_checkpoint_after_an_overflow_has_what_there_was_before_at_the_scale_of_now() -> None:
+    """Also of those whose gradient nobody has stepped with."""
+    residuals = kept(loss_scale=8.0, may_be_dropped=True)
+    residuals.begin_step(8.0)
+    send(residuals, "one", 6.0)
+    state = residuals.total(lambda tensor: None, keep=True, loss_scale=4.0, not_applied={"one"})
+    assert state is not None
+    assert state["residuals"]["one"].tolist() == [2.5, 2.5]
+
+
+def test_what_servers_have_left_is_not_taken_back_with_the_last_gradient() -> None:
+    residuals = kept(may_be_dropped=True)
+    residuals.elsewhere = lambda name, size, scale: torch.full((size,), 3.0)
+    residuals.take_over()
+    residuals.take_back({"one"})
+    assert residuals.of("one", 2).tolist() == [3.0, 3.0]
+    assert residuals.of("other", 2).tolist() == [8.0, 8.0]
+
+
 def test_what_was_loaded_of_others_is_left_out() -> None:
     state = {"format": 1, "loss_scale": 1.0, "residuals": {"one": torch.ones(2), "gone": torch.ones(2)}}
     residuals = Residuals()

@@ -101,6 +101,13 @@ def test_whoever_computes_may_still_come() -> None:
     assert find_standstill({0: GRADIENTS, 1: ENDED, 2: TRAINS}) is not None  # but nothing brings that one back
 
 
+def test_who_begins_the_last_batch_has_not_fewer() -> None:
+    last = replace(AHEAD, batches=3, epoch_batches=3, is_last=True)
+    found = find_standstill({0: COLLECTIVE, 1: last, 2: last})
+    assert found is not None
+    assert "in different places" in found.text
+
+
 @pytest.mark.parametrize(
     ("one", "other", "uneven"),
     [

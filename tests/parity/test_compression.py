@@ -353,6 +353,17 @@ class SkipsAfterBackward(Skips):
         self.drop()
 
 
+class SkipsInsteadOfClipping(Skips):
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **limits_by_name: Any) -> None:
+        self.drop()
+
+
+class SkipsInBackward(Skips):
+    def backward(self, loss: Any, *arguments: Any, **by_name: Any) -> None:
+        super().backward(loss, *arguments, **by_name)
+        self.drop()
+
+
 class SkipsInClosure(Skips):
     """In an ``optimizer_step`` that steps all the same: the optimizer finds no gradient."""
 
@@ -372,7 +383,14 @@ class Drops(Callback):
 
 @pytest.mark.parametrize(
     ("model", "callbacks"),
-    [(SkipsBeforeStep, ()), (SkipsAfterBackward, ()), (SkipsInClosure, ()), (Skips, (Drops,))],
+    [
+        (SkipsBeforeStep, ()),
+        (SkipsAfterBackward, ()),
+        (SkipsInsteadOfClipping, ()),
+        (SkipsInBackward, ()),
+        (SkipsInClosure, ()),
+        (Skips, (Drops,)),
+    ],
 )
 @pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
 def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(

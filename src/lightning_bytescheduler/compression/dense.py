@@ -130,6 +130,9 @@ class Dense(Compressor):
 
         Returns:
             The payload, and a number that is as finite as the largest magnitude in it; 0 where nobody asks.
+
+        Raises:
+            ValueError: If ``out`` has another size, or a chunk but the last ends within a block.
         """
         payload = torch.empty(self.payload_bytes(elements), dtype=torch.uint8, device=device) if out is None else out
         self.check(payload, elements)
@@ -138,6 +141,8 @@ class Dense(Compressor):
         largest: list[Tensor] = []
         first, half = 0, self.kind == "fp16"
         for values in chunks:
+            if self._block and first % self._block:
+                raise ValueError(f"A chunk begins at element {first}, and blocks of {self.kind} have {self._block}.")
             end = first + values.numel()
             if residual is not None:
                 values = residual[first:end].add_(values)

@@ -25,6 +25,7 @@ class _Around(Compressor):
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
         self.summable = inner.summable
+        self.contracts = inner.contracts
 
     @property
     def spec(self) -> str:
@@ -181,6 +182,7 @@ class FromSize(Compressor):
         self.inner = inner
         self.min_size = require_whole("min_size", min_size, 0)
         self.exact = inner.exact
+        self.contracts = inner.contracts
         self._plain = Dense("fp32")
 
     @property

@@ -480,9 +480,8 @@ def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, 
 
 def may_drop_gradients(module: pl.LightningModule) -> bool:
     """Whether mean gradients may be dropped before a step, by hand or in a hook. The module has its trainer."""
-    if not module.automatic_optimization or is_overridden("optimizer_step", module):
-        return True
-    if any(is_overridden(hook, module) for hook in (*_BEFORE_A_STEP, "configure_gradient_clipping")):
+    own = ("backward", *_BEFORE_A_STEP, "configure_gradient_clipping", "optimizer_step")
+    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in own):
         return True
     callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return any(is_overridden(hook, each, pl.Callback) for hook in _BEFORE_A_STEP for each in callbacks)

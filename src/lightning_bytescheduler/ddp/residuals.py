@@ -190,7 +190,7 @@ class Residuals:
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
         for name in sorted(self._tensors):
-            kept = self._before if name in not_applied else self._tensors
+            kept = self._before if name in self.changed.intersection(not_applied) else self._tensors
             tensor = kept[name].to("cpu", copy=True)
             add_up(tensor)
             if keep:
@@ -214,6 +214,8 @@ class Residuals:
                 left = elsewhere(name, tensor.numel(), self._scale)
                 if left is not None:
                     tensor.add_(left)
+                    if name in self.changed:
+                        self._before[name].add_(left)
 
     def load(self, state: Mapping[str, Any] | None, ranks: int) -> None:
         """Go on from what :meth:`total` returned, on one of ``ranks`` ranks; from nothing, if that was ``None``.

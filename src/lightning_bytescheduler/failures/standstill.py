@@ -276,7 +276,7 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
         return True
     if one.ended:
         return one.batches < other.has_or_begins
-    same = one.is_last and one.epoch == other.epoch
+    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside it begins the last one
     return same and one.epoch_batches < other.epoch_batches + other.begins_batch
 
 
@@ -289,6 +289,7 @@ class Blocked:
         begins_batch: Whether Lightning's epoch loop calls it, before each batch.
         sigterm: Whether Lightning's answer to a SIGTERM calls it.
         outside: Whether it is another group's, and the batch that it begins is among those that have been counted.
+            Where buffers come late a validation may begin there, too; it counts as the last batch before it.
     """
 
     collective: str
