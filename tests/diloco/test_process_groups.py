@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler import SchedulerTimeoutError, UnsupportedError
-from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
+from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
 from tests.support.rank_pool import RankPool, let_go
 
 
@@ -88,6 +91,32 @@ def join_twice(rank: int) -> str:
 def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
     for twice in three_plain_ranks.run(join_twice):
         assert "destroy_process_group()" in twice
+
+
+def threads_of_training(rank: int) -> int:
+    """How many threads there are at the end of a training whose objects refer to each other."""
+    world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
+    JointCollectives(world.everyone).reduce(torch.ones(1))
+    let_go()
+    world.leave(idle=True)
+    holder: list[object] = [world]
+    holder.append(holder)
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_of_trainings(rank: int) -> list[int]:
+    gc.collect()
+    gc.disable()
+    try:
+        return [threads_of_training(rank) for _ in range(4)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by what Linux says")
+def test_a_training_ends_the_threads_of_those_before_it(three_plain_ranks: RankPool) -> None:
+    for counts in three_plain_ranks.run(threads_of_trainings):
+        assert len(set(counts)) == 1, counts
 
 
 def traceback_of(rank: int) -> str:

@@ -34,7 +34,15 @@ from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["SchedulerGroups", "create_overtaking", "keep", "leave", "one_threaded_options"]
+__all__ = [
+    "SchedulerGroups",
+    "collect_left",
+    "create_overtaking",
+    "keep",
+    "leave",
+    "note_left",
+    "one_threaded_options",
+]
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +106,7 @@ class SchedulerGroups:
         # does: a rank that failed on the way here is noticed now, not when the rendezvous times out.
         # NCCL needs a device for it, and complains if it has to choose one itself.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-        _collect_left()
+        collect_left()
         routed = routed_on is not None and not by_host and is_routed(distributed_c10d._get_default_group(), routed_on)
         with short_turns():  # for gloo's own threads
             data = dist.new_group(timeout=timeout, backend="gloo" if by_host else dist.get_backend())
@@ -195,7 +203,7 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         idle: Whether nothing is under way on it.
     """
     if idle:
-        _left.append(weakref.ref(group))
+        note_left(group)
     else:
         keep(group)
     try:
@@ -208,7 +216,12 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         log.debug("could not leave a process group", exc_info=True)
 
 
-def _collect_left() -> None:
+def note_left(group: dist.ProcessGroup) -> None:
+    """This process has left a group while nothing was under way; see :func:`collect_left`."""
+    _left.append(weakref.ref(group))
+
+
+def collect_left() -> None:
     """End the threads of groups that former trainings have left.
 
     Three for each group, which look for work a hundred times a second for as long as objects that refer to each other

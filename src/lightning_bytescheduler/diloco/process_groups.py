@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.collectives.groups import keep
+from lightning_bytescheduler.collectives.groups import collect_left, keep, note_left
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
@@ -141,6 +141,7 @@ class WorkerWorld:
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
         meet(dist.PrefixStore("meeting", store))
+        collect_left()
         worker, place = divmod(rank, inner_size)
         before = sys.excepthook
         dist.init_process_group(
@@ -175,13 +176,12 @@ class WorkerWorld:
             idle: Whether nothing is under way. Gloo cannot call anything off, and a group's end waits for it; groups
                 that are not idle are kept for as long as the process lives.
         """
-        if not idle:
-            groups = [self.everyone, self.leaders, self.inside]
-            if dist.is_initialized() and self.inner_size > 1:
-                groups.append(dist.group.WORLD)
-            for group in groups:
-                if group is not None:
-                    keep(group)
+        groups = [self.everyone, self.leaders, self.inside]
+        if not idle and dist.is_initialized() and self.inner_size > 1:
+            groups.append(dist.group.WORLD)
+        for group in groups:
+            if group is not None:
+                (note_left if idle else keep)(group)
         if dist.is_initialized():
             dist.destroy_process_group()
 
