@@ -16,7 +16,7 @@ from lightning_bytescheduler.compression.compressor import Compressor, flat_fp32
 from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ErrorFeedback", "FromSize", "NesterovMomentum"]
+__all__ = ["ErrorFeedback", "FromSize", "NesterovMomentum", "require_contraction"]
 
 
 class _Around(Compressor):

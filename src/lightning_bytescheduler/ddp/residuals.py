@@ -189,8 +189,9 @@ class Residuals:
         saved: dict[str, Tensor] = {}
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
+        given = self.changed.intersection(not_applied)  # none of what was just taken back
         for name in sorted(self._tensors):
-            kept = self._before if name in self.changed.intersection(not_applied) else self._tensors
+            kept = self._before if name in given else self._tensors
             tensor = kept[name].to("cpu", copy=True)
             add_up(tensor)
             if keep:
