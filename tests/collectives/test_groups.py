@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from tests.faults.ranks import quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
-from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go
+from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go, threads_at_ends
 
 
 def own_groups(rank: int) -> tuple[list[float], int]:
@@ -40,25 +40,19 @@ def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None
     assert two_plain_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
 
 
-def threads_of_training() -> int:
-    """How many threads there are at the end of a training whose objects refer to each other."""
+def training() -> SchedulerGroups:
     groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
     groups.warm_up(torch.device("cpu"))
     let_go()
     groups.destroy()
-    holder: list[object] = [groups]
-    holder.append(holder)
-    return len(os.listdir("/proc/self/task"))
+    return groups
 
 
 def threads_of_trainings(rank: int) -> list[int]:
     join_default_group(rank)
-    gc.collect()
-    gc.disable()
     try:
-        return [threads_of_training() for _ in range(4)]
+        return threads_at_ends(training)
     finally:
-        gc.enable()
         dist.destroy_process_group()
 
 

@@ -75,7 +75,7 @@ def test_what_is_pending_is_taken_back_as_a_whole() -> None:
     residuals = kept(may_be_dropped=True)
     residuals.begin_step(None)
     send(residuals, "one", 6.0)
-    residuals.begin_step(None, pending={"one"})
+    residuals.begin_step(None, not_applied={"one"})
     send(residuals, "one", 7.0)
     send(residuals, "other", 7.0)
     assert residuals.changed == {"one", "other"}
@@ -89,9 +89,9 @@ def test_accumulated_gradients_that_overflow_are_taken_back_as_a_whole() -> None
     residuals = kept(loss_scale=8.0, may_be_dropped=True)
     residuals.begin_step(8.0)
     send(residuals, "one", 6.0)
-    residuals.begin_step(16.0, pending={"one"})
+    residuals.begin_step(16.0, not_applied={"one"})
     send(residuals, "one", 7.0)
-    residuals.begin_step(4.0, pending={"one"})
+    residuals.begin_step(4.0, not_applied={"one"})
     assert residuals.of("one", 2).tolist() == [2.5, 2.5]
     assert residuals.of("other", 2).tolist() == [2.5, 2.5]
     assert not residuals.changed

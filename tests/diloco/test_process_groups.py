@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler import SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
-from tests.support.rank_pool import RankPool, let_go
+from tests.support.rank_pool import RankPool, let_go, threads_at_ends
 
 
 def test_a_worker_of_one_rank_asks_nobody() -> None:
@@ -93,24 +92,16 @@ def test_a_world_is_joined_once(three_plain_ranks: RankPool) -> None:
         assert "destroy_process_group()" in twice
 
 
-def threads_of_training(rank: int) -> int:
-    """How many threads there are at the end of a training whose objects refer to each other."""
+def training(rank: int) -> WorkerWorld:
     world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
     JointCollectives(world.everyone).reduce(torch.ones(1))
     let_go()
     world.leave(idle=True)
-    holder: list[object] = [world]
-    holder.append(holder)
-    return len(os.listdir("/proc/self/task"))
+    return world
 
 
 def threads_of_trainings(rank: int) -> list[int]:
-    gc.collect()
-    gc.disable()
-    try:
-        return [threads_of_training(rank) for _ in range(4)]
-    finally:
-        gc.enable()
+    return threads_at_ends(partial(training, rank))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by what Linux says")

@@ -254,11 +254,15 @@ class TwoLosses(Tower):
         self.always = torch.nn.Parameter(torch.zeros(60, 40))
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def step_first(self, batch_idx: int) -> Any:
         first, second = self.optimizers()  # type: ignore[attr-defined]
         first.zero_grad()
         self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
         first.step()
+        return first, second
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _, second = self.step_first(batch_idx)
         if batch_idx == 7 or self.steps_by_itself:  # nothing is dropped behind the last step
             return
         loss: Any = super().training_step(batch, batch_idx)
@@ -306,10 +310,7 @@ class Accumulates(TwoLosses):
     """The second loss comes in two parts, of which only the first gives the first optimizer's tensor a gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()  # type: ignore[attr-defined]
-        first.zero_grad()
-        self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
-        first.step()
+        first, second = self.step_first(batch_idx)
         if batch_idx < 7:
             first.zero_grad()
             self.manual_backward((self.always * slope_of(100 + batch_idx, self.trainer.global_rank)).sum() * 3.0)
@@ -487,20 +488,13 @@ class EndsWithOthersGradient(TwoLosses):
     """Whose last backward pass gives the first optimizer's tensor a gradient that nobody steps with."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()  # type: ignore[attr-defined]
-        first.zero_grad()
-        self.manual_backward((self.always * slope_of(batch_idx, self.trainer.global_rank)).sum())
-        first.step()
-        self.note_left()
+        _, second = self.step_first(batch_idx)
+        what_is_left(self.trainer, self)
         second.zero_grad()
         loss: Any = Tower.training_step(self, batch, batch_idx)
         self.manual_backward(loss + self.always.sum())
         second.step()
-        self.note_left()
-
-    def note_left(self) -> None:
-        strategy: Any = self.trainer.strategy
-        self.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
+        what_is_left(self.trainer, self)
 
 
 def test_a_checkpoint_after_the_fit_has_nothing_of_a_gradient_that_was_not_applied(

@@ -132,15 +132,6 @@ def held_up(
         yield
 
 
-def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
-    recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})
-    run = Run(network="plain", sabotage=partial(held_up, folder=tmp_path))
-    ddp, ours = train_on(two_ranks, recipe, DDP, run)
-    assert_same(ddp, ours)
-    assert_overlapped(ours)
-    assert len(list(tmp_path.iterdir())) == 2 * 3 * STEPS
-
-
 class Late:
     """Something under way that comes a while after it is first looked for, as on a slow link."""
 
@@ -168,9 +159,11 @@ def held_up_with_late_buffers(module: LightningModule, folder: Path) -> Iterator
         yield
 
 
-def test_buffers_that_come_late_are_waited_for_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [held_up, held_up_with_late_buffers])
+def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path, how: Any) -> None:
+    """Nor for more than the buffers, where these come late."""
     recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})
-    run = Run(network="plain", sabotage=partial(held_up_with_late_buffers, folder=tmp_path))
+    run = Run(network="plain", sabotage=partial(how, folder=tmp_path))
     ddp, ours = train_on(two_ranks, recipe, DDP, run)
     assert_same(ddp, ours)
     assert_overlapped(ours)

@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "show_stacks"]
+__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "show_stacks", "threads_at_ends"]
 
 _PRELOADED = ("lightning.pytorch", "torch.distributed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
@@ -48,6 +48,26 @@ def let_go() -> None:
     tensor, and whoever destroys the group holds it.
     """
     time.sleep(0.1)
+
+
+def threads_at_ends(training: Callable[[], object]) -> list[int]:
+    """How many threads there are at the end of each of four trainings, while Python collects nothing by itself.
+
+    Args:
+        training: Returns what ends up in objects that refer to each other.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        return [_threads_at_end(training) for _ in range(4)]
+    finally:
+        gc.enable()
+
+
+def _threads_at_end(training: Callable[[], object]) -> int:
+    holder = [training()]
+    holder.append(holder)
+    return len(os.listdir("/proc/self/task"))
 
 
 _default_groups = itertools.count()  # of this process; as many on each rank of a pool

@@ -38,9 +38,8 @@ __all__ = [
     "SchedulerGroups",
     "collect_left",
     "create_overtaking",
-    "keep",
+    "give_up",
     "leave",
-    "note_left",
     "one_threaded_options",
 ]
 
@@ -202,10 +201,7 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         group: One that this package has made.
         idle: Whether nothing is under way on it.
     """
-    if idle:
-        note_left(group)
-    else:
-        keep(group)
+    give_up(group, idle=idle)
     try:
         if not idle and dist.get_backend(group) == "gloo":
             if not _under_way:
@@ -216,9 +212,12 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
         log.debug("could not leave a process group", exc_info=True)
 
 
-def note_left(group: dist.ProcessGroup) -> None:
-    """This process has left a group while nothing was under way; see :func:`collect_left`."""
-    _left.append(weakref.ref(group))
+def give_up(group: dist.ProcessGroup, *, idle: bool) -> None:
+    """Use a group no more: :func:`collect_left` is to end its threads, or nobody while something is under way."""
+    if idle:
+        _left.append(weakref.ref(group))
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # kept for as long as the process lives
 
 
 def collect_left() -> None:
@@ -232,11 +231,6 @@ def collect_left() -> None:
     _left[:] = [group for group in _left if group() is not None]
     if _left:
         gc.collect()
-
-
-def keep(group: dist.ProcessGroup) -> None:
-    """Keep a group for as long as the process lives."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _leave_inherited_garbage() -> None:

@@ -63,9 +63,9 @@ def require_contraction(option: str, compressor: Compressor) -> None:
         raise OptionError(
             option,
             compressor.spec,
-            "a compressor that leaves out less than there is",
-            "With error feedback what this one leaves out would grow from step to step. It is right on average, for "
-            "use without; with the norm 'max' and two levels or more it works with error feedback.",
+            "a compressor that error feedback works with",
+            "What this one leaves out of a gradient may be more than the gradient itself. Error feedback adds it to "
+            "the next one, and it would grow from step to step. Leave out ':l2', and take 2 levels or more.",
         )
 
 

@@ -211,7 +211,7 @@ class GradientCompression:
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
         self.loss_scale = self._loss_scale()
-        self._residuals.begin_step(self.loss_scale, self._dropped, pending=self.not_applied() - self._dropped)
+        self._residuals.begin_step(self.loss_scale, self._dropped, self.not_applied())
         self._stepped.clear()
         self._dropped.clear()
         if self._residuals.may_be_dropped:

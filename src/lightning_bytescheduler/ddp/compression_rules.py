@@ -272,12 +272,14 @@ def _codec(option: str, value: Any) -> Compressor | None:
         return _LEFT_OPEN
     if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
-    made = value if isinstance(value, Compressor) else None
-    if isinstance(made, PowerSGD) and made.shape is not None:
+    if isinstance(value, PowerSGD) and value.shape is not None:
         raise OptionError(option, value, "PowerSGD without a shape", "The matrices are the parameters' own.")
-    if made is not None:
-        require_contraction(option, made)  # error feedback is always on
-        return made
+    made = value if isinstance(value, Compressor) else _made(option, value)
+    require_contraction(option, made)  # error feedback is always on
+    return made
+
+
+def _made(option: str, value: Any) -> Compressor:
     if not isinstance(value, str):
         raise OptionError(option, value, f"None, {AUTO!r}, the name of a compressor such as 'int8', or a Compressor")
     if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
@@ -285,6 +287,4 @@ def _codec(option: str, value: Any) -> Compressor | None:
     if (kind := value.split(":")[0]) not in COMPRESSORS:
         names = ", ".join(map(repr, COMPRESSORS))
         raise OptionError(option, value, f"{AUTO!r}, or one of {names}", did_you_mean(kind, (AUTO, *COMPRESSORS)))
-    made = make_compressor(value, error_feedback=False, min_size=0, option=option)
-    require_contraction(option, made)
-    return made
+    return make_compressor(value, error_feedback=False, min_size=0, option=option)

@@ -94,7 +94,7 @@ class Residuals:
         return residual, before
 
     def begin_step(
-        self, loss_scale: float | None, dropped: Collection[str] = (), pending: Collection[str] = ()
+        self, loss_scale: float | None, dropped: Collection[str] = (), not_applied: Collection[str] = ()
     ) -> None:
         """A step begins, whose losses are multiplied with ``loss_scale``; ``None`` if steps are never left out.
 
@@ -104,11 +104,12 @@ class Residuals:
         Args:
             loss_scale: See above.
             dropped: Parameters whose last mean gradient is gone without a step, by name: it came to nothing, too.
-            pending: Those whose last mean gradient is there, and that nobody has stepped with: this step's is added.
+            not_applied: Those whose last mean gradient nobody has stepped with. If it was not dropped it is there, and
+                this step's is added.
         """
         self._take_back_if_left_out(loss_scale)
         self.take_back(dropped)
-        self._pending = self.changed.intersection(pending)
+        self._pending = self.changed.intersection(not_applied)
         self._changed.clear()
         self._may_be_left_out = loss_scale is not None or self.may_be_dropped
         self.scale_to(1.0 if loss_scale is None else loss_scale)

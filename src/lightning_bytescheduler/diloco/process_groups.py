@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.collectives.groups import collect_left, keep, note_left
+from lightning_bytescheduler.collectives.groups import collect_left, give_up
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
@@ -181,7 +181,7 @@ class WorkerWorld:
             groups.append(dist.group.WORLD)
         for group in groups:
             if group is not None:
-                (note_left if idle else keep)(group)
+                give_up(group, idle=idle)
         if dist.is_initialized():
             dist.destroy_process_group()
 
