@@ -51,6 +51,16 @@ def test_what_is_let_through_and_what_is_refused(
         assert str(caught.value) == f"option={value!r} is not allowed: option must be {words}."
 
 
+def test_what_is_gone_says_what_to_use_instead() -> None:
+    with pytest.raises(OptionError) as caught:
+        checks.require_known({"staleness": 1}, ["partition_size"], of="Some", elsewhere={"staleness": "Elsewhere."})
+    assert checks.GONE["staleness"] in str(caught.value)
+    with pytest.raises(OptionError) as caught:
+        checks.require_one_of("placement", "djb2", ["balanced", "mixed"])
+    assert str(caught.value).endswith(checks.GONE["placement=djb2"])
+    assert checks.gone("partition_size", 1) == checks.gone("placement", ["djb2"]) == ""
+
+
 def test_paths_become_text() -> None:
     assert checks.require_path("timeline", Path("a/b")) == "a/b"
 

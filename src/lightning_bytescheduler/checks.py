@@ -22,8 +22,10 @@ from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
     "ARCHITECTURES",
+    "GONE",
     "closest",
     "did_you_mean",
+    "gone",
     "importing",
     "is_finite",
     "is_whole",
@@ -51,6 +53,18 @@ __all__ = [
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 
+GONE: dict[str, str] = {
+    "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
+    "policy=tictac": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
+    "policy=us-byte": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
+    **dict.fromkeys(
+        [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
+        "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
+    ),
+    "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
+}
+"""What to use in place of what is gone, a sentence by ``option`` or ``option=value``; for this release only."""
+
 _FLOAT_BYTES = 4
 _BYTES = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bytes?)?\s*", re.IGNORECASE)
 _UNITS = "kmgt"
@@ -77,6 +91,14 @@ def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
         state = "is not installed" if is_missing else f"cannot be imported ({error})"
         install = f"'lightning-bytescheduler[{extra}]'" if extra else package
         raise ImportError(f"{feature} needs {package}, which {state}: pip install {install}", name=name) from error
+
+
+def gone(option: str, value: object = None) -> str:
+    """What to use in place of an option, or of its value, that is gone: a sentence of :data:`GONE`, empty if none is.
+
+    Checks of names and of values ask this before they guess what was meant.
+    """
+    return GONE.get(option) or (GONE.get(f"{option}={value}", "") if isinstance(value, str) else "")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -204,7 +226,7 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
     """
     choices = list(allowed)
     if value not in choices:
-        hint = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+        hint = gone(option, value) or did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
         raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}", hint)
     return value
 
@@ -380,7 +402,7 @@ def require_known(
     for name in given:
         if name not in known:
             listed = ", ".join(known)
-            hint = (elsewhere or {}).get(name) or did_you_mean(name, known)
+            hint = gone(name) or (elsewhere or {}).get(name) or did_you_mean(name, known)
             raise OptionError(
                 name,
                 values.get(name),
