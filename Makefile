@@ -46,7 +46,7 @@ help:
 	@echo "make test    run every test"
 	@echo "make test-gpu   run what wants a GPU, and print one summary"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
-	@echo "make lint    check style, format, types and which way imports go"
+	@echo "make lint    check style, format, types, which way imports go, and that no room grew"
 	@echo "make docs    build the documentation into build/docs (Python 3.11 or later)"
 	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
 	@echo "make clean   remove what the others made"
@@ -78,6 +78,7 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(RUN) -m tests.house
 
 # Without the network: links into the documentation of Python, torch and Lightning need DOCS_INTERSPHINX=1.
 docs: $(VENV)/.docs
