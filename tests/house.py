@@ -1,7 +1,7 @@
 """``python -m tests.house``: how large the package is, room by room, beside its budget.
 
-Code is what is neither blank, nor a comment, nor a docstring. ``house.toml`` has the budget, and the figures that the
-package had last: it fails where a room, or the options of a strategy, grew since. ``--write`` notes smaller figures there.
+Code is what is neither blank, nor a comment, nor a docstring. ``house.toml`` has the budget and the last figures of the
+package. The command fails where a room, or the options of a strategy, grew since. ``--write`` notes smaller figures.
 """
 
 from __future__ import annotations
