@@ -42,7 +42,6 @@ def test_the_defaults_of_bytescheduler() -> None:
         "architecture": "allreduce",
         "servers": 0,
         "placement": None,
-        "staleness": None,
         "group": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import require_seconds, require_whole
-from lightning_bytescheduler.collectives.delta_server import DeltaServer
 from lightning_bytescheduler.collectives.interface import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
@@ -48,7 +47,7 @@ _SIGN_EVERY_S = 1.0
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
 
 
-_Serving = SummingServer | DeltaServer | RailServers
+_Serving = SummingServer | RailServers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,10 +162,8 @@ def serve(
                 serving: _Serving
                 if group is None:
                     serving = RailServers(rails, announced.rails, encoded)
-                elif announced.staleness is None:
-                    serving = SummingServer(group, workers=announced.workers, encoded=encoded)
                 else:
-                    serving = DeltaServer(group, workers=announced.workers, staleness=announced.staleness)
+                    serving = SummingServer(group, workers=announced.workers, encoded=encoded)
                 serving.wait(_Signs(store, number, serving, presence).gone)
             except Exception as error:
                 if not presence.gone():

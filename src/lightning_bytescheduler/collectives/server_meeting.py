@@ -68,15 +68,12 @@ class Announcement(StoreMessage, frozen=True, kw_only=True):
         workers: Number of them.
         servers: Number of spare servers that they want.
         version: Of this package.
-        staleness: How many steps a worker may be ahead of the slowest one, where they push deltas; ``None`` where
-            gradients are added up.
         rails: The workers of each group that pushes by itself; one of all workers when empty.
     """
 
     workers: int
     servers: int
     version: str
-    staleness: int | None = None
     rails: tuple[tuple[int, ...], ...] = ()
 
 
@@ -281,7 +278,6 @@ def find_servers(
     timeout: float,
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
-    staleness: int | None = None,
     rails: tuple[tuple[int, ...], ...] = (),
 ) -> ServersFound:
     """Wait until all servers of a fit have signed on; every worker calls this, once in a fit.
@@ -295,7 +291,6 @@ def find_servers(
         timeout: Longest wait, in seconds.
         failure: Asked while waiting: why they will not come, if they will not.
         say: Told once that servers are missing, on rank 0.
-        staleness: See :class:`Announcement`.
         rails: See :class:`Announcement`.
 
     Raises:
@@ -303,9 +298,7 @@ def find_servers(
         RanksDifferError: If a server has another version of this package.
     """
     if rank == 0:
-        announced = Announcement(
-            workers=workers, servers=servers, version=__version__, staleness=staleness, rails=rails
-        )
+        announced = Announcement(workers=workers, servers=servers, version=__version__, rails=rails)
         store.set(f"fit/{fit}", announced.encode())
         store.set("current", str(fit))
     found: dict[int, tuple[SignedOn, StorePresence]] = {}
@@ -425,7 +418,6 @@ def meet_servers(
     timeout: timedelta,
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
-    staleness: int | None = None,
     layout: NodeLayout | None = None,
 ) -> tuple[ServersFound, dist.ProcessGroup, dist.ProcessGroup | None]:
     """Connect workers with servers; every worker calls this at the same point, once in a fit.
@@ -436,7 +428,6 @@ def meet_servers(
         timeout: Of the wait for servers, and of each message.
         failure: Asked while waiting: why others will not come, if they will not.
         say: Told once that servers are missing, on rank 0.
-        staleness: See :class:`Announcement`.
         layout: Which workers are on one machine, where these have a group of their own.
 
     Returns:
@@ -460,7 +451,6 @@ def meet_servers(
         timeout=timeout.total_seconds(),
         failure=failure,
         say=say,
-        staleness=staleness,
         rails=() if layout is None else layout.rails,
     )
     size = groups.world_size + servers

@@ -7,9 +7,8 @@ servers are known to this group alone.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,15 +28,10 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 
-__all__ = ["JoinedServers", "ServerOptions", "explain_timeout", "refuse_beside_staleness"]
+__all__ = ["JoinedServers", "ServerOptions"]
 
 _TIMEOUT = timedelta(minutes=30)
 _WAITED = "Of the servers,"
-_OF_AVERAGING = (
-    "partition_size", "credit", "cross_barrier", "mode", "credit_tuning", "partition_tuning", "timeline", "policy",
-    "compression", "compression_min_size", "max_error", "weighting", "samples", "batch_size", "max_batch_size",
-    "placement", "group", "bucket_cap_mb", "gradient_as_bucket_view",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +43,6 @@ class ServerOptions:
         servers: How many of them run on machines of their own.
         placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
         compressed: Whether gradients are, so that servers keep what is left of their sums.
-        staleness: How many steps a worker may be ahead of the slowest one, where nothing is averaged and each steps on
-            its own.
         group: Of which ranks one sum is pushed: ``None`` for of each, or ``"node"``.
     """
 
@@ -58,7 +50,6 @@ class ServerOptions:
     servers: int = 0
     placement: str = PLACEMENTS[0]
     compressed: bool = False
-    staleness: int | None = None
     group: str | None = None
 
     @classmethod
@@ -68,7 +59,6 @@ class ServerOptions:
         servers: int,
         placement: str | None = None,
         rules: CompressionRules | None = None,
-        staleness: int | None = None,
         group: str | None = None,
     ) -> ServerOptions:
         """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
@@ -78,7 +68,6 @@ class ServerOptions:
             servers: See the class.
             placement: See the class.
             rules: What is compressed, if anything is.
-            staleness: See the class.
             group: See the class.
 
         Raises:
@@ -86,14 +75,6 @@ class ServerOptions:
         """
         require_architecture(architecture)
         require_whole("servers", servers, 0)
-        if staleness is not None:
-            require_whole("staleness", staleness, 0)
-            if architecture != "ps":
-                raise OptionError("staleness", staleness, "left out unless architecture='ps'")
-            if not servers:
-                raise OptionError(
-                    "servers", servers, "1 or more with staleness", "One may run beside a rank, on the same machine."
-                )
         if group is not None:
             require_one_of("group", group, ("node",))
             if architecture != "ps":
@@ -111,7 +92,6 @@ class ServerOptions:
             servers=servers,
             placement=chosen_placement(placement, os.environ),
             compressed=rules is not None,
-            staleness=staleness,
             group=group,
         )
 
@@ -128,13 +108,7 @@ class ServerOptions:
             "servers": self.servers,
             "placement": self.placement,
             "group": self.group,
-            "staleness": self.staleness,
         }
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether workers step on their own."""
-        return self.staleness is not None
 
     def join(
         self,
@@ -243,8 +217,20 @@ class JoinedServers:
         return torch.stack(left).sum(0) if left else None
 
     def explain_timeout(self, error: BaseException) -> BaseException:
-        """See :func:`explain_timeout`."""
-        return explain_timeout(error, self._found)
+        """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
+        timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
+        if not timed_out or _WAITED in str(error):
+            return error
+        silent = self._found.find_silent()
+        if silent is not None:
+            silent.__cause__ = error
+            return silent
+        where = self._found.whereabouts()
+        if not where:
+            return error
+        explained = SchedulerTimeoutError(f"{brief(error)} {_WAITED} {where}.")
+        explained.__cause__ = error
+        return explained
 
     def leave(self, *, idle: bool) -> None:
         """Say goodbye; see :meth:`PushPull.close`."""
@@ -252,40 +238,3 @@ class JoinedServers:
             self.push_pull.close(idle=idle)
         finally:
             self._found.close()
-
-
-def explain_timeout(error: BaseException, found: ServersFound) -> BaseException:
-    """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
-    timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
-    if not timed_out or _WAITED in str(error):
-        return error
-    silent = found.find_silent()
-    if silent is not None:
-        silent.__cause__ = error
-        return silent
-    where = found.whereabouts()
-    if not where:
-        return error
-    explained = SchedulerTimeoutError(f"{brief(error)} {_WAITED} {where}.")
-    explained.__cause__ = error
-    return explained
-
-
-def refuse_beside_staleness(given: Mapping[str, object], signature: inspect.Signature) -> None:
-    """Raise an error for what says how gradients are averaged, where none are.
-
-    Args:
-        given: All options of the strategy.
-        signature: The strategy's, with what counts as left out.
-
-    Raises:
-        OptionError: If one of them is not left out.
-    """
-    for name in _OF_AVERAGING:
-        if given[name] != signature.parameters[name].default:
-            raise OptionError(
-                name,
-                given[name],
-                "left out with staleness, which averages no gradients",
-                "Leave staleness out for exact steps.",
-            )

@@ -68,7 +68,7 @@ class OverlapPlan:
 
     Attributes:
         steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
-            gradients, ``"asynchronous"`` where each worker steps on its own, which is not exact.
+            gradients.
         reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
         gradients: ``"all-reduce"`` (push and pull, where there are parameter servers), or ``"reduce-scatter"`` when
             every update needs to know all gradients' norm: each rank reduces a shard, norms are exchanged, and
@@ -99,12 +99,11 @@ class OverlapPlan:
         compression_ratio: How many times fewer bytes that makes, of all gradients.
         placement: Where there are parameter servers: bytes that this rank has pushed to each so far, and what share of
             all each should have.
-        staleness: Where steps are asynchronous: how many a worker may be ahead of the slowest.
         deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
             before the first.
     """
 
-    steps: Literal["overlapped", "synchronised", "asynchronous"]
+    steps: Literal["overlapped", "synchronised"]
     reasons: tuple[str, ...] = ()
     gradients: Literal["all-reduce", "reduce-scatter"] = "all-reduce"
     norm_needed_by: tuple[str, ...] = ()
@@ -122,7 +121,6 @@ class OverlapPlan:
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
     placement: Placement | None = None
-    staleness: int | None = None
     deferred_share: float | None = None
 
     @property
@@ -134,8 +132,6 @@ class OverlapPlan:
         """One line for the log."""
         if self.reasons == (ONE_RANK,):
             return f"{ONE_RANK}."
-        if self.staleness is not None:
-            return f"steps are {self._asynchronous}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp else ""
             return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._besides()}."
@@ -150,13 +146,6 @@ class OverlapPlan:
         if self.held_elsewhere:
             line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
         return f"{line}{self._besides()}."
-
-    @property
-    def _asynchronous(self) -> str:
-        return (
-            f"asynchronous, at most {self.staleness} ahead of the slowest rank's, and NOT exact: each rank's steps are "
-            "added to the servers' weights as they come"
-        )
 
     def _besides(self) -> str:
         return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
@@ -178,11 +167,7 @@ class OverlapPlan:
         if self.overlapped:
             lines = [f"steps: {'as DDP takes them, at present' if self.as_ddp else 'overlapped, except the first'}"]
         else:
-            lines = [
-                f"steps: {self._asynchronous}"
-                if self.staleness is not None
-                else f"steps: synchronised{', as DDP takes them' if self.as_ddp else ''}"
-            ]
+            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp else ''}"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.pace:
             lines.append(f"because {self.pace}")

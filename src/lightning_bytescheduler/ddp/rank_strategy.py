@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,8 +19,6 @@ from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
-from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
-from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import sigterm_ends_at_once
@@ -37,9 +35,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
     rank_zero_warn,
 )
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
 
 __all__ = ["COMPRESSION", "OUTER_STATE", "PublishingLauncher", "RankStrategy", "callbacks_of"]
 
@@ -116,7 +111,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def __init__(self, **options: Any) -> None:
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
-        self._asynchronous: AsynchronousTraining | None = None  # where each rank steps on its own
         check_launch_options(
             options,
             {
@@ -202,42 +196,14 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy.
-
-        Where ranks step on their own, what the step has changed is pushed.
-        """
+        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
         step = super().optimizer_step
         if self._gradients is None:
             return step(optimizer, closure, model, **kwargs)
         with self._explained():
-            output = self._gradients.step(
+            return self._gradients.step(
                 lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
             )
-            if self._asynchronous is not None:
-                self._asynchronous.step_taken()
-            return output
-
-    def meet(self) -> None:
-        """Have the same weights on all ranks, where each steps on its own; all call it at the same point."""
-        if self._asynchronous is not None and not self._failed:
-            with self._explained():
-                self._asynchronous.meet()
-
-    def _join_servers(self, module: nn.Module, servers: ServerOptions) -> OverlapPlan:
-        """Have this fit's weights kept by parameter servers, each rank stepping on its own."""
-        if self._board is None:
-            raise RuntimeError("There are no other ranks.")
-        from lightning_bytescheduler.ddp.asynchronous import AsynchronousTraining
-
-        self._asynchronous = AsynchronousTraining(
-            module, servers, self._board, timeout=self._timeout, say=rank_zero_info
-        )
-        return self._asynchronous.plan
-
-    def _leave_servers(self) -> None:
-        asynchronous, self._asynchronous = self._asynchronous, None
-        if asynchronous is not None:
-            asynchronous.close(failed=self._failed)
 
     def _register_ddp_hooks(self) -> None:
         if self._gradients is None:

@@ -42,8 +42,6 @@ class _Hooked(Protocol):
 
     def flush(self) -> None: ...
 
-    def meet(self) -> None: ...
-
     def say_end(self) -> None: ...
 
     def compression_state(self) -> dict[str, Any] | None: ...
@@ -82,13 +80,8 @@ class SchedulerHooks(pl.Callback):
         self._strategy.loaders_are_made()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training data that is loaded from here on takes the place of what was; asynchronous ranks meet."""
+        """Training data that is loaded from here on takes the place of what was."""
         self._strategy.loaders_are_made()
-        self._strategy.meet()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Asynchronous ranks meet: all validate the same weights."""
-        self._strategy.meet()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count batches anew."""
@@ -158,7 +151,6 @@ class SchedulerHooks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
-        self._strategy.meet()
         self._strategy.end_training()
         self._strategy.say_end()
 

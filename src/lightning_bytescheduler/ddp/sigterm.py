@@ -114,7 +114,6 @@ class SigtermForAll:
         failure: Why the others will not answer, if they will not.
         fault: Why the first rank will not begin a batch, if one has failed.
         timeout: Longest wait for them, in seconds.
-        lockstep: Whether a rank waits for the first one with each batch.
     """
 
     def __init__(
@@ -128,11 +127,9 @@ class SigtermForAll:
         failure: Callable[[], BaseException | None],
         fault: Callable[[], BaseException | None],
         timeout: float,
-        lockstep: bool = True,
     ) -> None:
         self._trainer = trainer
         self._stop = stop
-        self._lockstep = lockstep
         self._land = land
         self._agree = agree
         self._explained = explained
@@ -150,15 +147,13 @@ class SigtermForAll:
         Entered by all ranks.
         """
         fits, device = self._trainer.state.fn == TrainerFn.FITTING, self._trainer.strategy.root_device
-        if fits and self._told_by_loop and self._lockstep and device.type == "cpu":
+        if fits and self._told_by_loop and device.type == "cpu":
             with short_turns():  # for gloo's own threads
                 self._group = dist.new_group(timeout=timedelta(seconds=self._timeout), backend="gloo")
         together = getattr(self._trainer.fit_loop.epoch_loop, _BEGINS_BATCH, lambda: None)
 
         def begins_batch() -> None:
             self.begin_batch()
-            if not self._lockstep:
-                return
             if self._group is None:
                 together()
                 return

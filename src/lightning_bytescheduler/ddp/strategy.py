@@ -35,7 +35,7 @@ from lightning_bytescheduler.ddp.fit_position import (
 )
 from lightning_bytescheduler.ddp.fit_report import say_if_tiny
 from lightning_bytescheduler.ddp.own_names import OwnNames
-from lightning_bytescheduler.ddp.parameter_servers import ServerOptions, refuse_beside_staleness
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
@@ -140,8 +140,6 @@ class ByteSchedulerStrategy(RankStrategy):
             the shares that keep all links equally busy. ``"mixed"``, ``"naive"``, ``"djb2"``, ``"sdbm"``,
             ``"built_in"``, ``"random"``: as in BytePS. Balanced when left out, mixed if ``BYTEPS_ENABLE_MIXED_MODE``
             is 1.
-        staleness: For ``architecture="ps"``: each rank steps on its own, pushes what a step has changed and pulls the
-            weights, at most so many steps ahead of the slowest. NOT exact.
         group: For ``architecture="ps"``: ``"node"`` has the ranks of a node add up gradients before one pushes the sum.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
@@ -194,15 +192,11 @@ class ByteSchedulerStrategy(RankStrategy):
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
         placement: Literal["balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"] | None = None,
-        staleness: int | None = None,
         group: Literal["node"] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        if staleness is not None:
-            refuse_beside_staleness(locals(), inspect.signature(ByteSchedulerStrategy))
-            credit_tuning = partition_tuning = False
         require_bool("log_metrics", log_metrics)
         own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
         named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}  # LightningCLI's
@@ -232,7 +226,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
         self._sharing = BatchSharing(self._weighting)
-        self._servers = ServerOptions.resolve(architecture, servers, placement, self._rules, staleness, group)
+        self._servers = ServerOptions.resolve(architecture, servers, placement, self._rules, group)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
@@ -333,7 +327,6 @@ class ByteSchedulerStrategy(RankStrategy):
                 failure=self._no_hope,
                 fault=lambda: None if self._board is None else self._board.fault,
                 timeout=longest,
-                lockstep=not self._servers.asynchronous,
             )
             self._fit.enter_context(self._sigterm.handled())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
@@ -410,14 +403,10 @@ class ByteSchedulerStrategy(RankStrategy):
             if module is not None:
                 self.barrier("model")  # notices a rank that died on the way here, which the store does not
                 self._require_same_model(module)
-            if self._servers.asynchronous and module is not None:
-                self._gradients.train_alone(self._join_servers(module, self._servers))
-            else:
-                self._gradients.prepare(self._board)
+            self._gradients.prepare(self._board)
         if self._position is not None:
             self._position.begin(self.runtime)
-        if self._asynchronous is None:
-            super().configure_ddp()
+        super().configure_ddp()
 
     def count_batch(self) -> None:
         """See RankStrategy. Raises what ends the fit if a SIGTERM ends all ranks here."""
@@ -475,7 +464,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._position is not None:
             self._position.end()
         self._gradients.release(failed=self._failed)
-        self._leave_servers()
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -523,7 +511,6 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
-        self.meet()
         self._gradients.check_weights()
         return super().lightning_module_state_dict()
 
