@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, place, weights_of
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, mixed_server, server_weights
 
 PARTS = [(tensor, part) for tensor in range(40) for part in range(3)]
 
 
-@pytest.mark.parametrize("how", PLACEMENTS[1:])
-def test_parts_are_where_hashes_of_their_numbers_place_them(how: str) -> None:
-    placed = PlacedParts(how, workers=4, servers=2)
-    expected = place({f"{tensor}[{part}]": 8 for tensor, part in PARTS}, 4, 2, how)
+def test_parts_are_where_mixed_mode_places_them() -> None:
+    placed = PlacedParts("mixed", workers=4, servers=2)
     for _ in range(2):  # a part stays where it is
         for tensor, part in reversed(PARTS):
             placed.shares.expect(tensor, part)
-            assert placed.shares.next(8) == expected.owner(f"{tensor}[{part}]")
-    assert placed.so_far.bytes_per_server == tuple(2 * has for has in expected.bytes_per_server)
+            assert placed.shares.next(8) == mixed_server(tensor, part, 4, 2)
+    assert sum(placed.so_far.bytes_per_server) == 2 * 8 * len(PARTS)
 
 
 def test_by_default_bytes_come_to_the_shares_of_the_formula() -> None:
@@ -41,7 +39,7 @@ def test_expected_shares_are_those_that_come_out(how: str, servers: int) -> None
         placed.shares.expect(tensor, 0)
         placed.shares.next(1)
     shares = [has / 3000 for has in placed.so_far.bytes_per_server]
-    assert shares == pytest.approx(weights_of(how, 4, servers), abs=0.08)
+    assert shares == pytest.approx(server_weights(4, servers), abs=0.08)
 
 
 def test_a_part_is_pushed_by_the_same_rank_in_each_step_where_that_keeps_what_is_left() -> None:

@@ -1,7 +1,7 @@
 """``placement``: which server has which part of a gradient, and a table of what each has had.
 
-By default parts go by bytes: each to the server that is least full, measured by its share. BytePS's hashes go by the
-number of the bucket and of the part, so that a part is at one server for as long as sizes stay.
+By default parts go by bytes: each to the server that is least full, measured by its share. BytePS's mixed mode goes by
+the number of the bucket and of the part, so that a part is at one server for as long as sizes stay.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import itertools
 from collections.abc import Sequence
 
 from lightning_bytescheduler.collectives.push_pull import ByteShares
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Nodes, Placement, server_of_part, weights_of
+from lightning_bytescheduler.scheduler.placement import Nodes, Placement, mixed_server, server_weights
 
 __all__ = ["PlacedParts"]
 
 _BY_PART, _BY_TENSOR = 0.6180339887498949, 0.7548776662466927
 
 
-class _HashedShares(ByteShares):
-    """Gives each part to the server that a hash of its numbers names."""
+class _MixedShares(ByteShares):
+    """Gives each part to the server that BytePS's mixed mode names."""
 
-    def __init__(self, how: str, workers: int, servers: int) -> None:
-        super().__init__(weights_of(how, workers, servers))
-        self._how = how
+    def __init__(self, workers: int, servers: int) -> None:
+        super().__init__(server_weights(workers, servers))
         self._machines = workers, servers
         self._part = 0, 0
         self._known: dict[tuple[int, int], int] = {}  # at most one entry for each part that there is
@@ -36,7 +35,7 @@ class _HashedShares(ByteShares):
         """The server of the part that was said to come."""
         server = self._known.get(self._part)
         if server is None:
-            server = self._known[self._part] = server_of_part(self._how, *self._part, *self._machines)
+            server = self._known[self._part] = mixed_server(*self._part, *self._machines)
         self.bytes_per_server[server] += nbytes
         return server
 
@@ -105,13 +104,13 @@ class PlacedParts:
         self._servers = servers
         self._nodes = nodes
         self.pushers = _TurnsByNumber(len(nodes[0])) if kept and nodes else None
-        if how == PLACEMENTS[0]:
-            weights = weights_of(how, workers, servers)
-            self.shares = _KeptShares(weights) if kept else ByteShares(weights)
+        weights = server_weights(workers, servers)
+        if how == "mixed":
+            self.shares: ByteShares = _MixedShares(workers, servers)
         else:
-            self.shares = _HashedShares(how, workers, servers)
+            self.shares = _KeptShares(weights) if kept else ByteShares(weights)
 
     @property
     def so_far(self) -> Placement:
         """Bytes that this worker has pushed to each server, all steps together."""
-        return Placement(self._how, self._workers, self._servers, {}, tuple(self.shares.bytes_per_server), self._nodes)
+        return Placement(self._how, self._workers, self._servers, tuple(self.shares.bytes_per_server), self._nodes)

@@ -110,7 +110,7 @@ class PushPullStore:
         self,
         *,
         servers: int = 0,
-        placement: Literal["balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"] | None = None,
+        placement: Literal["balanced", "mixed"] | None = None,
         partition_size: int = 1_000_000,
         credit: int = 4_000_000,
         timeout: timedelta = timedelta(minutes=30),

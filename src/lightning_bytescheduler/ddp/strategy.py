@@ -137,9 +137,8 @@ class ByteSchedulerStrategy(RankStrategy):
         servers: For ``architecture="ps"``: how many servers run on machines of their own, each started by
             ``lightning-bytescheduler server``. With 0, each rank is a server besides; with fewer than ranks, both.
         placement: For ``architecture="ps"``: which server has which part of a gradient. ``"balanced"``: by bytes, to
-            the shares that keep all links equally busy. ``"mixed"``, ``"naive"``, ``"djb2"``, ``"sdbm"``,
-            ``"built_in"``, ``"random"``: as in BytePS. Balanced when left out, mixed if ``BYTEPS_ENABLE_MIXED_MODE``
-            is 1.
+            the shares that keep all links equally busy. ``"mixed"``: as in BytePS. Balanced when left out, mixed if
+            ``BYTEPS_ENABLE_MIXED_MODE`` is 1.
         group: For ``architecture="ps"``: ``"node"`` has the ranks of a node add up gradients before one pushes the sum.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
@@ -191,7 +190,7 @@ class ByteSchedulerStrategy(RankStrategy):
         max_batch_size: int | Sequence[int] | None = None,
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
-        placement: Literal["balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random"] | None = None,
+        placement: Literal["balanced", "mixed"] | None = None,
         group: Literal["node"] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,

@@ -2,7 +2,7 @@
 
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, MixedOrder, PriorityOrder
-from lightning_bytescheduler.scheduler.placement import Placement, place
+from lightning_bytescheduler.scheduler.placement import Placement
 from lightning_bytescheduler.scheduler.policies import BucketFacts
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
 
@@ -19,5 +19,4 @@ __all__ = [
     "SubCommTask",
     "TaskKey",
     "TaskState",
-    "place",
 ]

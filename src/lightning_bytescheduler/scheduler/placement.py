@@ -1,4 +1,4 @@
-"""Which server sums which tensor: BytePS's hashes, its mixed mode, and a placement by bytes that beats them.
+"""Which server sums which part of a gradient: by bytes, or as BytePS's mixed mode does.
 
 With ``n`` workers, ``k`` servers can run on machines of their own (*spare*), and one beside each worker (*colocated*).
 A byte that is placed on a spare server crosses the links of the workers only; one on a colocated server crosses that
@@ -6,40 +6,28 @@ worker's link in both of its roles. All links are busy for equally long if the s
 ``2k(n-1) / (n^2 + kn - 2k)`` of the bytes and the colocated ones the rest, as evenly each (BytePS: Jiang et al.,
 "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters", OSDI 2020,
 section 4.1). With ``k = n`` the spare servers take everything; with ``k = 0`` there are colocated ones only.
-
-Hashes place keys, whatever their bytes, so that shares come out only roughly. ``"balanced"`` places bytes: the largest
-tensor that is left goes to the server that is least full with it, each server measured by its share. A single tensor
-cannot be in two places all the same: :func:`cut` the large ones first.
-
-Every rank computes the same placement from the same names and sizes: nothing is drawn without a seed.
 """
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_bytescheduler.checks import closest, require_one_of, require_size, require_whole
+from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.task import part_size
 
 __all__ = [
     "PLACEMENTS",
     "Nodes",
     "Placement",
     "chosen_placement",
-    "cut",
-    "place",
-    "server_of_part",
+    "mixed_server",
     "server_weights",
     "spare_share",
-    "weights_of",
 ]
 
-PLACEMENTS = ("balanced", "mixed", "naive", "djb2", "sdbm", "built_in", "random")
-"""How tensors can be placed; the first is the default."""
+PLACEMENTS = ("balanced", "mixed")
+"""How parts can be placed; the first is the default."""
 
 MIXED_MODE_VARIABLE = "BYTEPS_ENABLE_MIXED_MODE"
 
@@ -47,17 +35,14 @@ Nodes = tuple[tuple[int, ...], ...]
 """The ranks of each node."""
 
 _NODES_SHOWN = 4
-_BY_SHARES = ("balanced", "mixed")
 
-_PART = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 _WORD = (1 << 64) - 1
 _MIXED_BOUND = 101  # BytePS's: a key's hash is taken modulo this, and the smaller results go to spare servers
-_MURMUR = 0xC6A4A7935BD1E995
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which server has which tensor; made by :func:`place`.
+    """How many bytes each server has had.
 
     Servers are numbered: 0 to k-1 are the spare ones, k to k+n-1 those beside workers 0 to n-1.
 
@@ -65,7 +50,6 @@ class Placement:
         how: One of ``PLACEMENTS``.
         workers: n.
         spare_servers: k, no more than n.
-        owners: The server of each key; empty where parts are placed as they are sent.
         bytes_per_server: By number of the server.
         nodes: The ranks of each node, where one of them pushes the sum of all of a node's; the nodes are the workers
             then, and the bytes those of this rank's share.
@@ -74,32 +58,13 @@ class Placement:
     how: str
     workers: int
     spare_servers: int
-    owners: Mapping[str, int]
     bytes_per_server: tuple[int, ...]
     nodes: Nodes = ()
-
-    def owner(self, key: str) -> int:
-        """The server that sums ``key``.
-
-        Raises:
-            OptionError: If ``key`` was not placed; names the nearest that was.
-        """
-        server = self.owners.get(key)
-        if server is None:
-            near = closest(key, self.owners)
-            hint = "" if near is None else f"Did you mean {near!r}?"
-            raise OptionError("key", key, f"one of the {len(self.owners)} keys that were placed", hint)
-        return server
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes on spare servers."""
-        return sum(self.bytes_per_server[: self.spare_servers])
 
     @property
     def spare_share(self) -> float:
         """Of all bytes, those on spare servers; 0 if there are no bytes."""
-        return self.spare_bytes / (sum(self.bytes_per_server) or 1)
+        return sum(self.bytes_per_server[: self.spare_servers]) / (sum(self.bytes_per_server) or 1)
 
     @property
     def ideal_bytes(self) -> tuple[float, ...]:
@@ -129,9 +94,8 @@ class Placement:
         rows = [
             f"{name:<20} {has:>14,} bytes  {share:6.1%} of {ideal:6.1%}" for name, has, share, ideal in self.table()
         ]
-        what = f"{len(self.owners)} tensors on " if self.owners else ""
         fullest = f"the fullest {self.fullest:.3f} times its ideal"
-        return "\n".join([f"placement {self.how!r}: {what}{len(rows)} servers, {fullest}", *rows])
+        return "\n".join([f"placement {self.how!r}: {len(rows)} servers, {fullest}", *rows])
 
     @property
     def grouping(self) -> str:
@@ -165,59 +129,21 @@ def server_weights(workers: int, servers: int) -> tuple[float, ...]:
     return (*(share / spare for _ in range(spare)), *((1 - share) / workers for _ in range(workers)))
 
 
-def weights_of(how: str, workers: int, servers: int) -> tuple[float, ...]:
-    """The share of all bytes that each server gets by a placement, on average; see :func:`server_weights`.
+def mixed_server(tensor: int, part: int, workers: int, servers: int) -> int:
+    """The server of a part by BytePS's mixed mode, whose hashes come to about the shares of :func:`server_weights`.
 
     Args:
-        how: One of ``PLACEMENTS``.
-        workers: n.
-        servers: k.
-    """
-    if how in _BY_SHARES:
-        return server_weights(workers, servers)
-    count = workers + min(servers, workers)
-    return (1 / count,) * count
-
-
-def server_of_part(how: str, tensor: int, part: int, workers: int, servers: int) -> int:
-    """The server of a part, by all placements but ``"balanced"``, which goes by what was placed before.
-
-    Args:
-        how: One of ``PLACEMENTS``.
         tensor: Its number.
         part: Its number among those of the tensor.
         workers: n.
         servers: k.
     """
     spare = min(servers, workers)
-    if how == "random":
-        return random.Random(f"{tensor}[{part}]").randrange(spare + workers)
-    return _hashed(how, _key(tensor, part), workers, spare)
-
-
-def cut(sizes: Mapping[str, int], largest: int) -> dict[str, int]:
-    """Cut what is larger than ``largest`` as tasks are cut: into as few parts as that takes, about equal ones.
-
-    Args:
-        sizes: By name, in bytes or parameters.
-        largest: Size of a part, in the same unit.
-
-    Returns:
-        Sizes by name; part ``i`` of what was cut is called ``name[i]``, the others keep their names.
-
-    Raises:
-        OptionError: If a size is not a positive whole number.
-    """
-    require_size("largest", largest)
-    parts: dict[str, int] = {}
-    for name, size in sizes.items():
-        part = part_size(require_size(f"size of {name!r}", size), largest)
-        if part == size:
-            parts[name] = size
-            continue
-        for index, offset in enumerate(range(0, size, part)):
-            parts[f"{name}[{index}]"] = min(part, size - offset)
-    return parts
+    bound = max(_MIXED_BOUND, spare + workers)
+    chosen = _djb2((tensor << 16) + part) % bound
+    if chosen < spare_share(workers, spare) * bound:
+        return _djb2(chosen) % spare
+    return spare + _djb2(chosen) % workers
 
 
 def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
@@ -238,113 +164,9 @@ def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
     return "mixed" if switch == "1" else PLACEMENTS[0]
 
 
-def place(sizes_bytes: Mapping[str, int], workers: int, servers: int, how: str = PLACEMENTS[0]) -> Placement:
-    """Give each tensor to a server.
-
-    Args:
-        sizes_bytes: Bytes of each tensor by its name, in the order of first use: the same on all ranks. Part ``i`` of a
-            tensor is called ``name[i]``, see ``placement.cut``.
-        workers: How many there are.
-        servers: How many spare ones there are; more than one for each worker are of no use, and left out.
-        how: ``"balanced"``: by bytes, to the shares of the formula. ``"mixed"``: by BytePS's mixed mode, whose hashes
-            come to the same shares roughly. ``"naive"``, ``"djb2"``, ``"sdbm"``, ``"built_in"``: by one of BytePS's
-            hashes over all servers, spare and colocated, alike. ``"random"``: to any of them.
-
-    Raises:
-        OptionError: If a size is negative, or another value is not allowed.
-    """
-    require_whole("workers", workers, 1)
-    require_whole("servers", servers, 0)
-    require_one_of("placement", how, PLACEMENTS)
-    for name, size in sizes_bytes.items():
-        require_whole(f"size of {name!r}", size, 0)
-    spare = min(servers, workers)
-    if how == "balanced":
-        owners = _balanced(sizes_bytes, server_weights(workers, spare))
-    elif how == "random":
-        owners = {name: random.Random(name).randrange(spare + workers) for name in sizes_bytes}
-    else:
-        owners = {name: _hashed(how, key, workers, spare) for name, key in _numbered(sizes_bytes)}
-    held = [0] * (spare + workers)
-    for name, server in owners.items():
-        held[server] += sizes_bytes[name]
-    return Placement(how, workers, spare, owners, tuple(held))
-
-
-def _balanced(sizes: Mapping[str, int], weights: tuple[float, ...]) -> dict[str, int]:
-    """Largest first, each to the server that is least full with it; the rule's proven bound is 4/3 for equal servers.
-
-    Among equal sizes the order of use is kept, so that what travels at about the same time is on different servers.
-    """
-    held = [0] * len(weights)
-    usable = [server for server, weight in enumerate(weights) if weight]
-    owners = dict.fromkeys(sizes, 0)  # keeps the order of use
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        size = sizes[name]
-        server = min(usable, key=lambda server: ((held[server] + size) / weights[server], server))
-        owners[name] = server
-        held[server] += size
-    return owners
-
-
-def _numbered(names: Iterable[str]) -> Iterable[tuple[str, int]]:
-    """BytePS's keys: a tensor's position among all above 16 bits for the number of its part."""
-    tensors: dict[str, int] = {}
-    for name in names:
-        found = _PART.fullmatch(name)
-        tensor, part = (name, 0) if found is None else (found[1], int(found[2]))
-        yield name, _key(tensors.setdefault(tensor, len(tensors)), part)
-
-
-def _key(tensor: int, part: int) -> int:
-    return (tensor << 16) + part
-
-
-def _hashed(how: str, key: int, workers: int, spare: int) -> int:
-    if how != "mixed":
-        return _HASHES[how](key) % (spare + workers)
-    bound = max(_MIXED_BOUND, spare + workers)
-    chosen = _djb2(key) % bound
-    if chosen < spare_share(workers, spare) * bound:
-        return _djb2(chosen) % spare
-    return spare + _djb2(chosen) % workers
-
-
-def _naive(key: int) -> int:
-    return ((key >> 16) + key % (1 << 16)) * 9973 & _WORD
-
-
 def _djb2(key: int) -> int:
     """Bernstein's: 33 times what came before, plus the next character of the key in decimal."""
     value = 5381
     for character in str(key).encode():
         value = value * 33 + character & _WORD
     return value
-
-
-def _sdbm(key: int) -> int:
-    """That of the sdbm database: 65599 times what came before, plus the next character."""
-    value = 0
-    for character in str(key).encode():
-        value = value * 65599 + character & _WORD
-    return value
-
-
-def _built_in(key: int) -> int:
-    """What ``std::hash`` makes of the key in decimal where BytePS is built with GCC: MurmurHash64A (Appleby)."""
-    text = str(key).encode()
-    value = 0xC70F6907 ^ (len(text) * _MURMUR & _WORD)
-    whole = len(text) // 8 * 8
-    for start in range(0, whole, 8):
-        word = _mixed(int.from_bytes(text[start : start + 8], "little") * _MURMUR & _WORD) * _MURMUR & _WORD
-        value = (value ^ word) * _MURMUR & _WORD
-    if whole < len(text):
-        value = (value ^ int.from_bytes(text[whole:], "little")) * _MURMUR & _WORD
-    return _mixed(_mixed(value) * _MURMUR & _WORD)
-
-
-def _mixed(value: int) -> int:
-    return value ^ (value >> 47)
-
-
-_HASHES: Mapping[str, Callable[[int], int]] = {"naive": _naive, "djb2": _djb2, "sdbm": _sdbm, "built_in": _built_in}
