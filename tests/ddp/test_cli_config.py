@@ -49,7 +49,7 @@ def _strategy(tmp_path: Path, config: str) -> ByteSchedulerStrategy:
     return strategy
 
 
-@pytest.mark.parametrize("policy", ["p3", "tests.scheduler.test_policies:by_name"])
+@pytest.mark.parametrize("policy", ["p3", "fifo"])
 def test_a_policy_arrives_by_name(tmp_path: Path, policy: str) -> None:
     config = _CONFIG.replace("partition_size: 1000", f"policy: {policy}").replace("      credit: 4000\n", "")
     assert _strategy(tmp_path, config)._options.policy.name == policy

@@ -117,7 +117,7 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "vgg16", *LINK, "--spare-servers", "1"], "--spare-servers is --servers K, with --architecture"),
         (["--profile", "vgg16", *LINK, "--algorithm", "push_pull"], "Servers are an architecture: architecture='ps'"),
         (["--profile", "vgg16", *LINK, "--architecture", "push_pull"], "It is called 'ps'."),
-        (["--profile", "vgg16", *LINK, "--policy", "tictak"], "Did you mean 'tictac'?"),
+        (["--profile", "vgg16", *LINK, "--policy", "fifi"], "Did you mean 'fifo'?"),
         (["--profile", "vgg16", *LINK, "--algorithm", "tree"], "'tree'"),
         (["--profile", "uniform", *LINK, "--png", "{file}.xyz"], "{file}.xyz"),
     ],

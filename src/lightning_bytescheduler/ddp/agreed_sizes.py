@@ -53,8 +53,7 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed, and a policy that does not
-    need to know.
+    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed.
 
     Args:
         groups: The scheduler's.
@@ -82,9 +81,7 @@ def agree_on_sizes(
     link, far = None, False
     goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
     if partition and credit:
-        if options.policy.observes:
-            link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
-        elif goes_straight:
+        if goes_straight:
             far = probe_start_up(groups.data, device) > _FAR_S
         least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
         bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))

@@ -36,7 +36,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
@@ -89,7 +88,7 @@ class GradientEngine:
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
-        arranger: Has priorities and cuts, where they are not simply by first use.
+        by_first_use: Whether buckets have the priority of their first use in the forward pass, or that of their coming.
         weights: Says what this rank's gradients count, where not as much as any other's.
         sparse: Carries sparse gradients; the default group does when left out.
         clock: Seconds; the core's clock.
@@ -113,7 +112,7 @@ class GradientEngine:
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
         compression: GradientCompression | None = None,
-        arranger: BucketArranger | None = None,
+        by_first_use: bool = True,
         weights: SampleWeights | None = None,
         sparse: dist.ProcessGroup | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -133,11 +132,11 @@ class GradientEngine:
             statistics=statistics,
             timeline=timeline,
             compression=compression,
-            arranger=arranger,
             weights=weights,
             sparse=SparseGradients(sparse),
             clock=clock,
         )
+        self._by_first_use = by_first_use
         self._first_use = FirstUseObserver(parameters)
         self._function_touches = FunctionTouches()
         self._bucket_order: dict[int, int] = {}
@@ -291,8 +290,6 @@ class GradientEngine:
             self._step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
             self._step = SynchronisedStep(context, number, self._position_of)
-        if context.arranger is not None:
-            context.arranger.begin_step(self._step.kind)
         if context.compression is not None:
             sharded = options.sharded and isinstance(self._step, OverlappedStep)
             context.compression.begin_step(self._step.kind, halves=sharded)
@@ -302,7 +299,7 @@ class GradientEngine:
         return SynchronisedStep(self._context, number, self._position_of)
 
     def _position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
-        known = self._bucket_order.get(index)
+        known = self._bucket_order.get(index) if self._by_first_use else index
         return self._first_use.position(parameters) if known is None else known
 
     # ------------------------------------------------------------------ the strategy's side

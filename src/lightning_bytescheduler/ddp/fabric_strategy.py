@@ -50,7 +50,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import BucketFacts
 
 __all__ = ["ByteSchedulerFabricStrategy"]
 
@@ -117,7 +116,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0,
             ``<stem>.module<k>`` for modules set up after the first); ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
-        policy: In which order and in what pieces gradients travel, see the documentation's page on policies.
+        policy: In which order and in what pieces gradients travel, see :class:`ByteSchedulerStrategy`.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Follows model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
@@ -146,7 +145,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         mode: Literal["auto", "overlapped", "ddp"] = "auto",
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
-        policy: str | Callable[[BucketFacts], int] = "bytescheduler",
+        policy: str = "bytescheduler",
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,

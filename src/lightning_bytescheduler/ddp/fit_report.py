@@ -89,7 +89,8 @@ def say_start(
     facts = f"{world_size} ranks{_link_in_words(agreed, nbytes)}. " if plan.overlapped else ""
     sizes = ""
     if plan.overlapped and not plan.as_ddp:
-        sizes = f" {policy.in_words(agreed.sizes.partition_size, agreed.sizes.credit)}"
+        used = agreed.sizes
+        sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
     steps = plan.summary()
     if facts:
         steps = steps[0].upper() + steps[1:]

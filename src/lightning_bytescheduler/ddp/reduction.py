@@ -91,7 +91,7 @@ class GradientBucket:
         index: The same on all ranks.
         parameters: Whose gradients ``buffer`` holds, one after the other.
         buffer: The flat gradient, reduced in place.
-        priority: Position in the forward pass; what comes of it is the scheduling policy's affair.
+        priority: Position in the forward pass, or among those that come, as the policy has it.
 
     Attributes:
         cut: Sizes of the parts that it travels in, if not equal ones.

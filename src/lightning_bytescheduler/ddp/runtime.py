@@ -25,7 +25,6 @@ from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.ddp.engine import GradientEngine
@@ -44,7 +43,6 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import POLICIES, LinkCost, policy_of
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, REPLY, Timeline
@@ -52,17 +50,6 @@ from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, REPL
 __all__ = ["SchedulerRuntime"]
 
 log = logging.getLogger(__name__)
-
-
-def _arranger(
-    options: SchedulerOptions, agreed: AgreedSizes, parameters: Iterable[nn.Parameter], *, plans: bool
-) -> BucketArranger | None:
-    """What asks the policy; ``None`` for the default, which has buckets by first use and parts of one size."""
-    if options.policy == policy_of(POLICIES[0]):
-        return None
-    width = max((p.element_size() for p in parameters), default=4)
-    link = None if agreed.link is None else LinkCost(agreed.link.alpha, agreed.link.beta * width)
-    return BucketArranger(options.policy, link, plans=plans)
 
 
 _STOP_S = 5.0
@@ -180,7 +167,7 @@ class SchedulerRuntime:
             statistics=self.statistics,
             timeline=self._timeline,
             compression=self._compression,
-            arranger=_arranger(options, agreed, parameters, plans=groups.rank == 0),
+            by_first_use=options.policy.by_first_use,
             weights=weights,
             sparse=groups.sparse,
         )

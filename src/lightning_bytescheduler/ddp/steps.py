@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
-from lightning_bytescheduler.ddp.arranged_buckets import BucketArranger
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
@@ -135,7 +134,6 @@ class StepContext:
         statistics: Counters to keep.
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
-        arranger: Has priorities and cuts, where they are not simply by first use.
         weights: Says what this rank's gradients count, where not as much as any other's.
         sparse: Averages sparse gradients; on the default group when left out.
         clock: Seconds; the core's clock.
@@ -163,7 +161,6 @@ class StepContext:
         statistics: SchedulerStatistics,
         timeline: Timeline | None,
         compression: GradientCompression | None = None,
-        arranger: BucketArranger | None = None,
         weights: SampleWeights | None = None,
         sparse: SparseGradients | None = None,
         clock: Callable[[], float],
@@ -177,7 +174,6 @@ class StepContext:
         self.timeout = timeout
         self.statistics = statistics
         self.compression = compression
-        self.arranger = arranger
         self.clock = clock
         self.listener = StepListener()
         self.on_open: Callable[[Opening], None] | None = None
@@ -261,12 +257,10 @@ class StepContext:
 
     def bucket_ready(self, bucket: GradientBucket, *, last: bool) -> None:
         """A bucket's gradient is there on this rank, before it is handed over."""
-        if self.arranger is not None:
-            self.arranger.arrange(bucket, last=last)
         if self.choice is not None:
             nbytes = bucket.buffer.numel() * bucket.buffer.element_size()
             self.choice.bucket_ready(bucket.index, nbytes, bucket.priority, last=last)
-            if bucket.cut is None and self.transport.push_pull is None and self._is_compressible(bucket):
+            if self.transport.push_pull is None and self._is_compressible(bucket):
                 bucket.cut = self.choice.cut(bucket.index, bucket.buffer, self.core.partition_size)
 
     def _is_compressible(self, bucket: GradientBucket) -> bool:
@@ -274,8 +268,6 @@ class StepContext:
 
     def bucket_needed(self, bucket: GradientBucket) -> None:
         """Somebody reaches for what depends on a bucket's gradient."""
-        if self.arranger is not None:
-            self.arranger.needed(bucket.index)
         if self.choice is not None:
             self.choice.bucket_needed(bucket.index)
 
@@ -317,9 +309,8 @@ class StepContext:
         self.record(f"gate {task.name}", GATE, start, step=task.key.step)
 
     def _tell_wait(self, *, begins: bool) -> None:
-        for watches in (self.choice, self.arranger):
-            if watches is not None:
-                watches.waiting() if begins else watches.waiting_ends()
+        if self.choice is not None:
+            self.choice.waiting() if begins else self.choice.waiting_ends()
 
     @contextmanager
     def or_torn(self, count: int) -> Iterator[None]:

@@ -62,7 +62,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import BucketFacts
 
 __all__ = ["ByteSchedulerStrategy"]
 
@@ -114,9 +113,8 @@ class ByteSchedulerStrategy(RankStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
-        policy: In which order and in what pieces gradients travel: ``"bytescheduler"``, ``"fifo"``, ``"p3"``,
-            ``"tictac"``, ``"us-byte"``; or a function of a bucket's facts that returns a whole number, of which the
-            smallest travels first, also as ``"module:function"``. See the documentation's page on policies.
+        policy: In which order and in what pieces gradients travel: ``"bytescheduler"``; to compare with, ``"fifo"``
+            (whole buckets as they come) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
             ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
             ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses, step by step, only
@@ -180,7 +178,7 @@ class ByteSchedulerStrategy(RankStrategy):
         timeline: str | os.PathLike[str] | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
-        policy: str | Callable[[BucketFacts], int] = "bytescheduler",
+        policy: str = "bytescheduler",
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,

@@ -14,6 +14,7 @@ must be in flight to fill it, and how small a message may be. A guess costs a tr
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import LinkCost, best_equal_part
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
@@ -91,8 +91,12 @@ def likely_points(
 
 
 def _closed_form(space: SearchSpace, parameters: int, link: LinkEstimate, *, width: int) -> tuple[TuningPoint, ...]:
-    """The partition size at which start-ups and waiting cost the least together, two of them in flight."""
-    best = best_equal_part(max(parameters, 1), LinkCost(link.alpha, link.beta * width))
+    """The partition size at which start-ups and waiting cost the least together, two of them in flight.
+
+    Parts of ``p`` cost ``alpha * parameters / p`` for being started, and what is most urgent waits for one that is on
+    the link, ``beta * width * p``. The sum is least where both are equal.
+    """
+    best = math.sqrt(link.alpha * max(parameters, 1) / (link.beta * width))
     low, high = space.partitions
     partition = min(max(round(best / ALIGNMENT) * ALIGNMENT, low), high)
     credit = min(max(2 * partition, space.credits[0], partition), space.credits[1])

@@ -3,12 +3,10 @@
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, MixedOrder, PriorityOrder
 from lightning_bytescheduler.scheduler.placement import Placement
-from lightning_bytescheduler.scheduler.policies import BucketFacts
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
 
 __all__ = [
     "AnnouncedOrder",
-    "BucketFacts",
     "ByteCore",
     "CommTask",
     "Decision",

@@ -6,13 +6,13 @@ Sizes are in parameters, as in the published ByteScheduler, and the variables ke
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_bytescheduler.checks import parse_size, require_bool, require_new_file, require_one_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.policies import POLICIES, BucketFacts, SchedulingPolicy, policy_of
+from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 
 __all__ = ["MODES", "SchedulerOptions"]
 
@@ -33,8 +33,7 @@ class SchedulerOptions:
         mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
         debug: Log each scheduling decision.
-        policy: In which order and in what pieces gradients travel; a name, a function, or ``"module:function"``, which
-            becomes a policy.
+        policy: In which order and in what pieces gradients travel.
         tunes_credit: Find the credit while training.
         tunes_partition: Find the partition size while training.
         ignored_variables: Environment variables that were set and have no effect here.
@@ -59,7 +58,6 @@ class SchedulerOptions:
         for option in ("cross_barrier", "debug", "tunes_credit", "tunes_partition"):
             require_bool(option, getattr(self, option))
         require_one_of("mode", self.mode, MODES)
-        object.__setattr__(self, "policy", policy_of(self.policy))
         self._require_fitting_policy()
         if self.timeline is not None:
             object.__setattr__(self, "timeline", require_new_file("timeline", self.timeline))
@@ -99,7 +97,7 @@ class SchedulerOptions:
         mode: str = "auto",
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
-        policy: str | Callable[[BucketFacts], int] = _DEFAULT_POLICY.name,
+        policy: str = POLICIES[0],
         credit_tuning: bool | None = None,
         partition_tuning: bool | None = None,
         environ: Mapping[str, str] | None = None,

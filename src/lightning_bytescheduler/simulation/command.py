@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         metavar="NAME",
-        help=f"compare with this scheduling policy, of {', '.join(RIVALS)} or MODULE:FUNCTION; may be given several "
-        "times (default: all of these)",
+        help=f"compare with this scheduling policy, of {', '.join(RIVALS)}; may be given several times "
+        "(default: all of these)",
     )
     parser.add_argument(
         "--compute",

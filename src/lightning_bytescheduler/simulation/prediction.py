@@ -6,10 +6,10 @@ would choose by itself and the best of a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_bytescheduler.scheduler.policies import POLICIES, BucketFacts, SchedulingPolicy, policy_of
+from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, auto_step, compressed_link
 from lightning_bytescheduler.simulation.link import LinkModel
@@ -63,15 +63,15 @@ def predict(
     profile: ModelProfile,
     link: LinkModel,
     *,
-    policies: Iterable[str | Callable[[BucketFacts], int] | SchedulingPolicy] = RIVALS,
+    policies: Iterable[str] = RIVALS,
 ) -> tuple[Prediction, ...]:
     """Compare what can be done for a model on a network.
 
     Args:
         profile: The model.
         link: The network. DDP has no servers: where the link has some, it is given an all-reduce.
-        policies: Scheduling policies beside ByteScheduler's own: names, functions or ``"module:function"``. One that
-            makes more than 50,000 slices of the model is left out.
+        policies: Scheduling policies beside ByteScheduler's own: one that makes more than 50,000
+            slices of the model is left out.
 
     Returns:
         The computation alone, the lower bound, DDP with its default and its best buckets, each policy, ByteScheduler

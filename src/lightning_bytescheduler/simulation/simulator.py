@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.policies import Arrangement, BucketFacts, LinkCost, SchedulingPolicy
+from lightning_bytescheduler.scheduler.policies import SchedulingPolicy
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -85,7 +85,6 @@ class Schedule:
             may; ``None`` sends everything as soon as it is ready.
         barrier: The forward pass waits for everything.
         clipping: One of ``CLIPPING`` if the norm is clipped and gradients are reduce-scattered first.
-        policy: Decides in place of ``order`` and, where it cuts buckets, ``partition_bytes``.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -98,7 +97,6 @@ class Schedule:
     credit_bytes: int | None = None
     barrier: bool = False
     clipping: str | None = None
-    policy: SchedulingPolicy | None = None
 
     def __post_init__(self) -> None:
         require_one_of("order", self.order, ORDERS)
@@ -183,11 +181,12 @@ class Schedule:
             bucket_bytes: See the class.
         """
         own = policy.own_partition_size(max(parameters, 1))
+        credit_bytes = credit_bytes if own is None else own * _WIDTH
         return cls(
+            order="priority" if policy.by_first_use else "fifo",
             bucket_bytes=bucket_bytes,
             partition_bytes=partition_bytes if own is None else own * _WIDTH,
-            credit_bytes=credit_bytes if own is None else own * _WIDTH,
-            policy=policy,
+            credit_bytes=1 if policy.one_at_a_time else credit_bytes,
         )
 
     def buckets(self, profile: ModelProfile) -> tuple[Bucket, ...]:
@@ -291,35 +290,6 @@ class _Stage:
         return self._free_at
 
 
-def _arranged(
-    profile: ModelProfile, link: LinkModel, schedule: Schedule, buckets: Sequence[Bucket]
-) -> Mapping[int, Arrangement]:
-    """What the policy makes of the buckets, by their first layer, knowing exactly when they are ready and needed."""
-    if schedule.policy is None:
-        return {}
-    exists, needed, at = {}, {}, 0.0
-    for index in reversed(range(len(profile.layers))):
-        at += profile.layers[index].backward_seconds
-        exists[index] = at - profile.backward_seconds
-    at = 0.0
-    for index, layer in enumerate(profile.layers):
-        needed[index] = at
-        at += layer.forward_seconds
-    facts = [
-        BucketFacts(
-            index=index,
-            size=-(-bucket.size // _WIDTH),
-            position=bucket.priority,
-            ready=min(exists[bucket.priority] - exists[buckets[-1].priority], 0.0),
-            needed=needed[bucket.priority],
-        )
-        for index, bucket in enumerate(buckets)
-    ]
-    cost = LinkCost(link.overhead_seconds + link.latency_seconds, link.seconds_per_byte * _WIDTH)
-    found = schedule.policy.arrange(facts, cost)
-    return {bucket.priority: found[index] for index, bucket in enumerate(buckets)}
-
-
 class _Simulation:
     def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
         self._layers = profile.layers
@@ -328,8 +298,7 @@ class _Simulation:
         self._buckets = schedule.buckets(profile)
         self._ready_with = {bucket.priority: bucket for bucket in self._buckets}
         self._opens_with = {layer: bucket.priority for bucket in self._buckets for layer in bucket.layers}
-        self._arranged = _arranged(profile, link, schedule, self._buckets)
-        self._pieces_of = {bucket.priority: self._cut(bucket) for bucket in self._buckets}
+        self._pieces_of = {bucket.priority: schedule.pieces(bucket) for bucket in self._buckets}
         self._stages = [_Stage() for _ in range(link.stages)]
         self._now = 0.0
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
@@ -348,13 +317,6 @@ class _Simulation:
         self._wanted = 0
         self._backward_starts: list[float] = []
         self._launches: list[Launch] = []
-
-    def _cut(self, bucket: Bucket) -> list[int]:
-        arranged = self._arranged.get(bucket.priority)
-        if arranged is None or arranged.cut is None:
-            return self._schedule.pieces(bucket)
-        *first, _ = (size * _WIDTH for size in arranged.cut)
-        return [*first, bucket.size - sum(first)]
 
     def run(self, steps: int) -> SimulatedRun:
         """Play until the backward pass after the last step begins."""
@@ -415,9 +377,7 @@ class _Simulation:
     # Communication.
 
     def _enqueue(self, piece: _Piece) -> None:
-        arranged = self._arranged.get(piece.bucket.priority)
         urgency = piece.bucket.priority if self._schedule.order == "priority" else 0
-        urgency = urgency if arranged is None else arranged.priority
         self._queued += 1
         heapq.heappush(self._queue, (piece.passage, urgency, self._queued, piece))
         self._decide()
@@ -445,9 +405,7 @@ class _Simulation:
             self._pass(piece, iter(self._stages))
 
     def _may_launch(self) -> bool:
-        credit, messages, policy = self._schedule.credit_bytes, self._link.messages_in_flight, self._schedule.policy
-        if policy is not None and policy.one_at_a_time:
-            credit = 1
+        credit, messages = self._schedule.credit_bytes, self._link.messages_in_flight
         return (credit is None or self._in_flight_bytes < credit) and (messages is None or self._in_flight < messages)
 
     def _pass(self, piece: _Piece, stages: Iterator[_Stage]) -> None:
