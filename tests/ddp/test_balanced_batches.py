@@ -289,7 +289,11 @@ def fit_other_data(rank: int) -> Seen:
     [
         (
             {"batch_size": "balance"},
-            r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', 'global-",
+            r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', or left",
+        ),
+        (
+            {"batch_size": "global-balanced"},
+            r"'global', or left out\. Use 'balanced', with the loader's batch",
         ),
         ({"batch_size": 32}, r"batch_size=32 .*DiLoCoStrategy\(batch_size=\.\.\.\), or the DataLoader's"),
         ({"batch_size": "balanced", "weighting": "ranks"}, r"batch_size='balanced'.*need weighting='samples'"),

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import is_whole, require_one_of
+from lightning_bytescheduler.checks import gone, is_whole, require_one_of
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShares
 from lightning_bytescheduler.ddp.device_time import DeviceTime
@@ -48,7 +48,6 @@ NUMBERS = 3
 """What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
 
 _WEIGHTINGS = ("ranks", "samples")
-_BATCH_SIZES = ("balanced", "global", "global-balanced")
 _MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
 _WAY_OUT = "Give samples= a function of the batch that returns how many samples it has, as a whole number, 0 or more."
 
@@ -111,7 +110,7 @@ class Weighting:
         weighting: ``"ranks"`` or ``"samples"``.
         samples: Says how many samples a batch has; Lightning's ``extract_batch_size`` when left out.
         batch_size: ``"balanced"`` for batches that follow each rank's pace, ``"global"`` for a DataLoader whose batch
-            size is that of all ranks, ``"global-balanced"`` for both.
+            size is that of all ranks.
         max_batch_size: The most samples that a rank may have in a batch then: one number, or one for each rank.
 
     Raises:
@@ -133,13 +132,15 @@ class Weighting:
             raise OptionError("samples", samples, "a function of the batch, or left out")
         if samples is not None and not self.by_samples:
             raise OptionError("samples", name_of(samples), "left out, unless weighting='samples'")
-        if batch_size not in (None, *_BATCH_SIZES):
-            hint = "A number is an option of the other strategy, DiLoCoStrategy(batch_size=...), or the DataLoader's."
-            allowed = f"{', '.join(map(repr, _BATCH_SIZES))}, or left out"
-            raise OptionError("batch_size", batch_size, allowed, hint)
+        if batch_size not in (None, "balanced", "global"):
+            hint = (
+                gone("batch_size", batch_size)
+                or "A number is an option of the other strategy, DiLoCoStrategy(batch_size=...), or the DataLoader's."
+            )
+            raise OptionError("batch_size", batch_size, "'balanced', 'global', or left out", hint)
         self.batch_size = batch_size
-        self.together = batch_size in ("global", "global-balanced")
-        self.by_pace = batch_size in ("balanced", "global-balanced")
+        self.together = batch_size == "global"
+        self.by_pace = batch_size == "balanced"
         if batch_size is not None and not self.by_samples:
             hint = "Batches of unequal size need weighting='samples': else their samples would not count alike."
             raise OptionError("batch_size", batch_size, "left out, unless weighting='samples'", hint)
@@ -148,8 +149,7 @@ class Weighting:
             allowed = "a whole number of samples, 1 or more, or one for each rank"
             raise OptionError("max_batch_size", max_batch_size, allowed)
         if max_batch_size is not None and not self.by_pace:
-            allowed = "left out, unless batch_size='balanced' or 'global-balanced'"
-            raise OptionError("max_batch_size", max_batch_size, allowed)
+            raise OptionError("max_batch_size", max_batch_size, "left out, unless batch_size='balanced'")
         self._most = max_batch_size
 
     @property

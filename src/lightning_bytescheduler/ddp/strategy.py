@@ -128,7 +128,7 @@ class ByteSchedulerStrategy(RankStrategy):
             Lightning does when left out.
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
             share follows its pace. ``"global"``: it is that of all together, however many there are, and shares are
-            equal. ``"global-balanced"``: both. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
+            equal. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
         max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
         architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
             documentation's page on them; the weights are as with all-reduce.
@@ -184,7 +184,7 @@ class ByteSchedulerStrategy(RankStrategy):
         max_error: float | None = None,
         weighting: Literal["ranks", "samples"] = "ranks",
         samples: Callable[[Any], Any] | None = None,
-        batch_size: Literal["balanced", "global", "global-balanced"] | None = None,
+        batch_size: Literal["balanced", "global"] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
         architecture: Literal["allreduce", "ps"] = "allreduce",
         servers: int = 0,
