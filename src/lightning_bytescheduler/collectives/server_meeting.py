@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.collectives.group_port import close_port
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.node_layout import NodeLayout
 from lightning_bytescheduler.collectives.server_port import call_on
@@ -171,15 +170,11 @@ def join_group(
         timeout: Of connecting, and of messages that are waited for without another one.
         name: Of the group, where a fit has several.
 
-    Returns:
-        The group; nobody else can connect to this process's port of it any more.
-
     Raises:
         RuntimeError: If one of them has died since it said that it was here, and could not be connected to.
     """
     met = dist.PrefixStore(f"fit/{fit}/{name}", store)
     made = dist.ProcessGroupGloo(met, rank, size, min(timeout, timedelta(seconds=_CONNECTING_S)))
-    close_port(met, rank)
     return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
 
 
