@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from msgspec.structs import replace
 
 from lightning_bytescheduler.failures import standstill
 from lightning_bytescheduler.failures.standstill import (
-    Blocked,
     Standing,
     StandstillWatch,
-    blocked_in,
+    Wait,
     explain_death,
     find_standstill,
+    wait_of,
+    waiting_for_a_batch,
 )
 from tests.support.rank_pool import RankPool
 
@@ -129,14 +131,6 @@ def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Stan
     assert ("different numbers of batches" in found.text) == uneven
     assert ("use_distributed_sampler" in found.text) == uneven
     assert ("sync_dist" in found.text) != uneven
-
-
-def test_a_sigterm_for_one_rank_is_the_reason() -> None:
-    standstill = find_standstill({0: GRADIENTS, 1: replace(COLLECTIVE, collective="broadcast", sigterm=True)})
-    assert standstill is not None
-    assert standstill.text.startswith("A SIGTERM has reached some ranks alone: rank 0 is ")
-    assert "rank 1 is in epoch 0, batch 4, has got a SIGTERM" in standstill.text
-    assert "Send it to all ranks" in standstill.text
 
 
 @pytest.mark.parametrize(("batches", "stopped"), [(3, True), (12, False)])
@@ -286,14 +280,15 @@ def test_a_survey_has_what_all_told_last(clock: Clock) -> None:
     assert own.told == {0: WAITING, 1: IN_BARRIER}
 
 
-# What a thread waits in is read off its stack.
+# What a thread waits in.
 
 
-def _broadcast_sigterm_tensor() -> None:  # named as in Lightning's epoch loop
-    dist.broadcast(torch.zeros(1), src=1)
+def begins_batch(*, outside: bool = False) -> None:
+    with waiting_for_a_batch(outside=outside):
+        dist.broadcast(torch.zeros(1), src=1)
 
 
-def _places(rank: int) -> list[Blocked | None]:
+def _places(rank: int) -> list[Wait | None]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     alone = dist.new_group([0, 1])
@@ -304,19 +299,20 @@ def _places(rank: int) -> list[Blocked | None]:
         lambda: dist.all_reduce(torch.zeros(1), group=dist.group.WORLD),
         lambda: dist.all_reduce(torch.zeros(1), group=alone),
         lambda: dist.broadcast_object_list([None], src=1),
-        _broadcast_sigterm_tensor,
+        begins_batch,
+        partial(begins_batch, outside=True),
     ]
     for call in calls:
         dist.barrier()
         if rank == 0:
-            look = threading.Timer(0.2, lambda: seen.append(blocked_in(main)))
+            look = threading.Timer(0.2, lambda: seen.append(wait_of(main)))
             look.start()
             call()
             look.join()
         else:
             time.sleep(0.5)
             call()
-    look = threading.Timer(0.1, lambda: seen.append(blocked_in(main)))
+    look = threading.Timer(0.1, lambda: seen.append(wait_of(main)))
     look.start()
     time.sleep(0.3)  # not in a collective
     look.join()
@@ -326,34 +322,13 @@ def _places(rank: int) -> list[Blocked | None]:
 
 def test_only_collectives_of_the_default_group_count(two_plain_ranks: RankPool) -> None:
     seen, _ = two_plain_ranks.run(_leaving)
-    reduces = Blocked("all_reduce", False)
-    sends = Blocked("broadcast", False)
-    assert seen == [Blocked("barrier", False), reduces, reduces, None, sends, Blocked("broadcast", True), None]
+    reduces = Wait("all_reduce", False)
+    sends = Wait("broadcast", False)
+    begins, begins_outside = Wait("broadcast", True), Wait("broadcast", True, outside=True)
+    assert seen == [Wait("barrier", False), reduces, reduces, None, sends, begins, begins_outside, None]
 
 
-def test_an_answer_to_a_sigterm_is_seen() -> None:
-    """A stand-in for torch's function, as it is seen from outside: by its name and its module's."""
-    entered, left = threading.Event(), [False]
-    names: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d", "enter": entered.set, "left": left}
-    # A loop in the function itself, as the frame that is seen is the innermost one.
-    exec("def broadcast(group=None):\n    enter()\n    while not left[0]:\n        pass\n", names)
-
-    def _sigterm_notifier_fn() -> None:
-        names["broadcast"]()
-
-    thread = threading.Thread(target=_sigterm_notifier_fn)
-    thread.start()
-    try:
-        assert entered.wait(10.0)
-        assert thread.ident is not None
-        seen = {blocked_in(thread.ident) for _ in range(100)}
-    finally:
-        left[0] = True
-        thread.join()
-    assert Blocked("broadcast", False, sigterm=True) in seen
-
-
-def _leaving(rank: int) -> list[Blocked | None]:
+def _leaving(rank: int) -> list[Wait | None]:
     try:
         return _places(rank)
     finally:
@@ -363,4 +338,4 @@ def _leaving(rank: int) -> list[Blocked | None]:
 
 @pytest.mark.parametrize("thread", [0, -1])
 def test_a_thread_that_is_gone_waits_for_nothing(thread: int) -> None:
-    assert blocked_in(thread) is None
+    assert wait_of(thread) is None

@@ -36,6 +36,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
 from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.failures.standstill import waiting_for_a_batch
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = ["BufferBroadcast"]
@@ -244,11 +245,12 @@ class BufferBroadcast:
         wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _await_sent(self, work: dist.Work) -> None:
-        """Wait for what the first rank sent after the forward pass before; the failure watch knows it by its name.
+        """Wait for what the first rank sent after the forward pass before.
 
         That rank need not have begun this batch, and begins it without this one: the values may still be on their way.
         """
-        wait_unless(work, self._failure, look_every=_LOOK_EVERY)
+        with waiting_for_a_batch(outside=True):
+            wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _end_all(self) -> None:
         """Memory that is still being sent is not to be written."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
-from lightning_bytescheduler.failures.standstill import break_connections
+from lightning_bytescheduler.failures.standstill import break_connections, waiting_for_a_batch
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, TrainerFn, pl
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
@@ -155,7 +155,8 @@ class SigtermForAll:
         def begins_batch() -> None:
             self.begin_batch()
             if self._group is None:
-                together()
+                with waiting_for_a_batch(outside=False):
+                    together()
                 return
             self.await_batch_begun()  # of a batch without a backward pass
             self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
@@ -173,13 +174,13 @@ class SigtermForAll:
         connector.received_sigterm = True
 
     def await_batch_begun(self) -> None:
-        """Wait until the first rank has begun this batch, too; the failure watch knows this function by its name.
+        """Wait until the first rank has begun this batch, too.
 
         Raises:
             BaseException: What ``explained`` makes of it, if it never will.
         """
         if self._begun is not None:
-            with self._explained():
+            with self._explained(), waiting_for_a_batch(outside=True):
                 wait_unless(self._begun, self._fault, look_every=_LOOK_EVERY)
             self._begun = None
 

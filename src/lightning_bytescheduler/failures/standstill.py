@@ -9,21 +9,22 @@ something which another one can reach only after it has got what *it* waits for,
 the others only when it has been waiting for a while itself, so that a training which goes on costs the store nothing
 more.
 
-Whether the training thread waits inside a collective of the default group is read off its stack, from another thread
-(:func:`blocked_in`). That costs the watched thread nothing, and sees collectives whoever called them: Lightning,
-torchmetrics, the user. Limits: what is not recognised, such as a wait for a handle of an asynchronous call, counts as
-not waiting; with NCCL the host hardly ever waits inside a collective, so that little is seen there.
+A wait of this package says so itself (:func:`waiting_for_a_batch`). A collective of the default group may be anybody's,
+of Lightning, torchmetrics or the user, so one look at where the training thread stands tells whether it is inside of
+one (:func:`wait_of`), which costs that thread nothing. Limits: what is not recognised, such as a wait for a handle of
+an asynchronous call, counts as not waiting; with NCCL the host hardly ever waits inside a collective, so that little is
+seen there.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -32,14 +33,15 @@ from lightning_bytescheduler.failures.messages import StoreMessage
 from lightning_bytescheduler.failures.watchdog import frame_of
 
 __all__ = [
-    "Blocked",
     "Standing",
     "Standstill",
     "StandstillWatch",
-    "blocked_in",
+    "Wait",
     "break_connections",
     "explain_death",
     "find_standstill",
+    "wait_of",
+    "waiting_for_a_batch",
 ]
 
 _RANKS_SHOWN = 16
@@ -52,10 +54,6 @@ _STOPPED = (
     " A rank that leaves the fit within an epoch was stopped by itself, as by trainer.should_stop or max_time: let all "
     "stop at the same step, as trainer.strategy.reduce_boolean_decision(stop, all=False) decides."
 )
-_SIGNALLED = (
-    "A SIGTERM for one of several ranks makes it wait for the others, which know nothing of it. Send it to all ranks, "
-    "or to rank 0 alone where Lightning has started the others."
-)
 _ALIKE = (
     "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
     "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition. Layers "
@@ -64,20 +62,13 @@ _ALIKE = (
 _MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 """Collectives that no rank gets through before all have come."""
 
-_C10D = "torch.distributed.distributed_c10d"
-_DDP = "torch.nn.parallel.distributed"
-_COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter",
-)  # fmt: skip
-_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # Lightning's epoch loop
-_AWAITS_OUTSIDE = (  # that the first rank begins a batch, or that its buffers come as this one begins; own groups
-    ("lightning_bytescheduler.ddp.sigterm", "await_batch_begun"),
-    ("lightning_bytescheduler.ddp.buffers", "_await_sent"),
-)
-_WAITS = "lightning_bytescheduler.collectives.operations", "wait_unless"
-_ANSWERS_SIGTERM = "_sigterm_notifier_fn"  # Lightning's signal connector
-_DEPTH = 12  # frames that are looked at for it
-_BUFFERS = "_distributed_broadcast_coalesced"
+_COLLECTIVES = {
+    ("torch.distributed.distributed_c10d", name): name
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast"),
+        "reduce_scatter",
+    )
+} | {("torch.nn.parallel.distributed", "_distributed_broadcast_coalesced"): "broadcast"}
 _UNUSED_NUMBER = 2**30  # no message has it
 
 _CURIOUS_S = 1.0  # of waiting, before the others are looked at
@@ -98,7 +89,6 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         collective: What its training thread is inside of: on the default group, that of number ``launched``.
         begins_batch: Whether that is Lightning's own at the start of each batch.
         outside: Whether it waits for that outside of the default group.
-        sigterm: Whether that is Lightning's answer to a SIGTERM.
         ended: Whether it has left the fit.
         batches: That it has begun in this fit.
         launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
@@ -118,7 +108,6 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     collective: str = ""
     begins_batch: bool = False
     outside: bool = False
-    sigterm: bool = False
     ended: bool = False
     batches: int = 0
     launched_at_batch: int = 0
@@ -151,8 +140,6 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
             waits = (
                 f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
             )
-        elif self.sigterm:
-            waits = ", has got a SIGTERM, and waits for the others to hear of it"
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
         batches = (
@@ -249,8 +236,6 @@ def _passed_by(one: Standing, other: Standing) -> bool:
 
 
 def _explain(standings: Mapping[int, Standing]) -> str:
-    if any(standing.sigterm for standing in standings.values()):
-        return f"A SIGTERM has reached some ranks alone: {_where(standings)}. {_SIGNALLED}"
     if _uneven(standings):
         stopped = any(one.ended and 0 < one.epoch_batches < one.expected for one in standings.values())
         return (
@@ -281,62 +266,52 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class Wait:
     """Inside of what a thread is.
 
     Attributes:
         collective: Its name.
-        begins_batch: Whether Lightning's epoch loop calls it, before each batch.
-        sigterm: Whether Lightning's answer to a SIGTERM calls it.
+        begins_batch: Whether it is called before each batch.
         outside: Whether it is another group's, and the batch that it begins is among those that have been counted.
             Where buffers come late a validation may begin there, too; it counts as the last batch before it.
     """
 
     collective: str
-    begins_batch: bool
-    sigterm: bool = False
+    begins_batch: bool = False
     outside: bool = False
 
 
-def blocked_in(thread: int) -> Blocked | None:
-    """The collective of the default group that a thread is inside of, or ``None``.
+_for_a_batch: dict[int, bool] = {}  # by thread: whether outside of the default group
+
+
+@contextmanager
+def waiting_for_a_batch(*, outside: bool) -> Iterator[None]:
+    """This thread waits meanwhile for others to begin a batch, or for what they send as they do.
+
+    Args:
+        outside: Of the default group.
+    """
+    thread = threading.get_ident()
+    _for_a_batch[thread] = outside
+    try:
+        yield
+    finally:
+        del _for_a_batch[thread]
+
+
+def wait_of(thread: int) -> Wait | None:
+    """What a thread has said that it waits for, or the collective of the default group that it is inside of.
 
     Args:
         thread: Its identifier, as of :func:`threading.get_ident`.
     """
+    if _for_a_batch.get(thread):
+        return Wait("broadcast", begins_batch=True, outside=True)
     frame = frame_of(thread)
-    if frame is None:
+    name = frame and _COLLECTIVES.get((str(frame.f_globals.get("__name__")), frame.f_code.co_name))
+    if frame is None or name is None or not any(frame.f_locals.get("group") is one for one in (None, dist.group.WORLD)):
         return None
-    name, module = _place(frame)
-    if (module, name) == _WAITS and frame.f_back is not None:
-        name, module = _place(frame.f_back)
-    if module == _DDP:
-        return Blocked("broadcast", False) if name == _BUFFERS else None
-    if (module, name) in _AWAITS_OUTSIDE:
-        return Blocked("broadcast", True, outside=True)
-    if module != _C10D or name not in _COLLECTIVES or not _on_default_group(frame):
-        return None
-    return Blocked(name, _called_from(frame, _BEGINS_BATCH), _called_from(frame, _ANSWERS_SIGTERM))
-
-
-def _place(frame: FrameType) -> tuple[str, str | None]:
-    return frame.f_code.co_name, frame.f_globals.get("__name__")
-
-
-def _on_default_group(frame: FrameType) -> bool:
-    group = frame.f_locals.get("group")
-    return group is None or group is dist.group.WORLD
-
-
-def _called_from(frame: FrameType, name: str) -> bool:
-    caller: FrameType | None = frame
-    for _ in range(_DEPTH):
-        caller = None if caller is None else caller.f_back
-        if caller is None:
-            return False
-        if caller.f_code.co_name == name:
-            return True
-    return False
+    return Wait(name, begins_batch=thread in _for_a_batch)
 
 
 def break_connections(group: dist.ProcessGroup) -> None:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, is_communication_error
-from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, blocked_in, break_connections
+from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, break_connections, wait_of
 from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.failures.watchdog import Watchdog
 
@@ -336,17 +336,16 @@ class FaultWatcher:
         except Exception:  # read while the training thread changes it
             log.debug("it could not be told where this rank stands", exc_info=True)
             standing = Standing()  # what was told before may not hold any more
-        blocked = None if standing.ended else blocked_in(self._training_thread)
-        if blocked is not None:
+        wait = None if standing.ended else wait_of(self._training_thread)
+        if wait is not None:
             standing = replace(
                 standing,
-                collective=blocked.collective,
-                begins_batch=blocked.begins_batch,
-                outside=blocked.outside,
-                sigterm=blocked.sigterm,
+                collective=wait.collective,
+                begins_batch=wait.begins_batch,
+                outside=wait.outside,
                 awaited_step=0,
-                batches=standing.batches - blocked.outside,
-                epoch_batches=standing.epoch_batches - blocked.outside,
+                batches=standing.batches - wait.outside,
+                epoch_batches=standing.epoch_batches - wait.outside,
             )
         self._standstills.tell(standing)
         if self._vital_signs.examining:
@@ -384,7 +383,7 @@ class FaultWatcher:
                 self._act_at = None
         if due and notice is not None and fault is not None:
             self._watchdog.arm(str(fault))
-            if notice.diverged and blocked_in(self._training_thread) is not None:
+            if notice.diverged and wait_of(self._training_thread) is not None:
                 # Nobody else will come, and gloo has no other way to call a collective off.
                 group = dist.group.WORLD
                 with suppress(Exception):
