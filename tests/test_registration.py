@@ -137,9 +137,10 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_names_are_registered_whichever_is_imported_first(module: str, first: bool) -> None:
     lines = [f"import {module}", "import lightning_bytescheduler"]
     done = run("\n".join(lines if first else lines[::-1]) + f"\nprint(*{module}.strategies.StrategyRegistry)")
-    assert {"bytescheduler", "bytescheduler_spawn_find_unused_parameters_true", "diloco_fork"} <= set(
-        done.stdout.split()
-    ), done.stderr
+    ends = ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+    starts = ("", "_spawn", "_fork", "_notebook")
+    ours = {f"bytescheduler{start}{end}" for start in starts for end in ends} | {f"diloco{start}" for start in starts}
+    assert {name for name in done.stdout.split() if "byte" in name or "loco" in name} == ours, done.stderr
 
 
 @pytest.mark.usefixtures("two_packages")
@@ -195,3 +196,19 @@ def test_both_packages_in_one_process() -> None:
     for said in (by_callback, by_check):
         assert "was given a Trainer of lightning, but lightning-bytescheduler works with 'pytorch_lightning'" in said
     assert "check()" in by_check
+
+
+FROM_CONFIG = """
+import sys
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "lightning_bytescheduler" not in sys.modules
+options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": {"class_path": CLASS}}
+print(type(LightningCLI(BoringModel, run=False, args={"trainer": options}).trainer.strategy).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_config_names_the_class_and_needs_no_import() -> None:
+    done = run("CLASS = 'lightning_bytescheduler.ByteSchedulerStrategy'" + FROM_CONFIG)
+    assert done.stdout.split() == ["ByteSchedulerStrategy"], done.stderr

@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.refused_names import refuse_in_fabric, refuse_misspelt
 
 __all__ = [
     "VARIABLE",
@@ -243,16 +242,14 @@ def _register(registry: Any, package: LightningPackage) -> None:
             registry.register(
                 name, _Registered(package, name, place), description=_described(place, options), **options
             )
-    refuse_misspelt(registry)
 
 
 def _register_in_fabric(registry: Any, package: LightningPackage) -> None:
-    """The same with Fabric, of which one strategy of this package is none."""
+    """The same with Fabric, which has no DiLoCo: its rounds end between the Trainer's steps."""
     for name, place, options in _named():
         if place is _BYTESCHEDULER and name not in registry:
             entry = _Registered(package, name, _IN_FABRIC, "Fabric")
             registry.register(name, entry, description=_described(_IN_FABRIC, options), **options)
-    refuse_in_fabric(registry, (name for name, place, _ in _named() if place is _DILOCO))
 
 
 def _described(place: _Place, options: dict[str, Any]) -> str:
