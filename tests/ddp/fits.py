@@ -125,6 +125,14 @@ def fit_with_metrics(rank: int, log_metrics: bool) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+def fit_and_say_waits(rank: int, path: str, mode: Any) -> tuple[float, list[str]]:
+    """Returns the metric of how long training waits, of all steps, and what was said."""
+    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode=mode, timeline=path), log_every_n_steps=_STEPS)
+    with said() as lines:
+        trainer.fit(Tower())
+    return float(trainer.callback_metrics["bytescheduler/exposed_communication_ms"]), lines
+
+
 class _Fails(Tower):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 5:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, STEP
+from lightning_bytescheduler.timeline.command import summarised
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
 from lightning_bytescheduler.timeline.trace import read_timeline
 from tests.ddp import fits
 from tests.support.rank_pool import RankPool
@@ -60,8 +62,25 @@ def test_the_timeline_has_the_bytes_that_the_counters_say(
         assert {span.step for span in trace.select(COMMUNICATION)} == set(range(1, steps + 1))
         assert len(trace.select(COMPUTE, "backward")) == 2 * steps
         if summary.kinds.get("as DDP's") == steps - 1:
-            assert summary.waited_seconds > 0
+            assert summary.exposed_seconds > 0
             assert summary.hidden_share < 1
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "ddp"])
+def test_how_long_training_waits_is_one_number(two_ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    (metric_ms, lines), _ = two_ranks.run(fits.fit_and_say_waits, path=str(tmp_path / "trace.json"), mode=mode)
+    trace = read_timeline(tmp_path / "trace.json")
+    summary = trace.summary()
+    timeline_ms = 1e3 * summary.exposed_seconds / summary.steps
+    ((_, rows),) = summarised([trace], Namespace(file=["trace.json"]))
+    assert f"({timeline_ms:.1f} ms a step)" in dict(rows)["training waits"]
+    # What the last step carries over is waited for after the last metric.
+    carried = sum(gate.end - gate.start for gate in trace.select(GATE) if gate.step == summary.steps)
+    assert metric_ms == pytest.approx(timeline_ms - 1e3 * carried / summary.steps, abs=0.05)
+    assert metric_ms > 0
+    if mode == "overlapped":
+        said_ms = float(lines[-1].partition("training waited ")[2].partition(" ms a step for gradients")[0])
+        assert said_ms == pytest.approx(timeline_ms, abs=0.1)
 
 
 def test_the_timeline_of_a_failed_fit_is_complete(two_ranks: RankPool, tmp_path: Path) -> None:

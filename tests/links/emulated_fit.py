@@ -100,7 +100,6 @@ def main(folder: str, seconds: str) -> None:
     result = {
         "interface": counter.sent[LAST_STEP] - counter.sent[FIRST_STEP],
         "deferred_share": strategy.statistics.deferred_share,
-        "hidden_share": strategy.statistics.hidden_share,
     }
     Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 

@@ -131,7 +131,7 @@ def test_picture_is_labelled(tmp_path: Path) -> None:
     draw_timeline(simulated_trace(), tmp_path / "t.svg", title="ResNet on 1 Gbit/s")
     words = texts(tmp_path / "t.svg")
     assert any(text.startswith("ResNet on 1 Gbit/s, steps 3 to 5: ") for text in words)
-    assert any(text.startswith("Training waits for ") for text in words), "the heading says what is found"
+    assert any(text.startswith("Training waits ") for text in words), "the heading says what is found"
     assert words.count("forward") == words.count("backward") == 3 + 3 + 1  # compute, cover, legend
     assert {"time (ms)", "0 first layers", "11 last layers", "deferred optimizer step"} <= set(words)
 
@@ -147,11 +147,9 @@ def test_the_line_of_numbers_agrees_with_the_bars(tmp_path: Path) -> None:
     draw_timeline(Trace(rank=1, origin=0.0, spans=spans), tmp_path / "t.svg")
     # 60 ms in flight: 40 under backward, 20 under forward, of which 6 at the gate; two steps.
     words = texts(tmp_path / "t.svg")
-    assert "Training waits for 10 % of the communication, 3.0 of 100.0 ms a step" in words
-    assert (
-        "Rank 1, steps 0 to 1: 90 % is hidden (67 % under backward, 23 % under forward), 0 % runs between passes"
-        in words
-    )
+    assert "Training waits 3.0 of 100.0 ms a step for gradients" in words
+    hidden = "90 % of the communication is hidden (67 % under backward, 23 % under forward)"
+    assert f"Rank 1, steps 0 to 1: {hidden}" in words
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_what_ddp_waits_for_at_the_end_of_backward_is_not_hidden(tmp_path: Path)
         Span(name="gradients", category=WAIT, start=0.07, end=0.1, lane="x", args={"step": 1}),
     ]
     draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
-    assert "Training waits for 75 % of the communication, 30.0 of 100.0 ms a step" in texts(tmp_path / "t.svg")
+    assert "Training waits 30.0 of 100.0 ms a step for gradients" in texts(tmp_path / "t.svg")
 
 
 def test_a_thousand_partitions_can_be_seen(tmp_path: Path) -> None:

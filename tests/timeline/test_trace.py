@@ -87,9 +87,7 @@ def test_summary_of_two_steps() -> None:
     assert summary.under_backward == 12 + 10
     assert summary.under_next_forward == 4
     assert summary.hidden_share == pytest.approx((4 + 12 + 10) / 41)
-    assert summary.exposed_seconds == 2 + 3 + 10
-    assert summary.waited_seconds == 3
-    assert summary.gate_seconds == 3
+    assert summary.exposed_seconds == summary.gate_seconds == 3
     assert summary.step_seconds == 1
     assert summary.total_bytes == 1500
     assert summary.sub_tasks == 4
@@ -103,7 +101,7 @@ def test_summary_of_steps_as_ddps() -> None:
         span(COMMUNICATION, 30, 49, bytes=100.0, step=2),
         span(WAIT, 40, 50, "gradients", step=2),
     ).summary()
-    assert (summary.wait_seconds, summary.waited_seconds, summary.exposed_seconds) == (10, 9, 9)
+    assert (summary.exposed_seconds, summary.gate_seconds) == (10, 0)
     assert summary.hidden_share == pytest.approx(10 / 19)
     assert summary.kinds == {"synchronised": 1, "as DDP's": 1}
     assert summary.total_bytes == 100
@@ -164,8 +162,7 @@ def test_summary_agrees_with_brute_force(drawn: list[tuple[tuple[str, str], int,
     assert summary.under_forward == len(sent & forward - covered(GATE))
     assert summary.under_backward == len(sent & backward - covered(GATE))
     assert summary.hidden_share == pytest.approx(len(hidden) / len(sent) if sent else 0)
-    assert summary.exposed_seconds == len(sent - hidden)
-    assert summary.gate_seconds == len(covered(GATE))
+    assert summary.exposed_seconds == summary.gate_seconds == sum(s.end - s.start for s in spans if s.category == GATE)
     assert summary.step_seconds == len(covered(STEP))
     assert summary.under_next_forward == sum(
         len(covered(COMMUNICATION, step=step) & covered(COMPUTE, "forward", step + 1) - covered(GATE))

@@ -154,8 +154,8 @@ def reason_for(found: ModeFound) -> str:
             return f"overlapped steps are hardly faster ({overlapped} against {as_ddp} as DDP's)"
         return f"DDP's steps are fastest so far ({as_ddp} against {overlapped} overlapped)"
     if math.isfinite(found.exposed_s):
-        so = "overlap is tried soon" if found.to_be_tried else "too little to hide"
-        return f"training waits {_ms(found.exposed_s)} ms of a step's {_ms(found.ddp_mode_s)} ms for gradients: {so}"
+        so = "overlap is tried soon" if found.to_be_tried else "too little"
+        return f"{_ms(found.exposed_s)} ms of a step's {_ms(found.ddp_mode_s)} ms could be hidden: {so}"
     return "it is not known what could be hidden"
 
 
@@ -170,8 +170,8 @@ def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
     compressed = _compression_in_words(statistics)
     if not overlapped or overlapped < _WORTH_A_LINE * steps:
         return f"{steps} steps; {compressed}." if compressed else None
-    waited = 1 - statistics.hidden_share
-    line = f"{steps} steps, {overlapped} of them overlapped; training waited for {waited:.0%} of the communication"
+    line = f"{steps} steps, {overlapped} of them overlapped; training waited {statistics.exposed_ms:.1f} ms a step for "
+    line += "gradients"
     if compressed:
         line += f"; {compressed}"
     return f"{line}; {finding}." if finding else f"{line}."

@@ -55,7 +55,7 @@ class SchedulerHooks(pl.Callback):
     """Publishes failures, flushes at the end of training, logs the scheduler's metrics.
 
     Logged at Lightning's ``log_every_n_steps``, as means per step since the last time:
-    ``bytescheduler/exposed_communication_ms`` (time the training thread waited for gradients),
+    ``bytescheduler/exposed_communication_ms`` (how long the training waited for gradients),
     ``bytescheduler/gate_wait_ms`` (the part of it spent at gates in the forward pass),
     ``bytescheduler/megabytes_sent`` and ``bytescheduler/deferred_share`` (the mode: 1 when every update crossed the
     step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
@@ -137,7 +137,7 @@ class SchedulerHooks(pl.Callback):
         }
         pl_module.log_dict(
             {
-                "bytescheduler/exposed_communication_ms": 1e3 * new.exposed_s / new.steps,
+                "bytescheduler/exposed_communication_ms": new.exposed_ms,
                 "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
                 "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
                 "bytescheduler/deferred_share": new.deferred_share,

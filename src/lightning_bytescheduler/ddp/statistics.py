@@ -37,8 +37,8 @@ class SchedulerStatistics:
         bytes_compressed: The part of ``bytes_uncompressed`` that travelled compressed.
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
-        exposed_s: Seconds the training thread waited for gradients, anywhere.
-        exposed_as_ddp_s: The part of ``exposed_s`` in steps taken as DDP's, whose ``communication_s`` is not counted.
+        exposed_s: Seconds the training waited for gradients, at gates and at the end of backward passes: what the log,
+            the metrics and a timeline say.
         gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
         deferred_step_s: Seconds spent in deferred optimizer steps.
         codec_s: Seconds spent on compressing gradients, adding them up and reading them, on threads that are not the
@@ -57,7 +57,6 @@ class SchedulerStatistics:
     sub_tasks: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
-    exposed_as_ddp_s: float = 0.0
     gate_wait_s: float = 0.0
     deferred_step_s: float = 0.0
     codec_s: float = 0.0
@@ -84,15 +83,9 @@ class SchedulerStatistics:
         return self.deferred_updates / self.updates if self.updates else 0.0
 
     @property
-    def hidden_share(self) -> float:
-        """Share of ``communication_s`` that did not make the training thread wait; 0 before any.
-
-        Steps taken as DDP's are not in it: a timeline shows theirs.
-        """
-        if not self.communication_s:
-            return 0.0
-        exposed_s = self.exposed_s - self.exposed_as_ddp_s
-        return min(max(1.0 - exposed_s / self.communication_s, 0.0), 1.0)
+    def exposed_ms(self) -> float:
+        """Milliseconds that the training waited for gradients in a step, on average; 0 before the first."""
+        return 1e3 * self.exposed_s / self.steps if self.steps else 0.0
 
     def copy(self) -> SchedulerStatistics:
         """A snapshot."""

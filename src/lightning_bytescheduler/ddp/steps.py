@@ -302,11 +302,9 @@ class StepContext:
         finally:
             self.waiting = False
             self._tell_wait(begins=False)
-        waited = self.clock() - start
-        self.statistics.exposed_s += waited
+        waited = self.waited(f"gate {task.name}", GATE, start, step=task.key.step)
         if self.forward.under_way:
             self.statistics.gate_wait_s += waited
-        self.record(f"gate {task.name}", GATE, start, step=task.key.step)
 
     def _tell_wait(self, *, begins: bool) -> None:
         if self.choice is not None:
@@ -327,12 +325,23 @@ class StepContext:
         self.statistics.steps += 1
         self.statistics.updates += sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    def record(self, name: str, category: str, start: float, *, step: int) -> None:
-        """Put what began at ``start`` and ends now on the timeline, if there is one."""
+    def waited(self, name: str, category: str, start: float, *, step: int) -> float:
+        """Account for seconds from ``start`` until now in which training waited for gradients; returns them.
+
+        The counters, from which log and metrics are made, and the timeline get the same figure here.
+        """
+        seconds = self.record(name, category, start, step=step) - start
+        self.statistics.exposed_s += seconds
+        return seconds
+
+    def record(self, name: str, category: str, start: float, *, step: int) -> float:
+        """Put what began at ``start`` and ends now on the timeline, if there is one; returns when that is."""
+        end = self.clock()
         if self.timeline is not None:
             here = threading.current_thread()
             lane = _LANE if here.ident == self.training_thread else here.name
-            self.timeline.span(name, category, start, self.clock(), lane=lane, args={"step": step})
+            self.timeline.span(name, category, start, end, lane=lane, args={"step": step})
+        return end
 
     def record_backward(self, step: TrainingStep, start: float, *, communicated: bool) -> None:
         """Put the backward pass that ends now on the timeline, if there is one.
@@ -347,8 +356,6 @@ class StepContext:
         if not communicated:
             self.record("backward", COMPUTE, start, step=step.number + 1)
             return
-        if step.waits_from:
-            self.record("gradients", WAIT, step.waits_from, step=step.number)
         args = {"step": step.number, "kind": step.kind}
         self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
 
@@ -396,7 +403,7 @@ class TrainingStep:
     def count_exposed(self) -> None:
         """The backward pass has ended just now: DDP has waited for what it was given."""
         if self.waits_from:
-            self.context.statistics.exposed_s += self.context.clock() - self.waits_from
+            self.context.waited("gradients", WAIT, self.waits_from, step=self.number)
             if self.context.choice is not None:
                 self.context.choice.waiting_ends()
 

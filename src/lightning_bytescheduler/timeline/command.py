@@ -108,6 +108,9 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
         of = seconds / summary.communication_seconds if summary.communication_seconds else 0.0
         return f"{seconds:.3f} s ({of:.0%})"
 
+    def waits(seconds: float) -> str:
+        return f"{seconds:.3f} s ({1e3 * seconds / max(summary.steps, 1):.1f} ms a step)"
+
     return [
         ("steps", f"{summary.steps}"),
         *((f"  {kind}", f"{count}") for kind, count in summary.kinds.items()),
@@ -118,10 +121,8 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
         ("  under forward", share(summary.under_forward)),
         ("  under the next step's forward", share(summary.under_next_forward)),
         ("  hidden", f"{summary.hidden_share:.0%}"),
-        ("  exposed", share(summary.exposed_seconds)),
-        ("    waited for", share(summary.waited_seconds)),
-        ("waiting after backward", f"{summary.wait_seconds:.3f} s"),
-        ("waiting at gates", f"{summary.gate_seconds:.3f} s"),
+        ("training waits", waits(summary.exposed_seconds)),
+        ("  at gates", waits(summary.gate_seconds)),
         ("deferred steps", f"{summary.step_seconds:.3f} s"),
     ]
 

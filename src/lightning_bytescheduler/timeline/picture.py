@@ -241,7 +241,7 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
         axes[-1].set_yticks([max(depths)])
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
-    finding, figures = _finding(covered, length(union(_intervals(held))) / len(steps), end / len(steps))
+    finding, figures = _finding(covered, trace.summary().exposed_seconds / len(steps), end / len(steps))
     figure.suptitle(finding, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
     compute.set_title(f"{subject}{figures}", loc="left", fontsize=11, color=_INK, pad=26)
     _legend(figure, updates=bool(updates), between=bool(between))
@@ -252,16 +252,9 @@ def _finding(covered: Sequence[Sequence[Interval]], waited: float, step: float) 
     total = length(interval for part in covered for interval in part)
     if not total:
         return "No communication in these steps", ""
-    forward, backward, waited_for = (round(100 * length(part) / total) for part in covered[:3])
-    between = max(100 - forward - backward - waited_for, 0)
-    figures = (
-        f": {forward + backward} % is hidden ({backward} % under backward, {forward} % under forward), "
-        f"{between} % runs between passes"
-    )
-    waits = f"{waited * 1e3:.1f} of {step * 1e3:.1f} ms a step"
-    if not waited:
-        return "Training waits for none of the communication", figures
-    return f"Training waits for {waited_for} % of the communication, {waits}", figures
+    forward, backward = (round(100 * length(part) / total) for part in covered[:2])
+    hidden = f": {forward + backward} % of the communication is hidden ({backward} % under backward, {forward} % under "
+    return f"Training waits {1e3 * waited:.1f} of {1e3 * step:.1f} ms a step for gradients", f"{hidden}forward)"
 
 
 def _cover(

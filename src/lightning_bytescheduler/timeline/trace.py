@@ -124,11 +124,8 @@ class TraceSummary:
             k + 1 and this was not waiting.
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
             waiting, from 0 to 1; 0 without communication.
-        exposed_seconds: The rest of ``communication_seconds``.
-        waited_seconds: Part of that which training waited for; the others passed between a backward pass and the next
-            forward pass, where a training loop does what else there is to do.
-        gate_seconds: Time in which a forward pass waited at a gate.
-        wait_seconds: Time in which the end of a backward pass waited for gradients.
+        exposed_seconds: Time in which training waited for gradients, as the log and the metrics have it.
+        gate_seconds: Part of it at gates.
         step_seconds: Time spent in deferred optimizer steps.
         total_bytes: Bytes of all sub-tasks sent.
         sub_tasks: Number of sub-tasks sent.
@@ -143,9 +140,7 @@ class TraceSummary:
     under_next_forward: float
     hidden_share: float
     exposed_seconds: float
-    waited_seconds: float
     gate_seconds: float
-    wait_seconds: float
     step_seconds: float
     total_bytes: int
     sub_tasks: int
@@ -189,7 +184,7 @@ class Trace:
         sent = self.select(COMMUNICATION)
         forward, backward = self.select(COMPUTE, "forward"), self.select(COMPUTE, "backward")
         communication = _covered(sent)
-        gates, waits = _covered(self.select(GATE)), _covered(self.select(WAIT))
+        gates, waits = _intervals(self.select(GATE)), _intervals(self.select(WAIT))
         seconds = length(communication)
         waiting = union([*gates, *waits])
         computing = subtract(_covered([*forward, *backward]), waiting)
@@ -201,10 +196,8 @@ class Trace:
             under_backward=length(intersection(unawaited, _covered(backward))),
             under_next_forward=_under_next(sent, forward, waiting),
             hidden_share=hidden / seconds if seconds else 0.0,
-            exposed_seconds=length(subtract(communication, computing)),
-            waited_seconds=length(intersection(communication, waiting)),
+            exposed_seconds=length([*gates, *waits]),
             gate_seconds=length(gates),
-            wait_seconds=length(waits),
             step_seconds=length(_covered(self.select(STEP))),
             total_bytes=round(sum(span.args.get("bytes", 0) for span in sent)),
             sub_tasks=len(sent),
@@ -213,8 +206,12 @@ class Trace:
         )
 
 
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans]
+
+
 def _covered(spans: Iterable[Span]) -> list[Interval]:
-    return union((span.start, span.end) for span in spans)
+    return union(_intervals(spans))
 
 
 def _under_next(sent: Iterable[Span], forward: Iterable[Span], waiting: Sequence[Interval]) -> float:
