@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", default="tuned", help="the run's folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     model, data = make()
-    tuner = CreditTuner(trials=8, steps_per_trial=30)
+    tuner = CreditTuner(trials=8, steps_per_trial=10)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

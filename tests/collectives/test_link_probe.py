@@ -71,6 +71,20 @@ def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert probe_link(group, torch.device("cpu")).alpha == pytest.approx(1e-4, rel=2e-2)
 
 
+def test_a_load_that_passes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that answers in 0.1 ms is no far one because something else ran as a fit began."""
+    link, late = Link(1e-4, 1e-9), iter([0.06, 0.0, 0.02, 0.0, 0.035, 0.0, 0.05, 0.0, 0.015])
+
+    def under_load(tensor: torch.Tensor, **_: Any) -> None:
+        link.all_reduce(tensor)
+        link.now += next(late, 0.0)
+
+    monkeypatch.setattr(link_probe.dist, "all_reduce", under_load)
+    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    group: Any = None
+    assert link_probe.probe_start_up(group, torch.device("cpu")) == pytest.approx(1e-4, rel=0.1)
+
+
 def probe_on(rank: int) -> LinkEstimate:
     join_default_group(rank)
     try:

@@ -21,6 +21,10 @@ LINK = LinkEstimate(alpha=2e-3, beta=1e-8)
 FAR = LinkEstimate(alpha=0.12, beta=2e-8)
 
 
+def _must_not_be_probed(*_: object) -> float:
+    raise AssertionError("sizes and mode are given")
+
+
 def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
     join_default_group(rank, world_size=world_size)
     groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
@@ -34,6 +38,12 @@ def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
             ):
                 for options in (SchedulerOptions(), SchedulerOptions(partition_size=1000, credit=5000)):
                     found.append(agree_on_sizes(groups, options, parameters, torch.device("cpu")))
+        with (
+            patch.object(agreed_sizes, "probe_link", _must_not_be_probed),
+            patch.object(agreed_sizes, "probe_start_up", _must_not_be_probed),
+        ):
+            given = SchedulerOptions(partition_size=1000, credit=5000, mode="overlapped")
+            assert not agree_on_sizes(groups, given, parameters, torch.device("cpu")).far
         served = agree_on_sizes(groups, options, parameters, torch.device("cpu"), architecture="ps")
         let_go()
     finally:

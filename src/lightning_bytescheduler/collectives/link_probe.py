@@ -15,33 +15,38 @@ _SMALL_BYTES = 4 * 1024
 _FIRST_BYTES = 128 * 1024
 _LAST_BYTES = 8 * 1024 * 1024
 _ENOUGH_S = 0.03
-_REPEATS = 2
-_QUICK_S = 0.005  # what is over so soon is repeated more often: a processor's hiccup is as long
-_QUICK_REPEATS = 12
-_REPEATING_S = 0.02  # altogether, as nobody trains meanwhile
+_ALIKE = 1.25  # times the least: takes of a quiet machine
+_ALIKE_TAKES = 3
+_MOST_TAKES = 24
+_LONG_ENOUGH_S = 0.02  # for one figure: a processor's hiccup is as long as several quick messages
 
 
-def _repeated(group: dist.ProcessGroup, device: torch.device, size: int, once: float) -> float:
-    """Least time of several all-reduces of ``size`` bytes, the first of which took ``once`` seconds."""
-    best = min(once, _least_of(_REPEATS, group, device, size))
-    if best >= _QUICK_S:
-        return best
-    return min(best, _least_of(min(int(_REPEATING_S / best), _QUICK_REPEATS), group, device, size))
+def _settled(group: dist.ProcessGroup, device: torch.device, size: int, *earlier: float) -> float:
+    """Least time of all-reduces of ``size`` bytes, taken again until the three shortest are alike.
+
+    Load makes messages late, each by another time: takes that differ were made under it.
+    """
+    takes = list(earlier)
+    while True:
+        takes = sorted([*takes, *_takes(_ALIKE_TAKES, group, device, size)])
+        alike = takes[_ALIKE_TAKES - 1] <= _ALIKE * takes[0]
+        if len(takes) >= _MOST_TAKES or (alike and (sum(takes) >= _LONG_ENOUGH_S or len(takes) >= _MOST_TAKES // 2)):
+            return takes[0]
 
 
-def _least_of(repeats: int, group: dist.ProcessGroup, device: torch.device, size: int) -> float:
-    """In seconds: the slowest rank's figure, known to all ranks."""
-    buffer = torch.zeros(size // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(repeats):
+def _takes(number: int, group: dist.ProcessGroup, device: torch.device, size: int) -> list[float]:
+    """Seconds of each of so many all-reduces, the slowest rank's figures, known to all ranks."""
+    buffer, takes = torch.zeros(size // 4, dtype=torch.float32, device=device), []
+    for _ in range(number):
         start = time.perf_counter()
         dist.all_reduce(buffer, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    slowest = torch.tensor(best, dtype=torch.float64, device=device)
+        takes.append(time.perf_counter() - start)
+    slowest = torch.tensor(takes, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return float(slowest.item())
+    agreed: list[float] = slowest.tolist()
+    return agreed
 
 
 def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -51,7 +56,7 @@ def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
         group: The scheduler's data group, before the core launches anything.
         device: Where gradients live.
     """
-    return _least_of(_REPEATS, group, device, _SMALL_BYTES)
+    return _settled(group, device, _SMALL_BYTES)
 
 
 def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
@@ -65,12 +70,12 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
         group: The scheduler's data group, before the core launches anything.
         device: Where gradients live.
     """
-    small = _repeated(group, device, _SMALL_BYTES, _least_of(1, group, device, _SMALL_BYTES))
+    small = _settled(group, device, _SMALL_BYTES)
     size = _FIRST_BYTES
     while True:
-        seconds = _least_of(1, group, device, size)
+        (seconds,) = _takes(1, group, device, size)
         if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
-            seconds = _repeated(group, device, size, seconds)
+            seconds = _settled(group, device, size, seconds)
             if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
                 return LinkEstimate.fit([(_SMALL_BYTES, small), (size, seconds)])
         size *= 4

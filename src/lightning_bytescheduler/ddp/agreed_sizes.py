@@ -53,7 +53,8 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed.
+    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed; not at all if it has the mode
+    fixed, too.
 
     Args:
         groups: The scheduler's.
@@ -75,13 +76,13 @@ def agree_on_sizes(
     own = options.policy.own_partition_size(count)
     if own is not None:
         partition = credit = partition or own
-    message = torch.tensor([partition, credit, int(in_shards)], device="cpu")
+    message = torch.tensor([partition, credit, int(in_shards), _chooses(options)], device="cpu")
     dist.broadcast(message, src=0, group=groups.control)
-    partition, credit, in_shards = message.tolist()
+    partition, credit, in_shards, chooses = message.tolist()
     link, far = None, False
     goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
     if partition and credit:
-        if goes_straight:
+        if goes_straight and chooses:
             far = probe_start_up(groups.data, device) > _FAR_S
         least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
         bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
@@ -123,6 +124,11 @@ def agree_on_sizes(
                 bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
             )
     return AgreedSizes(sizes=sizes, link=link, far=far)
+
+
+def _chooses(options: SchedulerOptions) -> bool:
+    """Whether it is left to what the link is like how steps are taken."""
+    return options.mode == "auto"
 
 
 def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:

@@ -11,7 +11,7 @@ from lightning_bytescheduler.checks import ARCHITECTURES, closest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
-from lightning_bytescheduler.simulation.link import ALGORITHMS, LinkModel, network_in_words
+from lightning_bytescheduler.simulation.link import ALGORITHMS, IDLE_WITH_SPARE_SERVERS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
 from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, predicted_spare_machines, slices
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
@@ -106,7 +106,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, *, required: bool = True
         type=float,
         metavar="SHARE",
         help="of the time, how long links wait for each other with --architecture ps; 0 for the formula's (default: as "
-        "measured, 0.22, or 0.12 without spare servers)",
+        f"measured, {IDLE_WITH_SPARE_SERVERS} with spare servers, 0 without)",
     )
     parser.add_argument("--spare-servers", action=_Renamed, help=argparse.SUPPRESS, nargs="?")
     parser.add_argument(

@@ -44,7 +44,7 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 
-__all__ = ["ALGORITHMS", "Algorithm", "LinkModel", "network_in_words"]
+__all__ = ["ALGORITHMS", "IDLE_WITH_SPARE_SERVERS", "Algorithm", "LinkModel", "network_in_words"]
 
 Architecture = Literal["allreduce", "ps"]
 """Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
@@ -53,7 +53,7 @@ Algorithm = Literal["ring", "halving_doubling"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """How workers can reduce gradients among themselves."""
 
-_IDLE_WITH_SPARE_SERVERS = 0.08
+IDLE_WITH_SPARE_SERVERS = 0.08
 """So that steps played are those measured within 5%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
 _NO_ALGORITHM = "Servers are an architecture: architecture='ps', with servers=k spare machines."
 
@@ -185,7 +185,7 @@ class LinkModel:
             return 0.0
         if self.idle_share is not None:
             return self.idle_share
-        return _IDLE_WITH_SPARE_SERVERS if self.servers else 0.0
+        return IDLE_WITH_SPARE_SERVERS if self.servers else 0.0
 
     @property
     def latency_seconds(self) -> float:
