@@ -29,8 +29,7 @@ def _settled(group: dist.ProcessGroup, device: torch.device, size: int, *earlier
     takes = list(earlier)
     while True:
         takes = sorted([*takes, *_takes(_ALIKE_TAKES, group, device, size)])
-        alike = takes[_ALIKE_TAKES - 1] <= _ALIKE * takes[0]
-        if len(takes) >= _MOST_TAKES or (alike and (sum(takes) >= _LONG_ENOUGH_S or len(takes) >= _MOST_TAKES // 2)):
+        if len(takes) >= _MOST_TAKES or (sum(takes) >= _LONG_ENOUGH_S and takes[_ALIKE_TAKES - 1] <= _ALIKE * takes[0]):
             return takes[0]
 
 
@@ -45,8 +44,7 @@ def _takes(number: int, group: dist.ProcessGroup, device: torch.device, size: in
         takes.append(time.perf_counter() - start)
     slowest = torch.tensor(takes, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    agreed: list[float] = slowest.tolist()
-    return agreed
+    return [float(seconds) for seconds in slowest]
 
 
 def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
