@@ -53,8 +53,8 @@ def agree_on_sizes(
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
 
-    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed; not at all if it has the mode
-    fixed, too.
+    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed; not at all if the mode
+    is fixed, too.
 
     Args:
         groups: The scheduler's.
