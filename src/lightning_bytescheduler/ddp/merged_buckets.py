@@ -31,7 +31,6 @@ from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.ddp.recorded_group import recorded
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
-from lightning_bytescheduler.timeline.timeline import WAIT
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
 __all__ = ["DdpModeStep", "MergedBuckets", "merged_bytes"]
@@ -257,11 +256,6 @@ class DdpModeStep(TrainingStep):
             weight=context.weight,
             failure=lambda: context.core.abort_cause,
         )
-
-    def count_exposed(self) -> None:
-        """See :class:`TrainingStep`."""
-        if self.waits_from:
-            self.context.waited("gradients", WAIT, self.waits_from, step=self.number)
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`."""
