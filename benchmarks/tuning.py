@@ -66,7 +66,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def fits_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What the ranks do, one after the other."""
-    tuned = {"kind": "tuned", "options": {"partition_tuning": True}, "steps": options.steps}
+    tuned = {"kind": "tuned", "options": {"tuning": "both"}, "steps": options.steps}
     by_default = {"kind": "tuned", "options": {}, "steps": options.steps}
     off = {"kind": "off", "steps": options.steps // 5}
     grid = {"kind": "grid", "turn": _TURN, "steps": options.rounds * _POINTS * _VISIT}

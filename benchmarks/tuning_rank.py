@@ -78,7 +78,7 @@ def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict
         strategy = ByteSchedulerStrategy(**fit["options"])
         callbacks.append(tuner)
     elif fit["kind"] == "off":
-        strategy = ByteSchedulerStrategy(mode="overlapped", credit_tuning=False)
+        strategy = ByteSchedulerStrategy(mode="overlapped", tuning=False)
     else:
         points = known.get("again")
         visits = Visits(
@@ -87,7 +87,7 @@ def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict
             else (lambda space, start: points or [start]),
             turn=fit["turn"],
         )
-        strategy = ByteSchedulerStrategy(partition_tuning=True)
+        strategy = ByteSchedulerStrategy(tuning="both")
         callbacks.append(visits)
     trainer = L.Trainer(
         accelerator="cpu",

@@ -121,7 +121,7 @@ def _rank(rank: int, ranks: int, port: int, case: Case, rounds: int, out: str) -
         trainer = Trainer(
             accelerator="cpu",
             devices=ranks,
-            strategy=ByteSchedulerStrategy(mode="overlapped", credit_tuning=False, **_CONTENDERS[name]),
+            strategy=ByteSchedulerStrategy(mode="overlapped", tuning=False, **_CONTENDERS[name]),
             callbacks=[_Watches(case, fit)],
             max_steps=case.steps,
             max_epochs=-1,

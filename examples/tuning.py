@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ByteSchedulerStrategy(partition_tuning=True),
+        strategy=ByteSchedulerStrategy(tuning="both"),
         callbacks=[tuner],
         max_steps=options.steps,
         max_epochs=-1,

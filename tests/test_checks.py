@@ -91,7 +91,7 @@ def test_truth_values_are_no_numbers() -> None:
     ],
 )
 def test_what_was_meant(given: str, meant: str) -> None:
-    names = ["credit", "partition_size", "partition_tuning", "find_unused_parameters", "timeline"]
+    names = ["credit", "partition_size", "credit_size", "find_unused_parameters", "timeline"]
     assert checks.did_you_mean(given, names) == f"Did you mean {meant!r}?"
 
 

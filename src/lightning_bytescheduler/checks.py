@@ -54,6 +54,8 @@ _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 
 GONE: dict[str, str] = {
+    "credit_tuning": "Use tuning='credit', or tuning=False.",
+    "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
     "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
     "policy=tictac": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
     "policy=us-byte": "Use 'bytescheduler', which sends gradients in the order of first use, too.",

@@ -99,7 +99,7 @@ def say_what_is_found(rank: int, ddp_ms: list[float], overlapped_ms: list[float]
             if trainer.global_step % 5 == 0 and plan is not None:
                 paces.append(plan.pace)
 
-    strategy = ByteSchedulerStrategy(**SIZES, credit_tuning=False)
+    strategy = ByteSchedulerStrategy(**SIZES, tuning=False)
     made = partial(_Finds, ddp_ms, overlapped_ms)
     steps = 5 * len(ddp_ms) + 5
     trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1, callbacks=[Reads()])

@@ -168,7 +168,7 @@ def train_and_count(rank: int, strategy: str) -> list[str]:
         return plain(*args, **kwargs)
 
     with patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", broadcast):
-        run = Run(strategy=strategy, options={**SIZES, "credit_tuning": False}, network="plain")
+        run = Run(strategy=strategy, options={**SIZES, "tuning": False}, network="plain")
         train(rank, Recipe(model=Buffered, callbacks=(lambda: counted,)), run)
     return calls
 

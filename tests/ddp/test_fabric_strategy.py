@@ -13,7 +13,7 @@ from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError, Un
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"credit_tuning": True}, "sizes are tuned by a callback of the Trainer"),
+        ({"tuning": "credit"}, "sizes are tuned by a callback of the Trainer"),
         ({"compression": "int8"}, "goes with the Trainer's checkpoints"),
         ({"weighting": "samples"}, "the Trainer hands the batch to training_step"),
         ({"architecture": "ps"}, "take part in one fit of the Trainer"),

@@ -23,7 +23,7 @@ from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
 from tests.support.rank_pool import RankPool
 
 # Few and short trials, so that a fit of a second ends settled, whatever the clock says.
-SIZED = {"credit": 800, "partition_size": 400, "credit_tuning": True}  # the same in each run, whatever the link
+SIZED = {"credit": 800, "partition_size": 400, "tuning": "credit"}  # the same in each run, whatever the link
 HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
 
 
@@ -81,7 +81,7 @@ def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
         ({"steps": SHORTEST_FIT - 1, "slow": True}, False),
         ({"steps": 8, "tuner": {}}, True),
         ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
-        ({"steps": 8, "environment": {"CREDIT_TUNING": "0"}, "tuner": {}, "options": {"credit_tuning": True}}, True),
+        ({"steps": 8, "environment": {"CREDIT_TUNING": "0"}, "tuner": {}, "options": {"tuning": "credit"}}, True),
         ({"steps": 8, "environment": {"PARTITION_TUNING": "1"}, "tuner": {}}, True),
         ({"steps": 8, "tuner": {}, "options": {"credit": 500}}, False),
         ({"steps": 8, "tuner": {}, "options": {"cross_barrier": False}}, False),

@@ -243,7 +243,7 @@ def test_sizes_of_workers(size: Any) -> None:
     [
         ({"batch_size": "auto"}, "left out, or numbers, where inner is given"),
         ({"inner_options": [1]}, "options of 'bytescheduler' by name"),
-        ({"inner_options": {"credit_tuning": True}}, "without credit_tuning"),
+        ({"inner_options": {"tuning": "credit"}}, "without tuning"),
         ({"inner_options": {"credit": 0}}, "credit=0"),
         ({"inner_options": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
         ({"inner_options": {"timeout": 30}}, "no option 'timeout'. It is an option of DiLoCoStrategy itself"),

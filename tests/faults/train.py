@@ -224,8 +224,7 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
             bucket_cap_mb=options.get("bucket_cap_mb", 0.001),
             cross_barrier=options.get("cross_barrier", True),
             mode=options.get("mode", "auto" if "tuner" in options else "overlapped"),
-            credit_tuning="tuner" in options,
-            partition_tuning="tuner" in options,
+            tuning="both" if "tuner" in options else False,
             **({"timeout": timedelta(seconds=options["timeout"])} if "timeout" in options else {}),
             **options.get("served", {}),
         )

@@ -56,7 +56,7 @@ def run_restlessly(rank: int, recipe: Recipe, wanted: list[tuple[bool, bool]]) -
         return made[-1]
 
     with patch.object(scheduled_gradients, "ModeTrial", make):
-        outcome = train(rank, recipe, Run(options={**SIZES, "mode": "auto", "credit_tuning": False}))
+        outcome = train(rank, recipe, Run(options={**SIZES, "mode": "auto", "tuning": False}))
     return outcome, made[0].modes
 
 
@@ -147,7 +147,7 @@ def test_ranks_change_together_as_rank_zero_wants(two_ranks: RankPool, recipe: R
 
 def test_a_fit_begins_as_ddp_and_says_why(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=24)
-    run = Run(options={**SIZES, "mode": "auto", "credit_tuning": False}, network="plain")
+    run = Run(options={**SIZES, "mode": "auto", "tuning": False}, network="plain")
     ddp, ours = train_on(two_ranks, recipe, DDP, run)
     assert_same(ddp, ours)
     for outcome in ours:

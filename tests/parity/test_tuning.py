@@ -69,7 +69,7 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
         patch.object(credit_tuner, "CreditTuning", Restless),
         patch.object(GradientEngine, "begin_forward", watched),
     ):
-        tuned = {**SIZES, "mode": "auto", "credit_tuning": True, "partition_tuning": True, **options}
+        tuned = {**SIZES, "mode": "auto", "tuning": "both", **options}
         recipe = replace(recipe, callbacks=(credit_tuner.CreditTuner,))
         return train(rank, recipe, Run(options=tuned)), seen
 

@@ -162,12 +162,12 @@ def test_variables_without_effect_are_listed() -> None:
         ({}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (True, True)),
         ({}, {"CREDIT_TUNING": "0"}, (False, False)),
         ({}, {"CREDIT_TUNING": "", "PARTITION_TUNING": " "}, (True, False)),
-        ({"credit_tuning": False}, {"CREDIT_TUNING": "1"}, (False, False)),
-        ({"credit_tuning": True, "partition_tuning": True}, {"CREDIT_TUNING": "0"}, (True, True)),
-        ({"partition_tuning": False}, {"PARTITION_TUNING": "1"}, (True, False)),
+        ({"tuning": False}, {"CREDIT_TUNING": "1"}, (False, False)),
+        ({"tuning": "both"}, {"CREDIT_TUNING": "0"}, (True, True)),
+        ({"tuning": "credit"}, {"PARTITION_TUNING": "1"}, (True, False)),
         # A size that is given is kept, unless it is asked for that it is only a start.
         ({"credit": 9}, {}, (False, False)),
-        ({"credit": 9, "credit_tuning": True}, {}, (True, False)),
+        ({"credit": 9, "tuning": "credit"}, {}, (True, False)),
         ({"credit": 9, "partition_size": 3}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (False, False)),
         # The variable alone says where to start, as published.
         ({}, {"CREDIT": "9"}, (True, False)),
@@ -178,7 +178,7 @@ def test_variables_without_effect_are_listed() -> None:
         # A fixed way of taking steps is left as it is, too; but sizes may be found for it.
         ({"mode": "overlapped"}, {}, (False, False)),
         ({"mode": "overlapped"}, {"CREDIT_TUNING": "1"}, (True, False)),
-        ({"mode": "overlapped", "partition_tuning": True}, {}, (False, True)),
+        ({"mode": "overlapped", "tuning": "partition"}, {}, (False, True)),
         ({"mode": "ddp"}, {"CREDIT_TUNING": "1", "PARTITION_TUNING": "1"}, (False, False)),
     ],
 )
@@ -188,12 +188,12 @@ def test_what_is_tuned(given: dict[str, Any], variables: dict[str, str], expecte
     assert (options.tunes_credit, options.tunes_partition) == expected
 
 
-@pytest.mark.parametrize("option", ["credit_tuning", "partition_tuning"])
-def test_steps_as_ddps_have_no_sizes_to_tune(option: str) -> None:
-    with pytest.raises(OptionError, match=f"{option} must be False, or left out, where mode='ddp'"):
-        SchedulerOptions.resolve(mode="ddp", **{option: True}, environ={})
-    with pytest.raises(OptionError, match=f"{option} must be True or False"):
-        SchedulerOptions.resolve(**{option: 1}, environ={})
+@pytest.mark.parametrize("tuning", ["credit", "partition", "both"])
+def test_steps_as_ddps_have_no_sizes_to_tune(tuning: str) -> None:
+    with pytest.raises(OptionError, match="tuning must be False, or left out, where mode='ddp'"):
+        SchedulerOptions.resolve(mode="ddp", tuning=tuning, environ={})
+    with pytest.raises(OptionError, match="tuning must be one of False, 'credit', 'partition', 'both'"):
+        SchedulerOptions.resolve(tuning=f"{tuning}s", environ={})
 
 
 def test_options_cannot_change_and_can_travel() -> None:

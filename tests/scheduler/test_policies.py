@@ -44,7 +44,7 @@ def test_what_is_no_policy_is_refused(policy: object, says: str) -> None:
         ({"policy": "fifo", "partition_size": 4}, "partition_size must be left out, as policy='fifo' has its own"),
         ({"policy": "fifo", "credit": 4}, "credit must be left out, as policy='fifo' has its own"),
         ({"policy": "p3", "credit": 4}, "credit must be left out"),
-        ({"policy": "p3", "credit_tuning": True}, "credit_tuning must be left out, as policy='p3' has nothing to tune"),
+        ({"policy": "p3", "tuning": "credit"}, "tuning must be left out, as policy='p3' has nothing to tune"),
         ({"policy": "p3", "mode": "ddp"}, "policy must be left out where mode='ddp'"),
     ],
 )

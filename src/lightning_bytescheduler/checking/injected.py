@@ -39,8 +39,7 @@ _STRICT: dict[str, Any] = {
     "bucket_cap_mb": 1e-5,
     "partition_size": 2**16,
     "credit": 2**18,
-    "credit_tuning": False,
-    "partition_tuning": False,
+    "tuning": False,
 }
 
 

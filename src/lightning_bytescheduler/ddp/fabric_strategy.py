@@ -57,7 +57,7 @@ _END_S = 10.0  # for the other ranks to end, too
 
 _OF_THE_TRAINER = {
     **dict.fromkeys(
-        ("credit_tuning", "partition_tuning"),
+        ("tuning",),
         "sizes are tuned by a callback of the Trainer. Give credit and partition_size, or leave them to the link",
     ),
     "log_metrics": "a loop of one's own logs what it likes: read fabric.strategy.statistics",
@@ -181,8 +181,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             credit=credit,
             cross_barrier=cross_barrier,
             mode=mode,
-            credit_tuning=False,
-            partition_tuning=False,
+            tuning=False,
             timeline=timeline,
             debug=debug,
             policy=policy,

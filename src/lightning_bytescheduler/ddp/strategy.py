@@ -104,11 +104,10 @@ class ByteSchedulerStrategy(RankStrategy):
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` begins
             as DDP, unless the link is slow, and overlaps where that is seen to pay. The weights are the same.
-        credit_tuning: Find the credit while training, see :class:`~lightning_bytescheduler.CreditTuner`.
-            ``BYTESCHEDULER_CREDIT_TUNING`` is used if left out, and without that a credit is tuned that was not given,
-            where the mode is ``"auto"`` and steps overlap.
-        partition_tuning: Find the partition size too; ``BYTESCHEDULER_PARTITION_TUNING`` is used if left out, and
-            ``False`` without that.
+        tuning: What to find while training, see :class:`~lightning_bytescheduler.CreditTuner`: ``"credit"``,
+            ``"partition"``, ``"both"``, or ``False``. ``BYTESCHEDULER_CREDIT_TUNING`` and
+            ``BYTESCHEDULER_PARTITION_TUNING`` are used if left out, and without them a credit is tuned that was not
+            given, where the mode is ``"auto"`` and steps overlap.
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
@@ -173,8 +172,7 @@ class ByteSchedulerStrategy(RankStrategy):
         credit: int | None = None,
         cross_barrier: bool = True,
         mode: Literal["auto", "overlapped", "ddp"] = "auto",
-        credit_tuning: bool | None = None,
-        partition_tuning: bool | None = None,
+        tuning: Literal["credit", "partition", "both"] | bool | None = None,
         timeline: str | os.PathLike[str] | None = None,
         log_metrics: bool = True,
         debug: bool | None = None,
@@ -213,8 +211,7 @@ class ByteSchedulerStrategy(RankStrategy):
             credit=credit,
             cross_barrier=cross_barrier,
             mode=mode,
-            credit_tuning=credit_tuning,
-            partition_tuning=partition_tuning,
+            tuning=tuning,
             timeline=timeline,
             debug=debug,
             policy=policy,
@@ -378,8 +375,8 @@ class ByteSchedulerStrategy(RankStrategy):
             "cross_barrier": options.cross_barrier,
             "mode": options.mode,
             "policy": options.policy.name,
-            "credit_tuning": options.tunes_credit,
-            "partition_tuning": options.tunes_partition,
+            "tuning of the credit": options.tunes_credit,
+            "tuning of the partition size": options.tunes_partition,
             **({"compression": None} if self._rules is None else self._rules.facts(self.root_device)),
             **self._weighting.facts,
             **self._servers.facts,

@@ -264,9 +264,7 @@ class FitTuning:
             Says which steps are taken as DDP's, if the fit is tuned; ``None`` if it is not, on all ranks.
         """
         if not self._tunes:
-            self.say_untuned(
-                "there is no size to find (mode='auto' without credit=, credit_tuning=True or partition_tuning=True)"
-            )
+            self.say_untuned("there is no size to find (mode='auto' without credit=, tuning='credit' or 'both')")
         left = module.trainer.max_steps - module.trainer.global_step
         short = self._tuner is self._own and module.trainer.max_steps >= 0 and left < SHORTEST_FIT
         tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None

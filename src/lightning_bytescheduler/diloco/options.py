@@ -61,7 +61,7 @@ _NODE = "node"
 _TIMEOUT_S = 1800.0
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
-_REFUSED = ("credit_tuning", "partition_tuning", "log_metrics")
+_REFUSED = ("tuning", "log_metrics")
 _OPTIMIZER = "a function or class that makes an optimizer of a list of tensors, or None"
 
 OPTIONS_ELSEWHERE = {
@@ -364,7 +364,7 @@ def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
                 "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
             )
     own = {name: given[name] for name in _SCHEDULED if name in given}
-    return SchedulerOptions.resolve(**own, credit_tuning=False, partition_tuning=False)
+    return SchedulerOptions.resolve(**own, tuning=False)
 
 
 def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from lightning_bytescheduler.checks import parse_size, require_bool, require_new
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 
-__all__ = ["MODES", "SchedulerOptions"]
+__all__ = ["MODES", "TUNED", "SchedulerOptions"]
 
 MODES = ("auto", "overlapped", "ddp")
 """How steps can be taken."""
+TUNED = (False, "credit", "partition", "both")
+"""Which sizes can be tuned."""
 
 _DEFAULT_POLICY = policy_of(POLICIES[0])
 
@@ -79,9 +81,10 @@ class SchedulerOptions:
             value = getattr(self, option)
             if value is not None and option not in policy.takes:
                 raise OptionError(option, value, f"{way_out} has its own")
-        for option, tuned in (("credit_tuning", self.tunes_credit), ("partition_tuning", self.tunes_partition)):
-            if tuned and not policy.is_tuned:
-                raise OptionError(option, tuned, f"{way_out} has nothing to tune")
+        if (self.tunes_credit or self.tunes_partition) and not policy.is_tuned:
+            raise OptionError(
+                "tuning", "credit" if self.tunes_credit else "partition", f"{way_out} has nothing to tune"
+            )
         if self.mode == "ddp" and policy != _DEFAULT_POLICY:
             raise OptionError(
                 "policy", policy.name, "left out where mode='ddp', which takes steps as DDP does and orders nothing"
@@ -98,8 +101,7 @@ class SchedulerOptions:
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         policy: str = POLICIES[0],
-        credit_tuning: bool | None = None,
-        partition_tuning: bool | None = None,
+        tuning: bool | str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> SchedulerOptions:
         """Fill what was not given as an argument from the environment.
@@ -112,10 +114,9 @@ class SchedulerOptions:
             timeline: Beats ``BYTESCHEDULER_TIMELINE``.
             debug: Beats ``BYTESCHEDULER_DEBUG``.
             policy: Has no variable.
-            credit_tuning: Beats ``BYTESCHEDULER_CREDIT_TUNING``. If neither is given, the credit is tuned where the
-                mode is ``"auto"``, unless it was given as an argument; ``BYTESCHEDULER_CREDIT`` alone says where to
-                start, as published.
-            partition_tuning: Beats ``BYTESCHEDULER_PARTITION_TUNING``; off if neither is given.
+            tuning: ``"credit"``, ``"partition"``, ``"both"`` or ``False``; beats ``BYTESCHEDULER_CREDIT_TUNING`` and
+                ``BYTESCHEDULER_PARTITION_TUNING``. If none is given, the credit is tuned where the mode is ``"auto"``,
+                unless it was given as an argument; ``BYTESCHEDULER_CREDIT`` alone says where to start, as published.
             environ: Where variables are looked up; the process's environment unless given.
 
         Raises:
@@ -123,9 +124,13 @@ class SchedulerOptions:
         """
         given = os.environ if environ is None else environ
         env = {name: value.strip() for name, value in given.items() if value.strip()}  # an empty one is none
-        tuned, chosen = {"credit": credit_tuning, "partition": partition_tuning}, policy_of(policy)
-        for name, size in (("credit", credit), ("partition", partition_size)):
-            tuned[name] = _tuning(name, tuned[name], size, mode=mode, env=env)
+        chosen = policy_of(policy)
+        if tuning is not None and require_one_of("tuning", tuning, TUNED) and mode == "ddp":
+            raise OptionError("tuning", tuning, "False, or left out, where mode='ddp' leaves no sizes to tune")
+        tuned = {
+            name: _tuned_by_variable(name, size, mode=mode, env=env) if tuning is None else tuning in (name, "both")
+            for name, size in (("credit", credit), ("partition", partition_size))
+        }
         if partition_size is None and "BYTESCHEDULER_PARTITION" in env:
             partition_size = parse_size("BYTESCHEDULER_PARTITION", env["BYTESCHEDULER_PARTITION"])
         if tuned["credit"] is None:
@@ -151,21 +156,16 @@ class SchedulerOptions:
         )
 
 
-def _tuning(name: str, asked: bool | None, given: object, *, mode: str, env: Mapping[str, str]) -> bool | None:
-    """Whether a size is tuned; ``None`` if nobody said so.
+def _tuned_by_variable(name: str, given: object, *, mode: str, env: Mapping[str, str]) -> bool | None:
+    """Whether a size is tuned; ``None`` if no variable says so.
 
     Args:
         name: Of the size.
-        asked: The argument.
         given: The size, if it was given as an argument.
         mode: How steps are taken.
         env: Variables.
     """
-    option, variable = f"{name}_tuning", f"BYTESCHEDULER_{name.upper()}_TUNING"
-    if asked is not None:
-        if require_bool(option, asked) and mode == "ddp":
-            raise OptionError(option, asked, "False, or left out, where mode='ddp' leaves no sizes to tune")
-        return asked
+    variable = f"BYTESCHEDULER_{name.upper()}_TUNING"
     switched = _switch(variable, env[variable]) if variable in env else None
     if given is not None or mode == "ddp":
         return False  # an argument says what is used, whatever a variable says

@@ -41,10 +41,10 @@ _T = TypeVar("_T")
 
 @options_by_name
 class CreditTuner(pl.Callback):
-    """Finds the credit, and with ``partition_tuning`` the partition size, that make steps fastest.
+    """Finds the credit, and with ``tuning="both"`` the partition size, that make steps fastest.
 
     ``ByteSchedulerStrategy`` brings one along unless tuning is switched off. Add one to the Trainer's callbacks to set
-    its limits. What is tuned is said by the strategy's ``credit_tuning`` and ``partition_tuning``.
+    its limits. What is tuned is said by the strategy's ``tuning``.
 
     Steps with a validation, a checkpoint, the beginning or end of an epoch or (where that is rare) logging in them do
     not count.
