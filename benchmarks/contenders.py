@@ -130,9 +130,7 @@ def _contenders() -> list[Contender]:
                 strategy=partial(
                     ByteSchedulerStrategy,
                     mode="overlapped",
-                    architecture="ps",
-                    servers=servers,
-                    group="node" if by_node else None,
+                    servers={"spare": servers, "group": "node"} if by_node else servers,
                 ),
             )
             for servers in range(5)
@@ -146,6 +144,12 @@ def _contenders() -> list[Contender]:
         ),
     ]
     return found
+
+
+def _servers(spare: str | None, *, by_node: bool) -> int | dict[str, int | str] | None:
+    if spare is None:
+        return None
+    return {"spare": int(spare), "group": "node"} if by_node else int(spare)
 
 
 def _first_layers(count: int) -> dict[str, str]:
@@ -180,9 +184,7 @@ class _Named(dict[str, Contender]):
                 partition_size=int(found[1]),
                 credit=int(found[2]),
                 compression=found[4] if found[6] is None else _first_layers(int(found[6])),
-                architecture="allreduce" if found[5] is None else "ps",
-                servers=int(found[5] or 0),
-                group=None if found[7] is None else "node",
+                servers=_servers(found[5], by_node=found[7] is not None),
             ),
             trainer=_CLIP if found[3] else {},
         )

@@ -68,14 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train twice, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--servers", type=int, default=1, help="processes that only add up (default: %(default)s)")
-    parser.add_argument("--placement", help="which server has which part of a gradient (default: by bytes)")
     parser.add_argument("--steps", type=int, default=40, help="of each training (default: %(default)s)")
     options = parser.parse_args(arguments)
     # Parts of 100,000 parameters, so that there are some to be placed.
     strategy = ByteSchedulerStrategy(
-        architecture="ps",
         servers=options.servers,
-        placement=options.placement,
         mode="overlapped",
         partition_size=100_000,
         credit=400_000,

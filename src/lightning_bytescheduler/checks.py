@@ -54,9 +54,12 @@ _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 
 GONE: dict[str, str] = {
+    "architecture": "Leave it out for all-reduce; servers=0 or more has parameter servers average gradients.",
     "credit_tuning": "Use tuning='credit', or tuning=False.",
+    "group": "Use servers={'spare': k, 'group': 'node'}.",
     "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
     "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
+    "placement": "Use servers={'spare': k, 'placement': 'mixed'}.",
     "policy=tictac": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
     "policy=us-byte": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
     **dict.fromkeys(
@@ -100,7 +103,7 @@ def gone(option: str, value: object = None) -> str:
 
     Checks of names and of values ask this before they guess what was meant.
     """
-    return GONE.get(option) or (GONE.get(f"{option}={value}", "") if isinstance(value, str) else "")
+    return GONE.get(option if value is None else f"{option}={value}", "")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:

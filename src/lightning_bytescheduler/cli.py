@@ -522,7 +522,7 @@ _COMMANDS = {
     ),
     "server": _Command(
         "add up gradients for a training with parameter servers",
-        "Run a parameter server for a training with ByteSchedulerStrategy(architecture='ps', servers=...), until that "
+        "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
         partial(_add_from, "ddp.encoded_sums"),

@@ -186,24 +186,33 @@ class OwnCodec(Dense):
 @pytest.mark.parametrize(
     "given",
     [
-        {"architecture": "push_pull", "servers": 0},
-        {"architecture": "allreduce", "servers": 2},
-        {"architecture": "ps", "servers": -1},
-        {"architecture": "ps", "servers": 0, "rules": CompressionRules.resolve("auto")},
-        {"architecture": "ps", "servers": 0, "rules": CompressionRules.resolve("powersgd")},
-        {"architecture": "ps", "servers": 1, "rules": CompressionRules.resolve(OwnCodec())},
-        {"architecture": "ps", "servers": 1, "placement": "murmur"},
-        {"architecture": "allreduce", "servers": 0, "placement": "balanced"},
-        {"architecture": "allreduce", "servers": 0, "group": "node"},
-        {"architecture": "ps", "servers": 0, "group": "machine"},
-        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("auto")},
-        {"architecture": "ps", "servers": 0, "group": "node", "rules": CompressionRules.resolve("powersgd")},
+        {"servers": -1},
+        {"servers": "ps"},
+        {"servers": {"spares": 1}},
+        {"servers": {"spare": -1}},
+        {"servers": 0, "rules": CompressionRules.resolve("auto")},
+        {"servers": 0, "rules": CompressionRules.resolve("powersgd")},
+        {"servers": 1, "rules": CompressionRules.resolve(OwnCodec())},
+        {"servers": {"spare": 1, "placement": "murmur"}},
+        {"servers": {"placement": "djb2"}},
+        {"servers": {"group": "machine"}},
+        {"servers": {"group": "node"}, "rules": CompressionRules.resolve("auto")},
+        {"servers": {"group": "node"}, "rules": CompressionRules.resolve("powersgd")},
     ],
 )
 def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as error:
         ServerOptions.resolve(**given)
     assert isinstance(error.value, ByteSchedulerError)
+
+
+def test_options_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not ServerOptions.resolve(None).used
+    assert ServerOptions.resolve(0) == ServerOptions.resolve({}) == ServerOptions(spare=0)
+    given = ServerOptions.resolve({"spare": 2, "placement": "mixed", "group": "node"})
+    assert given == ServerOptions(spare=2, placement="mixed", group="node")
+    monkeypatch.setenv("BYTEPS_ENABLE_MIXED_MODE", "1")
+    assert ServerOptions.resolve(2).placement == "mixed"
 
 
 def signed(door: ServerPort, *, pid: int = 1, version: str = __version__) -> SignedOn:

@@ -216,6 +216,6 @@ def test_gradients_on_a_gpu_are_compressed_but_by_what_looks_at_them_before(comp
 def test_servers_take_gradients_of_cpus_and_of_cuda_gpus() -> None:
     nothing: Any = None
     place: Any = SimpleNamespace(root_device=torch.device("mps"))
-    options = ServerOptions.resolve("ps", 0)
-    with pytest.raises(UnsupportedError, match=r"a CPU or a CUDA GPU, and these are on mps. Use architecture="):
+    options = ServerOptions.resolve(0)
+    with pytest.raises(UnsupportedError, match=r"a CPU or a CUDA GPU, and these are on mps. Leave servers out"):
         options.join(nothing, nothing, place, timeout=None, say=print)

@@ -38,10 +38,7 @@ def test_the_defaults_of_bytescheduler() -> None:
         "samples": None,
         "batch_size": None,
         "max_batch_size": None,
-        "architecture": "allreduce",
-        "servers": 0,
-        "placement": None,
-        "group": None,
+        "servers": None,
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": True,
     }

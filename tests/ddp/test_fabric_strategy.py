@@ -16,7 +16,7 @@ from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError, Un
         ({"tuning": "credit"}, "sizes are tuned by a callback of the Trainer"),
         ({"compression": "int8"}, "goes with the Trainer's checkpoints"),
         ({"weighting": "samples"}, "the Trainer hands the batch to training_step"),
-        ({"architecture": "ps"}, "take part in one fit of the Trainer"),
+        ({"servers": 0}, "take part in one fit of the Trainer"),
         ({"log_metrics": True}, r"read fabric\.strategy\.statistics"),
     ],
 )

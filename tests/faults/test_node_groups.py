@@ -26,7 +26,7 @@ def test_a_rank_of_a_node_is_named_on_all(
         "kind": kind,
         "ranks": [failed],
         "nodes": 2,
-        "served": {"architecture": "ps", "group": "node", "servers": servers},
+        "served": {"servers": {"group": "node", "spare": servers}},
     }
     ranks = run(nursery, Scenario(world_size=4, options=options), tmp_path)
     killed = kind == "SIGKILL"

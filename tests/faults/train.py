@@ -273,7 +273,7 @@ def main(options: Options) -> None:
         callbacks += [CreditTuner(**options["tuner"]), Trials()]
     model = Model(boom, options)
     trainer = make_trainer(options, boom, callbacks)
-    if options.get("served", {}).get("servers") and own_rank() == 0:
+    if options.get("served", {"servers": {}})["servers"].get("spare") and own_rank() == 0:
         command = [sys.executable, "-m", "lightning_bytescheduler", "server"]
         subprocess.Popen(command, env={**os.environ, "COVERAGE_PROCESS_START": ""})  # ends with the training
     try:

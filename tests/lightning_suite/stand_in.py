@@ -25,9 +25,9 @@ class DDPStrategy(ByteSchedulerStrategy):
     """Notes that it was made, and how much it scheduled."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        architecture = os.environ.get(ARCHITECTURE_VARIABLE, "allreduce")
+        served = os.environ.get(ARCHITECTURE_VARIABLE, "allreduce") == "ps"
         # By itself it would take steps on loopback as DDP's.
-        super().__init__(*args, **{"mode": "overlapped", "architecture": architecture, **kwargs})
+        super().__init__(*args, **{"mode": "overlapped", "servers": 0 if served else None, **kwargs})
         self.record = _current
         self._note("made")
 

@@ -88,7 +88,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
     },
     "architecture": {
         "allreduce": "the ranks, by all-reduce",
-        "ps": '`architecture="ps"` (synchronised with norm clipping and loss scaling)',
+        "ps": "`servers=0` (synchronised with norm clipping and loss scaling)",
     },
     "loop": {
         "straight": "plain `fit`",

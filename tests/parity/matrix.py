@@ -76,7 +76,8 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
         AssertionError: If the weights are not DDP's, or the steps not what the rule expects.
     """
     scale = scale or Scale()
-    options = {**scale.options, "weighting": combination.weighting, "architecture": combination.architecture}
+    servers = 0 if combination.architecture == "ps" else None
+    options = {**scale.options, "weighting": combination.weighting, "servers": servers}
     ours = Run(**{"options": options, "network": "late", **run})
     training = recipe(combination, scale)
     beginning = None  # of a training that goes on from a checkpoint

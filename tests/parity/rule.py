@@ -79,7 +79,7 @@ NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset(
 )
 """Values with which no update may be taken before all gradients are known: parameter servers tell that at the end."""
 
-_NO_NORMS = "architecture='ps'"
+_NO_NORMS = "parameter servers tell no norms"
 
 OTHER_ORDER: frozenset[tuple[str, str]] = frozenset({("clipping", "norm")})
 """Values with which an overlapped step adds up some number in another order than DDP does."""

@@ -1,4 +1,4 @@
-"""``group="node"`` with compression: a node's sum is formed as it is, and travels encoded; nothing of it is lost."""
+"""The group ``"node"``, compressed: a node's sum is formed as it is, and travels encoded; nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader
 
+from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.timeline.timeline import LOCAL_BROADCAST, LOCAL_REDUCE, PUSH
 from lightning_bytescheduler.timeline.trace import read_timeline
 from tests.parity.checks import DDP, assert_overlapped
@@ -25,15 +26,16 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
 
-PS = {**SIZES, "architecture": "ps", "compression": "int8", "compression_min_size": 40}
-GROUPED = {**PS, "group": "node"}
+PS = {**SIZES, "servers": 0, "compression": "int8", "compression_min_size": 40}
+GROUPED = {**PS, "servers": {"group": "node"}}
 RATE = 2.0**-7
 
 
 def trained(pool: RankPool, recipe: Recipe, options: Mapping[str, Any], nodes: int) -> list[Outcome]:
     """With as many servers as the options say."""
     run = Run(options=options, network="held")
-    served = pool.run(train_with_servers, recipe=recipe, run=run, servers=options.get("servers", 0), nodes=nodes)
+    servers = ServerOptions.resolve(options["servers"]).spare or 0
+    served = pool.run(train_with_servers, recipe=recipe, run=run, servers=servers, nodes=nodes)
     return [one.outcome for one in served if one.outcome is not None]
 
 
@@ -67,7 +69,7 @@ def test_a_node_counts_as_one_rank_that_has_the_nodes_sum(
     options = {**PS, "servers": servers, "compression": codecs, "compression_min_size": 1}
     one_each = replace(recipe, trainer={**recipe.trainer, "accumulate_grad_batches": 2})
     expected = trained(two_ranks, one_each, options, nodes=1)
-    ours = trained(four_ranks, recipe, {**options, "group": "node"}, nodes=2)
+    ours = trained(four_ranks, recipe, {**options, "servers": {"spare": servers, "group": "node"}}, nodes=2)
     assert_overlapped(ours, share=0.85)
     assert len(ours) == 4
     for outcome in ours:
@@ -98,7 +100,7 @@ def test_an_overflow_on_any_rank_of_a_node_is_seen(four_ranks: RankPool) -> None
     """And by a server, which keeps what is left for all ranks that push to it."""
     recipe = Recipe(model=Overflows, steps=12, plugins=(scaled,), after=scale_of)
     ddp = [one.outcome for one in four_ranks.run(train_with_servers, recipe=recipe, run=DDP, servers=0, nodes=2)]
-    ours = trained(four_ranks, recipe, {**GROUPED, "servers": 1}, nodes=2)
+    ours = trained(four_ranks, recipe, {**GROUPED, "servers": {"spare": 1, "group": "node"}}, nodes=2)
     assert len(ours) == 4
     for one, reference in zip(ours, ddp, strict=True):
         assert reference is not None
@@ -145,15 +147,15 @@ def test_what_is_sent_and_what_is_left_are_the_gradients(
 
     Of what is left, those who have it tell at a checkpoint; after a fit, the ranks have all of it.
     """
-    options = {**GROUPED, "compression": {"*": "topk:0.05"}, "servers": 1}
+    options = {**GROUPED, "compression": {"*": "topk:0.05"}, "servers": {"spare": 1, "group": "node"}}
     whole = {"always": torch.zeros(60, 40).double()}
     whole = {name: whole["always"].clone() for name in ("always", "rarely", "once")}
     before = None
     fits = [
         (four_ranks, 2, options),
         (four_ranks, 2, {**options, "partition_size": 300}),
-        (four_ranks, 1, {**options, "servers": 0}),
-        (two_ranks, 1, {**options, "group": None}),
+        (four_ranks, 1, {**options, "servers": {"group": "node"}}),
+        (two_ranks, 1, {**options, "servers": 1}),
         (four_ranks, 2, options),
     ]
     for number, (pool, nodes, how) in enumerate(fits):
@@ -194,7 +196,7 @@ def test_a_training_goes_on_from_its_checkpoint(four_ranks: RankPool, tmp_path: 
         trained(four_ranks, Recipe(model=model, steps=12, resume=str(one)), how, nodes=2)
         for one, how in (
             (path, GROUPED),
-            (path, {**SIZES, "architecture": "ps"}),
+            (path, {**SIZES, "servers": 0}),
             (tmp_path / "changed.ckpt", GROUPED),
         )
     ]
@@ -206,7 +208,8 @@ def test_a_training_goes_on_from_its_checkpoint(four_ranks: RankPool, tmp_path: 
 
 def test_a_timeline_tells_what_is_encoded_from_what_is_not(four_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "one.json"
-    options = {**GROUPED, "servers": 2, "timeline": str(path), "compression_min_size": 1}
+    servers = {"spare": 2, "group": "node"}
+    options = {**GROUPED, "servers": servers, "timeline": str(path), "compression_min_size": 1}
     outcomes = trained(four_ranks, Recipe(model=Tower, steps=6), options, nodes=2)
     traces = [read_timeline(path), read_timeline(path.with_name("one.rank1.json"))]
     pushed = [{(s.name, s.args["step"], s.args["partition"]) for s in trace.select(PUSH)} for trace in traces]

@@ -1,4 +1,4 @@
-"""``group="node"``: the ranks of a node add up gradients before one pushes; the mean is of all ranks, as DDP's."""
+"""The group ``"node"``: the ranks of a node add up gradients before one pushes; the mean is of all ranks, as DDP's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import on_nodes, train_with_servers
 
-GROUPED = {**SIZES, "architecture": "ps", "group": "node"}
+GROUPED = {**SIZES, "servers": {"group": "node"}}
 REFERENCE = partial(SumsOfNodes, nodes=((0, 1), (2, 3)), gradient_as_bucket_view=True)
 
 
@@ -41,7 +41,8 @@ def test_the_bits_are_those_of_sums_of_nodes_wherever_they_are_added_up(four_ran
     expected = trained(four_ranks, recipe, Run(strategy=REFERENCE))
     path = tmp_path / "one.json"
     for servers in (2, 1):
-        options = {**GROUPED, "servers": servers, "timeline": str(path) if servers == 2 else None}
+        wanted = {"spare": servers, "group": "node"}
+        options = {**SIZES, "servers": wanted, "timeline": str(path) if servers == 2 else None}
         ours = trained(four_ranks, recipe, Run(options=options, network="held"), servers=servers)
         assert_same(expected, ours)
         assert_overlapped(ours, share=0.85)
@@ -50,7 +51,7 @@ def test_the_bits_are_those_of_sums_of_nodes_wherever_they_are_added_up(four_ran
         assert plan.placement is not None
         assert plan.placement.nodes == ((0, 1), (2, 3))
         assert "ranks 0, 1; 2, 3" in repr(plan)
-    ungrouped = trained(four_ranks, recipe, Run(options={**GROUPED, "group": None}))
+    ungrouped = trained(four_ranks, recipe, Run(options={**SIZES, "servers": 0}))
     assert differences(expected[0], ungrouped[0]), "the reference does not see the order of sums"
     assert_stages_are_true(path)
 
@@ -137,7 +138,7 @@ def test_ranks_may_count_by_their_samples(four_ranks: RankPool) -> None:
 def test_a_dead_server_is_named_on_ranks_that_do_not_push_to_it_too(
     four_ranks: RankPool, compression: str | None
 ) -> None:
-    run = Run(options={**GROUPED, "servers": 1, "compression": compression}, network="plain")
+    run = Run(options={**SIZES, "servers": {"spare": 1, "group": "node"}, "compression": compression}, network="plain")
     for one in four_ranks.run(train_with_servers, recipe=Recipe(model=Tower), run=run, servers=1, kill_at=5, nodes=2):
         assert one.outcome is None
         assert "arameter server 0 (process" in one.error

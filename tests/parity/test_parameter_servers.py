@@ -1,4 +1,4 @@
-"""``architecture="ps"``: the weights of DDP, wherever gradients are added up."""
+"""``servers``: the weights of DDP, wherever gradients are added up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
 
-PS = {**SIZES, "architecture": "ps"}
+PS = {**SIZES, "servers": 0}
 
 
 def test_one_server_that_is_slow_for_a_while_gives_ddps_bits(two_ranks: RankPool) -> None:
@@ -60,7 +60,7 @@ def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: R
     (colocated,) = train_on(three_ranks, recipe, Run(options=PS))
     for servers, placement in ((1, "mixed"), (3, "balanced")):
         path = tmp_path / f"{servers}.json"
-        run = Run(options={**PS, "servers": servers, "placement": placement, "timeline": str(path)})
+        run = Run(options={**PS, "servers": {"spare": servers, "placement": placement}, "timeline": str(path)})
         served = three_ranks.run(train_with_servers, recipe=recipe, run=run, servers=servers)
         outcomes = [one.outcome for one in served if one.outcome is not None]
         assert_same(colocated, outcomes)

@@ -78,7 +78,7 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
     ("recipe", "options"),
     [
         (Recipe(model=partial(Tower, optimizer=adamw), steps=36), {}),
-        (Recipe(model=partial(Tower, optimizer=adamw), steps=24), {"architecture": "ps"}),
+        (Recipe(model=partial(Tower, optimizer=adamw), steps=24), {"servers": 0}),
         (Recipe(model=partial(MixedTypes, optimizer=adamw), steps=24), {}),
         (Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24), {}),
         # Reduce-scatter, and nothing is really clipped.

@@ -93,20 +93,20 @@ def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
         locals_there = [number for number, _ in numbers[node]]
         if locals_there != list(range(len(locals_there))):
             raise UnsupportedError(
-                f"group='node' needs to know which ranks are on which node, but rank {one} says that it is number "
+                f"The group 'node' needs to know which ranks are on which node, but rank {one} says that it is number "
                 f"{local} on node {node}, where the ranks say that they are numbers {_listed(locals_there)}. The "
                 "launcher tells them by LOCAL_RANK, and NODE_RANK or GROUP_RANK: see that these are right on each "
                 f"machine. {_WAY_OUT}"
             )
         if size != len(locals_there) and len({len(ranks) for ranks in nodes}) == 1:
             raise UnsupportedError(
-                f"group='node' needs to know which ranks are on which node, but rank {one} says that node {node} has "
-                f"{size} ranks, and {len(locals_there)} say that they are there. See that devices=... and "
+                f"The group 'node' needs to know which ranks are on which node, but rank {one} says that node {node} "
+                f"has {size} ranks, and {len(locals_there)} say that they are there. See that devices=... and "
                 f"num_nodes=... of the Trainer are what the launcher has started. {_WAY_OUT}"
             )
     if len({len(ranks) for ranks in nodes}) > 1:
         counts = ", ".join(f"node {node} has {len(ranks)}" for node, ranks in numbers.items())
-        raise UnsupportedError(f"group='node' needs as many ranks on each node, but {counts}. {_WAY_OUT}")
+        raise UnsupportedError(f"The group 'node' needs as many ranks on each node, but {counts}. {_WAY_OUT}")
     return NodeLayout(tuple(tuple(one for _, one in ranks) for ranks in nodes), rank)
 
 

@@ -1,4 +1,4 @@
-"""Push and pull of sums that the ranks of a node have formed before: ``group="node"``, as in BytePS.
+"""Push and pull of sums that the ranks of a node have formed before: the group ``"node"``, as in BytePS.
 
 Of each part one rank of a node is the *pusher*. The others send it what they have, it adds that up in the order of the
 node's ranks, pushes the sum, and sends them what it pulls. So a part leaves a machine once, however many ranks are on

@@ -182,9 +182,7 @@ class PushPull:
             UnsupportedError: If servers do not add up what ``part`` consists of.
         """
         if part.dtype not in DTYPES:
-            raise UnsupportedError(
-                f"Parameter servers do not add up gradients of {part.dtype}. Use architecture='allreduce'."
-            )
+            raise UnsupportedError(f"Parameter servers do not add up gradients of {part.dtype}. Leave servers out.")
         if factor is None:
             part.mul_(1.0 / self.ranks_in_all)
         else:

@@ -1,4 +1,4 @@
-"""``lightning-bytescheduler server``: a parameter server for trainings with ``architecture="ps"``."""
+"""``lightning-bytescheduler server``: a parameter server for trainings with ``servers``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ a machine of its own has a residual for what it encodes: it is kept by the names
 anew, and parts stay at one server for as long as they are cut alike (``placed_parts.py``). Where they move all the
 same, what a server has left of them waits until they come back, or is in the next checkpoint.
 
-With ``group="node"`` a rank pushes for its node: what the node's ranks have is added up as it is before that, see
+With the group ``"node"`` a rank pushes for its node: what the node's ranks have is added up as it is before that, see
 ``node_sums.py``, and what travels back is handed on to them.
 
 Source: compression at both sides of a server is that of BytePS and of Zhong et al., "Compressed Communication for

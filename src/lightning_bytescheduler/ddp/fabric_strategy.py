@@ -69,10 +69,7 @@ _OF_THE_TRAINER = {
         ("weighting", "samples", "batch_size", "max_batch_size"),
         "a batch's samples are known where the Trainer hands the batch to training_step",
     ),
-    **dict.fromkeys(
-        ("architecture", "servers", "placement", "group"),
-        "parameter servers take part in one fit of the Trainer, and leave it",
-    ),
+    "servers": "parameter servers take part in one fit of the Trainer, and leave it",
 }
 
 

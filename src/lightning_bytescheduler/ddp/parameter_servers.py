@@ -1,4 +1,4 @@
-"""``architecture="ps"``: gradients are averaged by parameter servers instead of among the workers.
+"""``servers``: gradients are averaged by parameter servers instead of among the workers.
 
 Everything else of a step stays as it is: buckets, priorities, credit, gates and the launch order that rank 0 decides.
 What changes is what a part's start puts on the wire, see ``collectives/push_pull.py``. Workers are Lightning's world;
@@ -8,21 +8,28 @@ servers are known to this group alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
-from lightning_bytescheduler.checks import require_architecture, require_one_of, require_whole
+from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.node_layout import RankOnNode, agree_on_nodes
 from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, require_known, room_for_answer
+from lightning_bytescheduler.ddp.pushed_pieces import (
+    LeftQuestion,
+    described,
+    left_in,
+    require_known_to_servers,
+    room_for_answer,
+)
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, ServerFailedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
@@ -39,73 +46,58 @@ class ServerOptions:
     """Who averages gradients.
 
     Attributes:
-        architecture: ``"allreduce"``: the workers among themselves. ``"ps"``: parameter servers.
-        servers: How many of them run on machines of their own.
+        spare: How many parameter servers run on machines of their own; ``None`` where there are none at all, and the
+            workers average among themselves.
         placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
         compressed: Whether gradients are, so that servers keep what is left of their sums.
         group: Of which ranks one sum is pushed: ``None`` for of each, or ``"node"``.
     """
 
-    architecture: str = "allreduce"
-    servers: int = 0
+    spare: int | None = None
     placement: str = PLACEMENTS[0]
     compressed: bool = False
     group: str | None = None
 
     @classmethod
     def resolve(
-        cls,
-        architecture: str,
-        servers: int,
-        placement: str | None = None,
-        rules: CompressionRules | None = None,
-        group: str | None = None,
+        cls, servers: int | Mapping[str, int | str] | None, rules: CompressionRules | None = None
     ) -> ServerOptions:
         """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
 
         Args:
-            architecture: See the class.
-            servers: See the class.
-            placement: See the class.
+            servers: The option: ``spare``, or a mapping with ``spare`` (0 if left out), ``placement`` and ``group``.
             rules: What is compressed, if anything is.
-            group: See the class.
 
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
         """
-        require_architecture(architecture)
-        require_whole("servers", servers, 0)
+        if servers is None:
+            return cls()
+        given: Mapping[str, Any] = servers if isinstance(servers, Mapping) else {"spare": servers}
+        require_known(given, ("spare", "placement", "group"), of="servers")
+        spare, group = require_whole("servers", given.get("spare", 0), 0), given.get("group")
         if group is not None:
             require_one_of("group", group, ("node",))
-            if architecture != "ps":
-                raise OptionError("group", group, "left out unless architecture='ps'")
-        if servers and architecture != "ps":
-            raise OptionError("servers", servers, "left out unless architecture='ps'")
-        if architecture == "ps" and rules is not None:
-            _require_served(rules, servers)
-        if architecture != "ps":
-            if placement is not None:
-                raise OptionError("placement", placement, "left out unless architecture='ps'")
-            return cls()
-        return cls(
-            architecture=architecture,
-            servers=servers,
-            placement=chosen_placement(placement, os.environ),
-            compressed=rules is not None,
-            group=group,
-        )
+        if rules is not None:
+            _require_served(rules, spare)
+        placement = chosen_placement(given.get("placement"), os.environ)
+        return cls(spare=spare, placement=placement, compressed=rules is not None, group=group)
 
     @property
     def used(self) -> bool:
         """Whether there are parameter servers."""
-        return self.architecture == "ps"
+        return self.spare is not None
+
+    @property
+    def architecture(self) -> str:
+        """One of ``checks.ARCHITECTURES``."""
+        return "ps" if self.used else "allreduce"
 
     @property
     def facts(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         return {
-            "architecture": self.architecture,
-            "servers": self.servers,
+            "servers": self.spare,
             "placement": self.placement,
             "group": self.group,
         }
@@ -134,13 +126,13 @@ class ServerOptions:
             RanksDifferError: If a server has another version.
             ServerFailedError: If one has died.
         """
-        if not self.used:
+        if self.spare is None:
             return None
         device = place.root_device
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"architecture='ps' is for gradients on a CPU or a CUDA GPU, and these are on {device.type}. Use "
-                "architecture='allreduce'."
+                f"Parameter servers are for gradients on a CPU or a CUDA GPU, and these are on {device.type}. Leave "
+                "servers out."
             )
         timeout = timeout or _TIMEOUT
 
@@ -152,10 +144,10 @@ class ServerOptions:
             if layout is not None and layout.local_size == 1:
                 layout = None  # a rank pushes for itself
             pushers = groups.world_size if layout is None else len(layout.nodes)
-            servers, each = min(self.servers, pushers), "worker" if layout is None else "node"
-            if servers < self.servers and groups.rank == 0:
+            servers, each = min(self.spare, pushers), "worker" if layout is None else "node"
+            if servers < self.spare and groups.rank == 0:
                 more = f"as no more than one a {each} is of use"
-                say(f"bytescheduler: servers={self.servers} counts as {servers}, {more}.")
+                say(f"bytescheduler: servers={self.spare} counts as {servers}, {more}.")
             found, group, local = meet_servers(
                 groups, servers, timeout=timeout, failure=failure, say=say, layout=layout
             )
@@ -181,10 +173,10 @@ def _require_served(rules: CompressionRules, servers: int) -> None:
         raise OptionError(
             "compression",
             rules.spec,
-            "a compressor of gradients as they are cut, such as 'int8', with architecture='ps'",
-            "'auto' and 'powersgd' are for architecture='allreduce'.",
+            "a compressor of gradients as they are cut, such as 'int8', with servers",
+            "'auto' and 'powersgd' are for all-reduce: leave servers out.",
         )
-    require_known(rules.by_pattern, servers)
+    require_known_to_servers(rules.by_pattern, servers)
 
 
 class JoinedServers:

@@ -413,8 +413,8 @@ def make_plan(
         )
     if needed_by and has_servers:
         reasons.append(
-            f"{' and '.join(needed_by)} needs all gradients before a step, and architecture='ps' tells no norms before "
-            "(architecture='allreduce' keeps the overlap)"
+            f"{' and '.join(needed_by)} needs all gradients before a step, and parameter servers tell no norms "
+            "before (leaving servers out keeps the overlap)"
         )
     if needed_by and whole_matrices:
         reasons.append(

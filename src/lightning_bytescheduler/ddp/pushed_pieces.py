@@ -26,7 +26,7 @@ __all__ = [
     "described",
     "left_in",
     "read",
-    "require_known",
+    "require_known_to_servers",
     "room_for_answer",
 ]
 
@@ -154,7 +154,7 @@ def _codec(spec: str) -> Compressor:
     return make_compressor(spec, error_feedback=False, min_size=0)
 
 
-def require_known(codecs: Iterable[tuple[str, Compressor | None]], servers: int) -> None:
+def require_known_to_servers(codecs: Iterable[tuple[str, Compressor | None]], servers: int) -> None:
     """Make sure that servers on machines of their own can make the codecs that a user has.
 
     Args:

@@ -129,14 +129,13 @@ class ByteSchedulerStrategy(RankStrategy):
             share follows its pace. ``"global"``: it is that of all together, however many there are, and shares are
             equal. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
         max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
-        architecture: ``"allreduce"``: ranks average gradients among themselves. ``"ps"``: parameter servers do, see the
-            documentation's page on them; the weights are as with all-reduce.
-        servers: For ``architecture="ps"``: how many servers run on machines of their own, each started by
-            ``lightning-bytescheduler server``. With 0, each rank is a server besides; with fewer than ranks, both.
-        placement: For ``architecture="ps"``: which server has which part of a gradient. ``"balanced"``: by bytes, to
-            the shares that keep all links equally busy. ``"mixed"``: as in BytePS. Balanced when left out, mixed if
-            ``BYTEPS_ENABLE_MIXED_MODE`` is 1.
-        group: For ``architecture="ps"``: ``"node"`` has the ranks of a node add up gradients before one pushes the sum.
+        servers: Parameter servers average gradients, see the documentation's page on them; the weights are as with
+            all-reduce. How many of them run on machines of their own, each started by
+            ``lightning-bytescheduler server``: with 0, each rank is a server besides; with fewer than ranks, both. Or
+            a mapping with that number as ``"spare"``; with ``"placement"``, which server has which part of a gradient:
+            ``"balanced"`` (by bytes, to the shares that keep all links equally busy) or ``"mixed"`` (as BytePS, also
+            asked for by ``BYTEPS_ENABLE_MIXED_MODE=1``); and with ``"group": "node"``, which has the ranks of a node
+            add up gradients before one pushes the sum. All-reduce when left out.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
             model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
@@ -184,10 +183,7 @@ class ByteSchedulerStrategy(RankStrategy):
         samples: Callable[[Any], Any] | None = None,
         batch_size: Literal["balanced", "global"] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
-        architecture: Literal["allreduce", "ps"] = "allreduce",
-        servers: int = 0,
-        placement: Literal["balanced", "mixed"] | None = None,
-        group: Literal["node"] | None = None,
+        servers: int | Mapping[str, int | str] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -220,7 +216,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
         self._sharing = BatchSharing(self._weighting)
-        self._servers = ServerOptions.resolve(architecture, servers, placement, self._rules, group)
+        self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
