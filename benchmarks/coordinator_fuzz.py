@@ -34,7 +34,6 @@ import torch
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator import buffers
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.packed_state import pack, tensor_chunks
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -107,7 +106,7 @@ def _resident(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _target(folder: Path, token: str, shards: int) -> Iterator[CoordinatorServer]:
+def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
     (folder / "a.txt").write_text("\n".join(f"line {number}" for number in range(400)))
     make_slices(str(folder / "a.txt"), str(folder / "slices"), slice_bytes=500)
     options = CoordinatorOptions(
@@ -115,21 +114,18 @@ def _target(folder: Path, token: str, shards: int) -> Iterator[CoordinatorServer
         rounds=RoundOptions(grace=_LEASE),
         lease=_LEASE,
         spool_bytes=2**20,
-        shards=shards,
     )
-    if shards > 1:  # its updates are small
-        buffers.LARGE = 1
     slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
     keeper = StateKeeper(str(folder / "state"))
     with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=slices) as server:
         yield server
 
 
-def _serve(folder: str, token: str, shards: int, pipe: Pipe) -> None:
+def _serve(folder: str, token: str, pipe: Pipe) -> None:
     """The process of the coordinator: what it uses is its own, and not that of those who attack it."""
     errors = _Errors()
     logging.getLogger().addHandler(errors)
-    with _target(Path(folder), token, shards) as server:
+    with _target(Path(folder), token) as server:
         answers: dict[str, Callable[[], Any]] = {
             "url": lambda: server.url,
             "digest": lambda: _digest(server),
@@ -150,13 +146,12 @@ class _Target:
     Args:
         folder: For its state.
         token: Of those who may talk to it.
-        shards: That it has.
     """
 
-    def __init__(self, folder: Path, token: str, shards: int) -> None:
+    def __init__(self, folder: Path, token: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(str(folder), token, shards, theirs), name="coordinator")
+        self._process = context.Process(target=_serve, args=(str(folder), token, theirs), name="coordinator")
         self._process.start()
         theirs.close()
         self.logged: list[str] = []
@@ -289,13 +284,12 @@ async def _send_all(
         raise Failure(f"the coordinator's memory has grown by {growth / 2**20:.0f} MiB")
 
 
-def fuzz(count: int, *, seed: int = 0, shards: int = 1, say: Callable[[str], None] = lambda _: None) -> None:
+def fuzz(count: int, *, seed: int = 0, say: Callable[[str], None] = lambda _: None) -> None:
     """Send wrong messages to a coordinator of its own.
 
     Args:
         count: Of messages.
         seed: Of what is sent.
-        shards: Of the coordinator.
         say: Told how it goes.
 
     Raises:
@@ -304,7 +298,7 @@ def fuzz(count: int, *, seed: int = 0, shards: int = 1, say: Callable[[str], Non
     token = "a-token-of-the-fuzzer"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with _Target(folder, token, shards) as server:
+        with _Target(folder, token) as server:
             asyncio.run(_assault(server, token, count, seed, say))
             if (error := server.ask("error")) is not None:
                 raise Failure(f"the coordinator has failed: {error}")
@@ -331,10 +325,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Send wrong messages to a coordinator.")
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=1, help="of the coordinator")
     options = parser.parse_args()
     try:
-        fuzz(options.messages, seed=options.seed, shards=options.shards, say=lambda line: print(line, flush=True))
+        fuzz(options.messages, seed=options.seed, say=lambda line: print(line, flush=True))
     except Failure as failure:
         print(f"FAILED: {failure}")
         return 1

@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
         wire_dtype=options.wire_dtype, inner_steps=options.inner_steps, samples_per_round=options.samples_per_round
     )
     rounds = RoundOptions(start_workers=options.workers, quorum=0.0, grace=600.0, silent_after=600.0)
-    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0, shards=options.shards)
+    own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0)
     with CoordinatorServer(own) as server, Garbage.collected_rarely():
         idle = _IdleServer(options.payload_bytes)
         print(json.dumps({"coordinator": server.url, "idle": idle.start(server)}), flush=True)
@@ -201,13 +201,10 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a push and a pull, with and without work."""
     found: dict[str, Any] = {}
     asked = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype in options.wire_dtypes.split(",")]
-    counts = [int(count) for count in options.shards.split(",")]
     workers = [int(count) for count in options.workers.split(",")]
-    for wire_dtype, options.workers, shards in itertools.product(asked, workers, counts):
+    for wire_dtype, options.workers in itertools.product(asked, workers):
         payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
-        server = _Server(
-            wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes, shards=shards
-        )
+        server = _Server(wire_dtype=wire_dtype, inner_steps=1, workers=options.workers, payload_bytes=payload_bytes)
         try:
             times = asyncio.run(_updates(server.urls, options, wire_dtype))
             peak = server.peak_bytes
@@ -215,7 +212,7 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
             server.close()
         ratio = statistics.median(times["idle"]) / statistics.median(times["coordinator"])
         print(
-            f"{wire_dtype}, {options.workers} workers, {shards} shards: "
+            f"{wire_dtype}, {options.workers} workers: "
             f"{2 * payload_bytes / 1e6:.0f} MB up and down for each: "
             f"idle server {_shown(times['idle'])}, "
             f"coordinator {_shown(times['coordinator'])} "
@@ -223,7 +220,7 @@ def updates(options: argparse.Namespace) -> dict[str, Any]:
             f"pull {_shown(times['pull'])}): {ratio:.2f}x; peak {peak / 1e9:.2f} GB",
             flush=True,
         )
-        found[f"{wire_dtype}, {options.workers} workers, {shards} shards"] = {
+        found[f"{wire_dtype}, {options.workers} workers"] = {
             "ratio": ratio,
             "peak_bytes": peak,
             **times,
@@ -373,7 +370,6 @@ def main() -> None:
     one.add_argument("--pause", type=float, default=0.4, help="seconds after each round, for the outer step")
     one.add_argument("--wire-dtypes", default="fp32,bf16,int8")
     one.add_argument("--workers", default="2", help="as many, or several numbers with commas")
-    one.add_argument("--shards", default="1", help="of the coordinator; or several numbers with commas")
     one.add_argument("--spread", type=int, default=0, help="1: magnitudes that differ by 2^40, log-normal")
     one.set_defaults(run=updates)
     other = actions.add_parser("reports")
@@ -384,7 +380,6 @@ def main() -> None:
     served = actions.add_parser("serve")
     served.add_argument("--wire-dtype", default="fp32")
     served.add_argument("--workers", type=int, default=1)
-    served.add_argument("--shards", type=int, default=1)
     served.add_argument("--inner-steps", type=int)
     served.add_argument("--samples-per-round", type=int)
     served.add_argument("--payload-bytes", type=int, default=1)

@@ -36,7 +36,6 @@ from tests.coordinator.small_worker import SmallWorker
         (["--standby"], "--standby=True is not allowed"),
         (["--late", "discount", "--weighting", "uniform"], "--late='discount' is not allowed"),
         (["--cert", "c.pem"], "--key=None is not allowed"),
-        (["--shards", "0"], "--shards=0 is not allowed"),
         (["--spool", "missing"], "--spool='missing' is not allowed"),
     ],
 )

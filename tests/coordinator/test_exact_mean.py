@@ -16,8 +16,7 @@ from torch import Tensor
 from lightning_bytescheduler.compression.wire_format import WireDtype, WireFormat
 from lightning_bytescheduler.coordinator import pieces
 from lightning_bytescheduler.coordinator.exact_mean import Weighted, exact_mean, is_exact
-from lightning_bytescheduler.coordinator.extents import Extent, extent_of
-from lightning_bytescheduler.coordinator.pieces import PiecedFormat
+from lightning_bytescheduler.coordinator.pieces import Extent, PiecedFormat, extent_of
 from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
 from lightning_bytescheduler.diloco.weighted_mean import MOST_WEIGHT, WeightedMean
 from lightning_bytescheduler.exceptions import OptionError

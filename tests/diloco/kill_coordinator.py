@@ -30,13 +30,6 @@ from tests.diloco.coordinated_workers import ThreadWorker
 from tests.support.rank_pool import free_port
 
 _START_S = 60.0
-_SHARING = """
-import sys
-from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.coordinator import buffers
-buffers.LARGE = 1  # the model is small
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def main() -> int:
@@ -51,7 +44,6 @@ def main() -> int:
         "--state-lease-s", type=float, default=15.0, help="that a standby waits for (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--shards", type=int, default=1, help="of the coordinator; each is killed as often as it")
     asked = parser.parse_args()
     console, moments = Console(stderr=True), random.Random(asked.seed)
     ports = [free_port() for _ in range(1 + asked.standby)]
@@ -59,14 +51,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         state = str(Path(folder) / "state")
-        pair = Coordinators(ports, state, log, asked.shards, asked.state_lease_s)
+        pair = Coordinators(ports, state, log, asked.state_lease_s)
         try:
             pair.until_there()
             workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
             with Progress(console=console) as progress:
                 for _ in progress.track(range(asked.kills), description="kills"):
                     time.sleep(moments.uniform(0.2, 2.0))
-                    pair.kill(moments)
+                    pair.kill()
                     pair.until_merged()
                     for worker in workers:
                         if worker.error is not None:
@@ -99,13 +91,11 @@ class Coordinators:
         ports: Of each.
         state: Their folder.
         log: File for what they say.
-        shards: Processes of each, that are killed too.
         lease_s: Seconds without a word of one after which another one takes over.
     """
 
-    def __init__(self, ports: list[int], state: str, log: Path, shards: int, lease_s: float) -> None:
+    def __init__(self, ports: list[int], state: str, log: Path, lease_s: float) -> None:
         self._state = state
-        self._shards = shards
         self._lease_s = lease_s
         self._log = log
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -115,17 +105,9 @@ class Coordinators:
             if port == ports[0]:
                 self.until_there()
 
-    def kill(self, moments: random.Random) -> None:
-        """Kill -9 the one that acts, and start it anew: where another one stands by, that one takes over.
-
-        Or one of its shards, as chance has it.
-        """
+    def kill(self) -> None:
+        """Kill -9 the one that acts, and start it anew: where another one stands by, that one takes over."""
         process = self._processes[self._acting]
-        shards = _children(process)
-        chosen = moments.randrange(self._shards + 1) if self._shards > 1 else 0
-        if 0 < chosen <= len(shards):
-            os.kill(shards[chosen - 1], signal.SIGKILL)
-            return
         process.send_signal(signal.SIGKILL)
         process.wait()
         others = [port for port in self._processes if port != self._acting]
@@ -166,27 +148,16 @@ class Coordinators:
             "--outer-lr": "1",
             "--outer-momentum": "0",
             "--state-lease-s": str(self._lease_s),
-            "--shards": str(self._shards),
         }
         words = [word for pair in options.items() for word in pair]
         words += ["--standby"] if set(self._processes) - {port} else []
-        command = ["-m", "lightning_bytescheduler"] if self._shards == 1 else ["-c", _SHARING]
         with self._log.open("ab") as out:
             self._processes[port] = subprocess.Popen(
-                [sys.executable, *command, "coordinator", *words],
+                [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words],
                 stdout=out,
                 stderr=out,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-
-
-def _children(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes that it has started."""
-    found: list[int] = []
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        with suppress(OSError):  # the thread has ended
-            found += map(int, (thread / "children").read_text().split())
-    return found
 
 
 def _status(port: int) -> dict[str, Any] | None:

@@ -113,9 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument("--rounds-file", metavar="FILE", help="record of the rounds, for 'rounds' to draw")
     keeping.add_argument("--spool", metavar="DIR", help="folder for updates that are not merged yet")
     keeping.add_argument("--spool-bytes", type=_bytes, default=2**32, metavar="SIZE", help="of those (default: 4GiB)")
-    keeping.add_argument(
-        "--shards", type=int, default=1, metavar="N", help="processes that add up large updates (default: 1, this one)"
-    )
     data = parser.add_argument_group("slices")
     data.add_argument("--seed", type=int, default=0, metavar="N", help="of their order (default: 0)")
     data.add_argument(
@@ -171,7 +168,6 @@ def _options(options: argparse.Namespace) -> CoordinatorOptions:
         spool=options.spool,
         spool_bytes=options.spool_bytes,
         save_every=options.save_every,
-        shards=options.shards,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.compression.blocks import chunk_size
 from lightning_bytescheduler.compression.wire_format import WireFormat
-from lightning_bytescheduler.coordinator.extents import Extent
+from lightning_bytescheduler.coordinator.pieces import Extent
 from lightning_bytescheduler.diloco.weighted_mean import COARSE_SHIFT, FINE_SHIFT, FINEST, MOST_SPLIT
 
 __all__ = ["Weighted", "exact_mean", "is_exact"]

@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.coordinator.buffers import BufferPool
-from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.pieces import PiecedFormat
-from lightning_bytescheduler.coordinator.shards import Shards
-from lightning_bytescheduler.coordinator.spool import view_of
-from lightning_bytescheduler.coordinator.update_sum import UpdateSum
+from lightning_bytescheduler.coordinator.spool import BufferPool, view_of
+from lightning_bytescheduler.coordinator.update_sum import Inspection, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
@@ -88,7 +85,6 @@ class GlobalWeights:
         executor: Of the threads.
         keep_rounds: Means of that many rounds are kept,
         keep_bytes: if together they do not take more than this. The last is always kept.
-        shards: Add up and encode what is large, in place of the threads; ``None`` for none.
     """
 
     def __init__(
@@ -100,10 +96,8 @@ class GlobalWeights:
         executor: Executor,
         keep_rounds: int = 8,
         keep_bytes: int = 2**30,
-        shards: Shards | None = None,
     ) -> None:
         self.executor = executor
-        self._shards = shards
         self._optimizer = OuterOptimizer(
             {one.name: weights[one.name] for one in model}, lr=options.outer_lr, momentum=options.outer_momentum
         )
@@ -114,7 +108,7 @@ class GlobalWeights:
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment
-        self._buffers = BufferPool() if shards is None else shards.buffers
+        self._buffers = BufferPool()
         # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
         self._residuals: dict[int, Tensor] = {}
         self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
@@ -124,16 +118,11 @@ class GlobalWeights:
 
     def sum_of(self, fragment: int) -> UpdateSum:
         """A sum of nothing, for updates of a fragment."""
-        spare = self._spare.pop(fragment, None)
-        if spare is not None:
-            return spare
-        pieced, shards = self.formats[fragment], self._shards
-        by = shards.sums_of(pieced) if shards is not None and shards.serves(pieced) else None
-        return UpdateSum(pieced, self.executor, by=by)
+        return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self.executor)
 
     def inspection_of(self, fragment: int, payload: Tensor) -> Inspection:
         """The check of an update of a fragment, while it comes in."""
-        return Inspection(self.formats[fragment], payload, self.executor, shards=self._shards)
+        return Inspection(self.formats[fragment], payload, self.executor)
 
     async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> KeptMean:
         """The mean of a round, encoded and kept.
@@ -249,8 +238,7 @@ class GlobalWeights:
             known = int(fragment) if fragment.isdecimal() else -1
             if not 0 <= known < len(self.formats) or tensor.shape != (self.formats[known].elements,):
                 raise OptionError("state", f"residual of fragment {fragment}", "of the same model as the run's")
-            # In memory that can be shared, as everything that a mean is formed of.
-            self._residuals[known] = self._buffers.take(4 * tensor.numel()).view(torch.float32).copy_(tensor)
+            self._residuals[known] = tensor
 
 
 def weights_in(tensors: Mapping[str, Tensor], model: Sequence[ModelParameter]) -> dict[str, Tensor]:

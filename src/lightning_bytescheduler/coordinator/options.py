@@ -41,7 +41,6 @@ class CoordinatorOptions:
         spool_bytes: That all uploads under way may take together, in memory and in the folder.
         spool_memory: Of these, in memory.
         save_every: Rounds from one saved state to the next.
-        shards: Processes that check, add up and encode large updates; 1 does it in threads of the coordinator's own.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -56,7 +55,6 @@ class CoordinatorOptions:
     spool_bytes: int = 2**32
     spool_memory: int = 2**29
     save_every: int = 1
-    shards: int = 1
 
     def __post_init__(self) -> None:
         require_late("late", self.rounds.late, weighting=self.run.weighting)
@@ -65,7 +63,6 @@ class CoordinatorOptions:
         for option in ("keep_bytes", "spool_bytes", "spool_memory"):
             require_whole(option, getattr(self, option), 0 if option == "spool_memory" else 1)
         require_whole("save_every", self.save_every, 1)
-        require_whole("shards", self.shards, 1)
         own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
         object.__setattr__(self, "rounds", own)
 

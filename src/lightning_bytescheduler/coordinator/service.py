@@ -32,7 +32,6 @@ from lightning_bytescheduler.coordinator.rate_limit import RateLimit
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
-from lightning_bytescheduler.coordinator.shards import Shards
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.stalls import Stalls
@@ -116,9 +115,7 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
         )
         self._loop = asyncio.get_running_loop()
-        self.shards = self._make_shards()
-        buffers = None if self.shards is None else self.shards.buffers
-        self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory, buffers=buffers)
+        self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
         self.stalls = Stalls(_STALLED_SECONDS, clock)
         self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
         self.states = StateRoutes(self.run, options.spool)
@@ -133,16 +130,6 @@ class CoordinatorService:
         self.rounds: deque[RoundSummary] = deque(maxlen=_ROUNDS_SHOWN)
         self.timeline: deque[RoundRecord] = deque(maxlen=_ROUNDS_DRAWN)
         self.failed: asyncio.Future[BaseException] | None = None
-
-    def _make_shards(self) -> Shards | None:
-        if self.options.shards == 1:
-            return None
-        call = self._loop.call_soon_threadsafe
-        return Shards(
-            self.options.shards,
-            on_restart=lambda: call(self.run.count, "shards_restarted"),
-            on_lost=lambda error: call(self.fail, error),
-        )
 
     def application(self, *middlewares: Middleware) -> web.Application:
         """The routes.
@@ -179,9 +166,6 @@ class CoordinatorService:
             OptionError: If it is of a run with other options or other slices.
         """
         self.run.term = term
-        if self.shards is not None:
-            self.shards.start()
-            log.info("Updates are added up in the processes %s.", ", ".join(map(str, self.shards.processes)))
         if state is not None:
             self._load(state)
         self._started = self._clock()
@@ -238,8 +222,6 @@ class CoordinatorService:
         self._rounds_file.close()
         ended = self._loop.run_in_executor(None, functools.partial(self._threads.shutdown, cancel_futures=True))
         await asyncio.wait([ended], timeout=_STOP_SECONDS)
-        if self.shards is not None:
-            await self._loop.run_in_executor(None, self.shards.close)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or self._stopping:
@@ -325,8 +307,6 @@ class CoordinatorService:
                         self.run.alive(connection.member, connection.last_heard(now, quiet))
             self.run.tick(now)
             self.stalls.look()
-            if self.shards is not None:
-                self.shards.look()
             if self.slices is not None:
                 if now - loop_seconds > self.options.lease / 4:
                     loop_seconds = now
@@ -515,7 +495,6 @@ class CoordinatorService:
             executor=self._threads,
             keep_rounds=self.options.keep_rounds,
             keep_bytes=self.options.keep_bytes,
-            shards=self.shards,
         )
         self.weights = self.updates.weights = made
         return made

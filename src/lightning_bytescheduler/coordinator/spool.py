@@ -1,32 +1,67 @@
 """Room for bodies of requests while they come in: in memory as long as there is some, else in files; bounded together.
 
-What is taken is given back when the :class:`Spooled` is closed. Files have no name
-from the moment that they are opened, so that nothing is left of a process that is killed.
+What is taken is given back when the :class:`Spooled` is closed. Files have no name from the moment that they are
+opened, so that nothing is left of a process that is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
+import sys
 import tempfile
+import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.buffers import BufferPool
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = ["Spool", "Spooled", "view_of"]
+__all__ = ["BufferPool", "Spool", "Spooled", "view_of"]
 
 _SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
+_LARGE = 1 << 22  # bytes from which on buffers are used again
+_FREE = 3  # of other lengths, as of another fragment, that are kept
+_REFERENCES = 3  # to an array that nobody uses: the pool's, the loop's, and the call's that counts them
 
 
 def view_of(payload: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy."""
     array: Any = payload.numpy()  # numpy's types do not say that it is a buffer
     return memoryview(array)
+
+
+class BufferPool:
+    """Large buffers that are used again: the first touch of fresh memory costs as much as all that is done in it.
+
+    One is free again when the last tensor and view of it is gone. For any thread. NumPy makes them, as it asks the
+    system for large pages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: list[Any] = []
+
+    def take(self, length: int) -> Tensor:
+        """A buffer of so many bytes, which hold anything."""
+        if length < _LARGE:
+            return torch.empty(length, dtype=torch.uint8)
+        with self._lock:
+            free = []
+            for array in self._arrays:
+                if sys.getrefcount(array) == _REFERENCES:
+                    if array.nbytes == length:
+                        return torch.from_numpy(array)
+                    free.append(id(array))
+            dropped = set(free[:-_FREE])
+            self._arrays = [array for array in self._arrays if id(array) not in dropped]
+            made = np.empty(length, dtype=np.uint8)
+            self._arrays.append(made)
+            return torch.from_numpy(made)
 
 
 class Spooled:
@@ -48,7 +83,7 @@ class Spooled:
         else:
             with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
                 _reserve(file.fileno(), length)
-                self.payload = spool.buffers.of_file(file, length)
+                self.payload = torch.frombuffer(mmap.mmap(file.fileno(), length), dtype=torch.uint8)
         self._view = view_of(self.payload)
         self.filled = 0
 
@@ -102,16 +137,15 @@ class Spool:
         folder: For files; ``None`` for that of temporary files.
         limit: Bytes of all together.
         memory: Of these, in memory.
-        buffers: Where that memory comes from.
     """
 
-    def __init__(self, folder: str | None, *, limit: int, memory: int, buffers: BufferPool | None = None) -> None:
+    def __init__(self, folder: str | None, *, limit: int, memory: int) -> None:
         self.folder = folder
         self._limit = limit
         self._memory_limit = min(memory, limit)
         self._taken = 0
         self._in_memory = 0
-        self.buffers = BufferPool() if buffers is None else buffers
+        self.buffers = BufferPool()
         self._waiting: list[asyncio.Future[None]] = []
 
     @property

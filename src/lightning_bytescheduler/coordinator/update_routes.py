@@ -18,14 +18,13 @@ from torch import Tensor
 
 from lightning_bytescheduler.coordinator.contributions import Seen
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
-from lightning_bytescheduler.coordinator.inspection import Inspection
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.replies import problem
 from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.coordinator.update_rules import Offer
-from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
+from lightning_bytescheduler.coordinator.update_sum import Inspection, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
     DIGEST_HEADER,
@@ -174,9 +173,8 @@ class UpdateRoutes:
         if weights is None:
             raise RuntimeError("There are no weights to add updates for.")
         loop = asyncio.get_running_loop()
-        found, extents = await inspection.finish()
-        update = Update(payload, extents, found)
-        if found != digest:
+        update = await inspection.finish()
+        if update.digest != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
         if not math.isfinite(update.largest):
             raise OptionError("update", "infinities or NaN in it", "finite")
