@@ -29,18 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import torch
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
-from lightning_bytescheduler.coordinator.packed_state import pack, tensor_chunks
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.coordinator.state_folder import StateFolder
-from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
-from lightning_bytescheduler.coordinator.state_store import StateStore
+from lightning_bytescheduler.coordinator.spool import view_of
+from lightning_bytescheduler.coordinator.state_store import StateStore, pack
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_options import RoundOptions
@@ -92,10 +89,10 @@ def _digest(server: CoordinatorServer) -> str:
             "spool": service.spool.taken,
         }
 
-    packed = pack(server.call(plain))
-    digest = hashlib.sha256(msgspec.json.encode(packed.plain))
-    for chunk in tensor_chunks(packed.tensors):
-        digest.update(chunk)
+    text, tensors = pack(server.call(plain))
+    digest = hashlib.sha256(text.encode())
+    for tensor in tensors.values():
+        digest.update(view_of(tensor.flatten().view(torch.uint8)))
     return digest.hexdigest()
 
 
@@ -116,8 +113,8 @@ def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
         spool_bytes=2**20,
     )
     slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
-    keeper = StateKeeper(str(folder / "state"))
-    with CoordinatorServer(options, access=ServerAccess(token=token), keeper=keeper, slices=slices) as server:
+    store = StateStore(str(folder / "state"))
+    with CoordinatorServer(options, access=ServerAccess(token=token), store=store, slices=slices) as server:
         yield server
 
 
@@ -311,12 +308,14 @@ def fuzz(count: int, *, seed: int = 0, say: Callable[[str], None] = lambda _: No
 
 def _load_all(folder: Path, say: Callable[[str], None]) -> None:
     """Each saved state loads, not only the newest."""
-    saved = sorted(folder.glob("state-*.json"), reverse=True)
+    store = StateStore(str(folder))
+    saved = sorted(folder.glob("state-*.safetensors"), reverse=True)
     for path in saved:
-        state = StateStore(StateFolder(str(folder))).load()
-        if state is None or path.name != f"state-{state.term:010d}-{state.version:010d}.json":
+        state = store.load()
+        if state is None or path.name != f"state-{state['run']['version']:010d}.safetensors":
             raise Failure(f"{path.name} does not load")
         path.unlink()
+    store.close()
     say(f"{len(saved)} saved states load")
 
 

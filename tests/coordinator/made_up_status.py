@@ -18,7 +18,6 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
     return RunStatus(
         version="0.9.0",
         uptime=12_345.6,
-        term=3,
         round=rounds + 1,
         phase="training",
         outer_steps=500,

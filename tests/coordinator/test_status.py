@@ -76,7 +76,7 @@ def test_the_table_shows_everything(capsys, monkeypatch):
         "anna (leads)",
         "lost, away",
         "Epoch 2 of the data: 32 %, 812 slices to go, 1 quarantined; 10 % of the next one.",
-        "45 GB in, 61 GB out; round 40 saved; term 3; 4 refused.",
+        "45 GB in, 61 GB out; round 40 saved; 4 refused.",
         "▁",
     ):
         assert text in said
@@ -94,7 +94,6 @@ def test_an_empty_run_has_a_status(capsys):
     empty = RunStatus(
         version="1",
         uptime=0.0,
-        term=1,
         round=0,
         phase="waiting",
         outer_steps=None,

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,29 +36,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--standby", action="store_true", help="another coordinator stands by, and takes over each time"
-    )
-    parser.add_argument(
-        "--state-lease-s", type=float, default=15.0, help="that a standby waits for (default: %(default)s)"
-    )
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     console, moments = Console(stderr=True), random.Random(asked.seed)
-    ports = [free_port() for _ in range(1 + asked.standby)]
-    url = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         state = str(Path(folder) / "state")
-        pair = Coordinators(ports, state, log, asked.state_lease_s)
+        coordinator = Coordinator(port, state, log)
         try:
-            pair.until_there()
+            coordinator.until_there()
             workers = [ThreadWorker(url, f"w{n}", seconds=0.01, timeout=_START_S) for n in range(asked.workers)]
             with Progress(console=console) as progress:
                 for _ in progress.track(range(asked.kills), description="kills"):
                     time.sleep(moments.uniform(0.2, 2.0))
-                    pair.kill()
-                    pair.until_merged()
+                    coordinator.kill()
+                    coordinator.until_merged()
                     for worker in workers:
                         if worker.error is not None:
                             raise worker.error
@@ -68,9 +61,9 @@ def main() -> int:
             for worker in workers:
                 worker.checked()
             time.sleep(1.0)
-            status = pair.until_there()
+            status = coordinator.until_there()
         finally:
-            pair.stop()
+            coordinator.stop()
     gone = [worker.repeated() for worker in workers]
     taken, repeated = sum(worker.taken for worker in workers), sum(map(len, gone))
     rounds, merged = status["weights_version"], status["samples"]
@@ -84,44 +77,32 @@ def main() -> int:
     return int(failed)
 
 
-class Coordinators:
-    """One that acts, and maybe one that stands by; each on a port of its own.
+class Coordinator:
+    """One process at a time.
 
     Args:
-        ports: Of each.
-        state: Their folder.
-        log: File for what they say.
-        lease_s: Seconds without a word of one after which another one takes over.
+        port: That it listens at.
+        state: Its folder.
+        log: File for what it says.
     """
 
-    def __init__(self, ports: list[int], state: str, log: Path, lease_s: float) -> None:
+    def __init__(self, port: int, state: str, log: Path) -> None:
+        self._port = port
         self._state = state
-        self._lease_s = lease_s
         self._log = log
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._acting = ports[0]
-        for port in ports:
-            self._start(port)
-            if port == ports[0]:
-                self.until_there()
+        self._process = self._start()
 
     def kill(self) -> None:
-        """Kill -9 the one that acts, and start it anew: where another one stands by, that one takes over."""
-        process = self._processes[self._acting]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        others = [port for port in self._processes if port != self._acting]
-        killed = self._acting
-        if others:
-            self._acting = others[0]
-            self.until_there()
-        self._start(killed)
+        """Kill -9 it, and start it anew."""
+        self._process.kill()
+        self._process.wait()
+        self._process = self._start()
 
     def until_there(self) -> dict[str, Any]:
-        """The status of the one that acts, once it does."""
+        """Its status, once it has one."""
         deadline = time.monotonic() + _START_S
-        while (found := _status(self._acting)) is None:
-            if self._processes[self._acting].poll() is not None or time.monotonic() > deadline:
+        while (found := _status(self._port)) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"The coordinator did not start:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
         return found
@@ -136,23 +117,20 @@ class Coordinators:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
+        self._process.kill()
+        self._process.wait()
 
-    def _start(self, port: int) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         options = {
-            "--bind": f"127.0.0.1:{port}",
+            "--bind": f"127.0.0.1:{self._port}",
             "--state": self._state,
             "--samples-per-round": "20",
             "--outer-lr": "1",
             "--outer-momentum": "0",
-            "--state-lease-s": str(self._lease_s),
         }
         words = [word for pair in options.items() for word in pair]
-        words += ["--standby"] if set(self._processes) - {port} else []
         with self._log.open("ab") as out:
-            self._processes[port] = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words],
                 stdout=out,
                 stderr=out,

@@ -29,7 +29,7 @@ def beginning(url: str) -> Iterator[CoordinatedRuntime]:
     """A rank that has said nothing yet."""
     board: Any = SimpleNamespace(watch=lambda _: None, unwatch=lambda _: None)
     runtime = CoordinatedRuntime(
-        CoordinatorAddress(urls=(url,), worker="anna"),
+        CoordinatorAddress(url=url, worker="anna"),
         nn.Linear(2, 1),
         given={},
         group=WorkerGroup(),

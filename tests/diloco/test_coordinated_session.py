@@ -15,7 +15,7 @@ import torch
 
 from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
@@ -344,9 +344,8 @@ def test_an_address_that_is_none_is_refused(url: str | None, options: dict[str, 
 
 def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitStack, tmp_path: Any) -> None:
     def start(**given: Any) -> CoordinatorServer:
-        keeper = StateKeeper(str(tmp_path), lease=1.0)
         options = coordinator_options(inner_steps=5, outer_steps=30, **given)
-        return stack.enter_context(CoordinatorServer(options, keeper=keeper))
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(tmp_path))))
 
     server = start()
     link = Link(port_of(server))
@@ -369,7 +368,7 @@ def test_what_was_trained_after_a_round_that_is_repeated_is_not_lost(stack: Exit
 
     def start(state: Any) -> CoordinatorServer:
         options = coordinator_options(inner_steps=5, outer_steps=12, outer_lr=1.0, outer_momentum=0.0)
-        return stack.enter_context(CoordinatorServer(options, keeper=StateKeeper(str(state), lease=1.0)))
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(state))))
 
     server = start(tmp_path / "newer")
     link = Link(port_of(server))

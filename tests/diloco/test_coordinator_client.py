@@ -62,7 +62,7 @@ class Worker:
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self.client = CoordinatorClient(
-            CoordinatorAddress(urls=(url,), worker="anna"),
+            CoordinatorAddress(url=url, worker="anna"),
             hello=self._hello,
             timeout=60.0,
             on_welcome=lambda _: None,

@@ -74,7 +74,7 @@ def test_kubernetes_fits_together(parsed):
     container = pod["spec"]["containers"][0]
     assert main(container["command"][1:]) == 0
     options = parsed[0]
-    assert options.standby
+    assert deployment["spec"]["replicas"] == 1
     assert options.bind.endswith(f":{container['ports'][0]['containerPort']}")
     assert options.bind.endswith(f":{service['spec']['ports'][0]['port']}")
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.checks import importing, require_path, require_positive
+from lightning_bytescheduler.checks import importing, require_path
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
@@ -50,7 +50,7 @@ _RUN = (
     "density",
 )
 _NAMES = {"client_authority": "--client-ca", "certificate": "--cert", "host": "--bind", "grace": "--grace-s"}
-_NAMES |= {"lease": "--lease-s", "url": "--state", "seconds": "--state-lease-s", "token": "--token-file"}
+_NAMES |= {"lease": "--lease-s", "token": "--token-file"}
 _LOOK_S = 0.5
 
 
@@ -103,10 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--save-every", type=int, default=1, metavar="N", help="rounds between two states (default: 1)"
     )
-    keeping.add_argument("--standby", action="store_true", help="wait while another one acts on --state")
-    keeping.add_argument(
-        "--state-lease-s", type=float, default=15.0, metavar="S", help="without a sign of life, then a standby acts"
-    )
     keeping.add_argument(
         "--stay", action="store_true", help="serve the weights after --outer-steps too, when all workers have left"
     )
@@ -132,9 +128,6 @@ def run(options: argparse.Namespace) -> int:
         access = ServerAccess(
             host=host, token=token, certificate=options.cert, key=options.key, client_authority=options.client_ca
         )
-        if options.standby and options.state is None:
-            raise OptionError("standby", True, "left out without --state, on which another one acts")
-        require_positive("seconds", options.state_lease_s, of="seconds")
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):
         import aiohttp  # noqa: F401
@@ -175,21 +168,18 @@ def _server(
     options: argparse.Namespace, run_and_rounds: CoordinatorOptions, access: ServerAccess, port: int
 ) -> CoordinatorServer:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
-    from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
+    from lightning_bytescheduler.coordinator.state_store import StateStore
 
     rounds_file = None
     if options.rounds_file is not None:
         rounds_file = RoundFile(Path(options.rounds_file), append=True, option="--rounds-file")
-    keeper = None
-    if options.state is not None:
-        keeper = StateKeeper(options.state, standby=options.standby, lease=options.state_lease_s)
+    slices = _slices(options)
     return CoordinatorServer(
         run_and_rounds,
         access=access,
         port=port,
-        keeper=keeper,
-        standby=options.standby,
-        slices=_slices(options),
+        store=None if options.state is None else StateStore(options.state),
+        slices=slices,
         rounds_file=rounds_file,
     )
 

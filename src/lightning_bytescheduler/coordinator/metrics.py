@@ -71,7 +71,6 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     info.add_metric([status.version], 1)
     yield info
     yield from gauge("uptime_seconds", "Since this coordinator acts.", status.uptime)
-    yield from gauge("term", "Of this coordinator.", status.term)
     yield from gauge("round", "That is on.", status.round)
     yield from gauge("round_left", "To go in this round, in the target's unit.", status.left)
     yield from gauge("weights_version", "Rounds that are part of the weights.", status.weights_version)

@@ -20,7 +20,6 @@ import msgspec
 
 from lightning_bytescheduler.coordinator.admission import difference
 from lightning_bytescheduler.coordinator.contributions import Contribution, Contributions, Seen, corrected
-from lightning_bytescheduler.coordinator.lineage import Lineage
 from lightning_bytescheduler.coordinator.membership import Member, Membership
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
 from lightning_bytescheduler.coordinator.update_rules import Offer, UpdateRules
@@ -35,6 +34,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Refusal,
     ResumeRounds,
     Welcome,
+    chain_after,
 )
 from lightning_bytescheduler.diloco.late_updates import Alignment
 from lightning_bytescheduler.diloco.messages import (
@@ -105,6 +105,37 @@ class Tally:
     late: int = 0
 
 
+class Lineage:
+    """Where the global weights stand, and who can get there by which means: versions and chains of the last rounds.
+
+    Args:
+        version: Of the weights.
+        chain: Of the same; that of the beginning of a run by default.
+    """
+
+    def __init__(self, version: int = 0, chain: str = "0" * 32) -> None:
+        self.version = version
+        self.chain = chain
+        self._chains = {version: chain}
+
+    def merged(self, merge: Merge, *, digest: str, total: int, oldest_mean: int) -> None:
+        """A round has become part of the weights; see ``Run.merged``."""
+        if merge.round != self.version + 1:
+            raise ValueError(f"Round {merge.round} cannot follow version {self.version} of the weights.")
+        self.chain = chain_after(self.chain, round=merge.round, fragment=merge.fragment, digest=digest, total=total)
+        self.version = merge.round
+        self._chains[merge.round] = self.chain
+        self._chains = {version: chain for version, chain in self._chains.items() if version >= oldest_mean - 1}
+
+    def leads_on_from(self, version: int, chain: str) -> bool:
+        """Whether weights of that version and chain can follow by the means that are kept."""
+        return self._chains.get(version) == chain
+
+    def chain_of(self, version: int) -> str:
+        """The chain of a version that is not too old; empty for others."""
+        return self._chains.get(version, "")
+
+
 class Run:
     """The core of a run.
 
@@ -129,7 +160,6 @@ class Run:
         on_no_provider: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = options
-        self.term = 1  # of this coordinator; set when it begins to act
         self.model: tuple[ModelParameter, ...] = ()
         self.lineage = Lineage()
         self.members = Membership(options.lease, silence=min(options.rounds.silent_after, options.lease))
@@ -168,12 +198,9 @@ class Run:
         """Take a worker in, or say why not. Once its connection is closed, ``members.disconnect`` is to be called.
 
         Raises:
-            OptionError: If it has heard a later coordinator than this one, which is not to act any more; or there are
-                too many workers.
+            OptionError: If there are too many workers.
         """
         self._expire(now)
-        if hello.term > self.term:
-            raise OptionError("term", hello.term, f"{self.term} at most: another coordinator has taken over")
         reason = difference(hello, self.options.run, self.model)
         if reason is not None:
             self.count("refused_hellos")
@@ -192,7 +219,6 @@ class Run:
             worker=member.name,
             session=member.session,
             options=self.options.run,
-            term=self.term,
             version=self.lineage.version,
             chain=self.lineage.chain,
             fetch=fetch,
@@ -441,9 +467,7 @@ class Run:
             total: The sum of the weights.
             oldest_mean: The earliest round whose mean is kept.
         """
-        self.lineage.merged(
-            round=merge.round, fragment=merge.fragment, digest=digest, total=total, oldest_mean=oldest_mean
-        )
+        self.lineage.merged(merge, digest=digest, total=total, oldest_mean=oldest_mean)
         booked = self.contributions.take(merge.round)
         if not total:  # without a quorum
             booked = ()

@@ -110,7 +110,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: Of this package.
         uptime: Seconds since this coordinator acts.
-        term: Of this coordinator.
         round: The round that is on; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
@@ -129,7 +128,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
             ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
-            ``empty_rounds``, ``states_saved``, ``states_failed``, ``shards_restarted``, ``bytes_in``, ``bytes_out``,
+            ``empty_rounds``, ``bytes_in``, ``bytes_out``,
             and ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
         spool_bytes: Held by updates that are not merged yet.
         saved_round: The last round that is part of a saved state, or ``None``.
@@ -138,7 +137,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     uptime: float
-    term: int
     round: int
     phase: str
     outer_steps: int | None

@@ -22,10 +22,9 @@ from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
 from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.coordinator.service import CoordinatorService
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
-from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco.round_record import RoundFile
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
 __all__ = ["CoordinatorServer"]
@@ -49,15 +48,13 @@ class CoordinatorServer:
         options: Of the run.
         access: Where it listens, and who gets in.
         port: 0 takes a free one.
-        keeper: Of the run's state; ``None`` keeps it in memory alone. With one that stands by, the server listens at
-            once and answers 503 until it acts.
-        standby: Whether not to wait until it acts.
+        store: Of the run's state, which is closed with the server; ``None`` keeps it in memory alone.
         slices: Hands out the training data, or ``None``.
         rounds_file: Record of the rounds, or ``None``.
 
     Raises:
         OSError: If the address cannot be listened at.
-        OptionError: If another coordinator acts on the state, or it is of another run.
+        OptionError: If the state is of another run, or cannot be loaded.
     """
 
     def __init__(
@@ -66,33 +63,32 @@ class CoordinatorServer:
         *,
         access: ServerAccess | None = None,
         port: int = 0,
-        keeper: StateKeeper | None = None,
-        standby: bool = False,
+        store: StateStore | None = None,
         slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
     ) -> None:
         self._access = ServerAccess() if access is None else access
         self._port = port
-        self._keeper = keeper
+        self._store = store
         self._refusals = Refusals()
         with importing("coordinator", extra="coordinator"):
             import uvloop
         self._loop = uvloop.new_event_loop()  # a third faster than asyncio's own, and a report is mostly that
-        self._stop = threading.Event()
         self._started = threading.Event()
-        self._acts = threading.Event()
         self._error: BaseException | None = None
         self._runner: web.AppRunner | None = None
-        self._make = functools.partial(
-            CoordinatorService, options, keeper=keeper, slices=slices, rounds_file=rounds_file
-        )
+        self._make = functools.partial(CoordinatorService, options, store=store, slices=slices, rounds_file=rounds_file)
         self._service: CoordinatorService | None = None
-        self._taking: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="bytescheduler-coordinator", daemon=True)
-        self._thread.start()
+        try:
+            self._state = None if store is None else store.load()
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            if store is not None:
+                store.close()
+            raise
         began = self._started.wait(_START_SECONDS)
-        if began and not standby:
-            began = self._acts.wait(_START_SECONDS)
         if self._error is not None:
             self.close()
             raise self._not_listening(self._error) from self._error
@@ -113,14 +109,9 @@ class CoordinatorServer:
         return self._access.url(self._port).rstrip("/")
 
     @property
-    def acts(self) -> bool:
-        """Whether it has begun to act."""
-        return self._acts.is_set()
-
-    @property
     def over(self) -> bool:
         """Whether the run is over, and every worker has left or was given up."""
-        if not self.acts or self._error is not None:
+        if self._error is not None:
             return False
         try:
             return self.call(lambda: self.service.over, timeout=_ASK_SECONDS)
@@ -151,12 +142,11 @@ class CoordinatorServer:
 
     def close(self) -> None:
         """Stop it: workers hear that they may come back, and the state is saved. May be repeated."""
-        self._stop.set()
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
-        if self._keeper is not None:
-            self._keeper.close(_STOP_SECONDS)
+        if self._store is not None:
+            self._store.close(_STOP_SECONDS)
 
     def __enter__(self) -> CoordinatorServer:
         return self
@@ -189,11 +179,14 @@ class CoordinatorServer:
             self._error = error
         finally:
             self._started.set()
-            self._acts.set()
             self._loop.close()
 
     async def _start(self) -> None:
         self._service = service = self._make()
+        service.start(self._state)
+        self._state = None
+        if service.failed is not None:
+            service.failed.add_done_callback(self._fail)
         service.refusals = self._refusals.counts
         checked = guard(self._access, self._refusals, public=PUBLIC_PATHS, any_host=False)
         application = service.application(checked)
@@ -215,46 +208,16 @@ class CoordinatorServer:
             await self._runner.cleanup()
             raise
         self._port = self._runner.addresses[0][1]
-        service.start()
-        if service.failed is not None:
-            service.failed.add_done_callback(self._fail)
-        self._taking = self._loop.create_task(self._take(service), name="bytescheduler-take")
-
-    async def _take(self, service: CoordinatorService) -> None:
-        """Act, as soon as this coordinator may."""
-        try:
-            if self._keeper is None:
-                service.act(1)
-            else:
-                taken = await self._loop.run_in_executor(None, self._take_lease, self._keeper)
-                if taken is None:
-                    return
-                service.act(*taken)
-            self._acts.set()
-        except Exception as error:
-            service.fail(error)
-
-    def _take_lease(self, keeper: StateKeeper) -> tuple[int, RunState | None] | None:
-        return keeper.take(self._stop, said=lambda who: log.info("Standing by: %s acts.", who), lost=self._lose)
-
-    def _lose(self) -> None:
-        error = UnsupportedError("Another coordinator acts on the state, or may: the lease on it has run out.")
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self.service.fail, error)
 
     def _fail(self, failed: asyncio.Future[BaseException]) -> None:
         if not failed.cancelled():
             self._error = failed.result()
-            self._stop.set()
             self._loop.stop()
 
     async def _end(self) -> None:
-        self._stop.set()
         runner, self._runner = self._runner, None
         if runner is None:
             return
-        if self._taking is not None:
-            await asyncio.wait([self._taking], timeout=_STOP_SECONDS)
         if self._service is not None:
             await self._service.stop()
         await runner.cleanup()

@@ -35,9 +35,8 @@ from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStat
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.stalls import Stalls
-from lightning_bytescheduler.coordinator.state_keeper import StateKeeper
 from lightning_bytescheduler.coordinator.state_routes import StateRoutes
-from lightning_bytescheduler.coordinator.state_store import RunState
+from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status_report import drawable, status_of, summary_of
 from lightning_bytescheduler.coordinator.update_routes import UpdateRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import (
@@ -46,7 +45,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     SLICES_PATH,
     STATE_PATH,
     STATUS_PATH,
-    TERM_HEADER,
     UPDATE_PATH,
     WORKER_PATH,
     FromCoordinator,
@@ -80,7 +78,7 @@ class CoordinatorService:
 
     Args:
         options: Of the run.
-        keeper: Of the run's state; ``None`` keeps it in memory alone.
+        store: Of the run's state; ``None`` keeps it in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
         rounds_file: Record of the rounds; closed when the service stops.
         clock: Seconds.
@@ -90,7 +88,7 @@ class CoordinatorService:
         self,
         options: CoordinatorOptions,
         *,
-        keeper: StateKeeper | None = None,
+        store: StateStore | None = None,
         slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -98,9 +96,8 @@ class CoordinatorService:
         self.options = options
         self.slices = slices
         self.refusals: Callable[[], Mapping[str, int]] = dict  # of the server, by reason
-        self._keeper = keeper
+        self._store = store
         self._rounds_file = RoundFile(None, append=False) if rounds_file is None else rounds_file
-        self._acting = False
         self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
         self._saved = -1  # the version that was last handed over
         self._clock = clock
@@ -151,58 +148,46 @@ class CoordinatorService:
         add_pages(router, self.status)
         return application
 
-    def start(self) -> None:
-        """Make ready; on the event loop."""
-        self.failed = asyncio.get_running_loop().create_future()
-
-    def act(self, term: int, state: RunState | None = None) -> None:
-        """Begin to run, or to carry on.
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Begin to run, or to carry on; on the event loop.
 
         Args:
-            term: Of this coordinator.
             state: That was saved.
 
         Raises:
             OptionError: If it is of a run with other options or other slices.
         """
-        self.run.term = term
+        self.failed = asyncio.get_running_loop().create_future()
         if state is not None:
             self._load(state)
-        self._started = self._clock()
-        self._acting = True
         loop = asyncio.get_running_loop()
         for work, name in ((self._tick(), "tick"), (self._merge_all(), "merge")):
             task = loop.create_task(work, name=f"bytescheduler-{name}")
             task.add_done_callback(self._ended)
             self._tasks.append(task)
 
-    def _load(self, state: RunState) -> None:
-        self.run.load_state_dict(state.state["run"], self._clock())
-        weights = self._make_weights(state.state["weights"])
-        weights.load_momentum(state.state["momentum"])
-        weights.load_residuals(state.state.get("residuals", {}))  # a state of an earlier version has none
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.run.load_state_dict(state["run"], self._clock())
+        weights = self._make_weights(state["weights"])
+        weights.load_momentum(state["momentum"])
+        weights.load_residuals(state["residuals"])
         if self.slices is not None:
-            if state.state["slices"] is None:
+            if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
-            self.slices.load_state_dict(state.state["slices"])
+            self.slices.load_state_dict(state["slices"])
         self._saved = self.run.lineage.version
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
-
-    @property
-    def acts(self) -> bool:
-        """Whether this is the one coordinator that may act, at this moment."""
-        return self._acting and not self._stopping and (self._keeper is None or self._keeper.held)
 
     @property
     def over(self) -> bool:
         """Whether the last round is merged and every worker has left: nobody needs this coordinator any more."""
         run = self.run
-        return self._acting and run.scheduler.finished and run.merging is None and not len(run.members)
+        return run.scheduler.finished and run.merging is None and not len(run.members)
 
     @property
     def saved_round(self) -> int | None:
         """The last round that is part of a saved state."""
-        return None if self._keeper is None else self._keeper.counts.version
+        return None if self._store is None else self._store.saved_round
 
     async def stop(self) -> None:
         """End everything; workers hear that they may come back, and the state is saved."""
@@ -229,11 +214,6 @@ class CoordinatorService:
         error = task.exception()
         if error is not None and self.failed is not None and not self.failed.done():
             log.error("The coordinator has failed.", exc_info=error)
-            self.failed.set_result(error)
-
-    def fail(self, error: BaseException) -> None:
-        """Give up the run, as when another coordinator has taken over."""
-        if self.failed is not None and not self.failed.done():
             self.failed.set_result(error)
 
     def status(self) -> RunStatus:
@@ -352,26 +332,25 @@ class CoordinatorService:
 
     async def _save(self) -> None:
         """Hand the state at the last boundary to whoever saves it."""
-        weights, keeper = self.weights, self._keeper
-        if weights is None or keeper is None or self._boundary is None:
+        weights, store = self.weights, self._store
+        if weights is None or store is None or self._boundary is None:
             return
         async with self._still:
             run, slices = self._boundary
             version = int(run["version"])
-            if version == self._saved or not keeper.held:
+            if version == self._saved:
                 return
             values = await weights.snapshot()
             self._saved = version
-        state = {"run": run, "slices": slices, **values._asdict()}
-        keeper.save(RunState(term=self.run.term, version=version, chain=str(run["chain"]), state=state))
+        store.save({"run": run, "slices": slices, **values._asdict()})
 
     # ── Routes ───────────────────────────────────────────────────────────
 
     @web.middleware
     async def _worded(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
-        """Errors are answered in JSON, and whoever does not act says so."""
-        if not self.acts and request.path != HEALTH_PATH:
-            return problem(503, "This coordinator stands by, or stops: another one acts, or will.", retry_after=1)
+        """Errors are answered in JSON."""
+        if self._stopping and request.path != HEALTH_PATH:
+            return problem(503, "This coordinator stops.", retry_after=1)
         try:
             return await handler(request)  # type: ignore[misc, no-any-return]
         except web.HTTPException as error:
@@ -514,15 +493,13 @@ class CoordinatorService:
         if self.run.members.by_name(member.name) is not member:  # nobody would take back what it got now
             return problem(403, f"{member.name} has left, or was given up, while it asked.")
         reply = self.slices.answer(member, text)
-        return web.Response(
-            text=encode(reply), content_type="application/json", headers={TERM_HEADER: str(self.run.term)}
-        )
+        return web.Response(text=encode(reply), content_type="application/json")
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=msgspec.json.encode(self.status()), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"acts": self.acts}, status=200 if self.acts else 503)
+        return web.json_response({"stops": self._stopping}, status=503 if self._stopping else 200)
 
 
 _PASSED_ON = ("WWW-Authenticate", "Allow", "Retry-After")

@@ -23,7 +23,6 @@ from lightning_bytescheduler.coordinator.run import Run
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     CHAIN_HEADER,
     DIGEST_HEADER,
-    TERM_HEADER,
     VERSION_HEADER,
     ModelParameter,
 )
@@ -98,9 +97,7 @@ class StateRoutes:
                 raise RuntimeError("The state was forgotten while it was written.")
             file = open(self._written[2], "rb")  # noqa: SIM115  # of this machine; closed below
         with file:
-            response = web.StreamResponse(
-                headers={VERSION_HEADER: str(version), CHAIN_HEADER: chain, TERM_HEADER: str(self._run.term)}
-            )
+            response = web.StreamResponse(headers={VERSION_HEADER: str(version), CHAIN_HEADER: chain})
             response.content_type = "application/octet-stream"
             response.content_length = os.fstat(file.fileno()).st_size
             await response.prepare(request)

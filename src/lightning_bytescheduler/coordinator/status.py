@@ -105,18 +105,18 @@ def ask_status(address: CoordinatorAddress) -> RunStatus:
     """The status of a run.
 
     Args:
-        address: Of its coordinator; of several the first one that acts is asked.
+        address: Of its coordinator.
 
     Raises:
         OptionError: If what answers is no coordinator.
-        OSError: If none answers, or none lets us in; says what it said.
+        OSError: If it does not answer, or does not let us in; says what it said.
     """
     text = _ask(address)
     try:
         return msgspec.json.decode(text, type=RunStatus)
     except msgspec.DecodeError as error:
         allowed = f"the address of a coordinator, of this release or a like one ({error})"
-        raise OptionError("URL", ", ".join(address.urls), allowed) from error
+        raise OptionError("URL", address.url, allowed) from error
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -132,33 +132,31 @@ def _ask(address: CoordinatorAddress) -> bytes:
     if tls is not None:
         handlers.append(urllib.request.HTTPSHandler(context=tls))
     opener = urllib.request.build_opener(*handlers)
-    failure: OSError | None = None
-    for url in address.urls:
-        request = urllib.request.Request(f"{url}{STATUS_PATH}")
-        if address.token is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {address.token}")
-        try:
-            with opener.open(request, timeout=_TIMEOUT_S) as answer:
-                content: bytes = answer.read(_MOST_BYTES + 1)
-                if len(content) > _MOST_BYTES:
-                    raise OptionError("URL", url, "the address of a coordinator, and its answer has no end")
-                return content
-        except urllib.error.HTTPError as error:
-            with error:
-                failure = OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}")
-        except urllib.error.URLError as error:
-            failure = OSError(f"{url} cannot be asked: {_reason(error.reason)}.")
-        except http.client.HTTPException as error:  # what is no HTTP, or ends early
-            failure = OSError(f"{url} does not answer as a coordinator does ({type(error).__name__}).")
-        except OSError as error:
-            failure = OSError(f"{url} cannot be asked: {error}.")
-    raise failure or OSError("There is no address to ask.")
+    url = address.url
+    request = urllib.request.Request(f"{url}{STATUS_PATH}")
+    if address.token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {address.token}")
+    try:
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            content: bytes = answer.read(_MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}") from error
+    except urllib.error.URLError as error:
+        raise OSError(f"{url} cannot be asked: {_reason(error.reason)}.") from error
+    except http.client.HTTPException as error:  # what is no HTTP, or ends early
+        raise OSError(f"{url} does not answer as a coordinator does ({type(error).__name__}).") from error
+    except OSError as error:
+        raise OSError(f"{url} cannot be asked: {error}.") from error
+    if len(content) > _MOST_BYTES:
+        raise OptionError("URL", url, "the address of a coordinator, and its answer has no end")
+    return content
 
 
 def _way_out(code: int) -> str:
     if code == 401:
         return f" Give its token, with --token-file or {TOKEN_VARIABLE}."
-    return {404: " That is no coordinator.", 503: " It stands by for another one."}.get(code, "")
+    return {404: " That is no coordinator.", 503: " It stops."}.get(code, "")
 
 
 def _reason(reason: object) -> str:
@@ -223,7 +221,7 @@ def _lines(status: RunStatus) -> list[str]:
     moved = f"{_bytes(status.counters.get('bytes_in', 0))} in, {_bytes(status.counters.get('bytes_out', 0))} out"
     saved = "no round saved" if status.saved_round is None else f"round {status.saved_round:,} saved"
     refused = sum(count for name, count in status.counters.items() if name.startswith("refused_"))
-    lines.append(f"{moved}; {saved}; term {status.term}" + (f"; {refused} refused." if refused else "."))
+    lines.append(f"{moved}; {saved}" + (f"; {refused} refused." if refused else "."))
     return lines
 
 

@@ -85,7 +85,6 @@ def status_of(run: Run, source: StatusSource, *, now: float) -> RunStatus:
     return RunStatus(
         version=__version__,
         uptime=source.uptime,
-        term=run.term,
         round=run.scheduler.round,
         phase=run.phase,
         outer_steps=run.options.run.outer_steps,

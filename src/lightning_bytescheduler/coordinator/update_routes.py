@@ -31,7 +31,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ROUND_SAMPLES_HEADER,
     SAMPLES_HEADER,
     STEPS_HEADER,
-    TERM_HEADER,
     TOKENS_HEADER,
     TOTAL_HEADER,
     UpdateReceipt,
@@ -228,9 +227,7 @@ class UpdateRoutes:
 
     def _receipt(self, verdict: str, weight: int) -> web.Response:
         receipt = UpdateReceipt(verdict=verdict, weight=weight)
-        return web.Response(
-            text=encode_frame(receipt), content_type="application/json", headers={TERM_HEADER: str(self._run.term)}
-        )
+        return web.Response(text=encode_frame(receipt), content_type="application/json")
 
     def _now(self) -> float:
         return self._clock()
@@ -258,7 +255,6 @@ class UpdateRoutes:
             TOTAL_HEADER: str(mean.total),
             DIGEST_HEADER: mean.digest,
             CHAIN_HEADER: self._run.lineage.chain_of(mean.round),
-            TERM_HEADER: str(self._run.term),
         }
 
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:

@@ -98,7 +98,7 @@ class Coordination:
             runtime.stop(failed=True)
             raise
         rank_zero_info(
-            f"diloco: this is {runtime.worker!r} in the run of {' or '.join(self._address.urls)}"
+            f"diloco: this is {runtime.worker!r} in the run of {self._address.url}"
             f"{', which leads: it validates, logs and saves for all' if runtime.leads else ''}."
         )
         return runtime

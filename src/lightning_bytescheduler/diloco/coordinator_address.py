@@ -1,4 +1,4 @@
-"""Where a coordinator is and how a worker shows itself there: addresses, certificates, the token, the worker's name.
+"""Where a coordinator is and how a worker shows itself there: its address, certificates, the token, the worker's name.
 
 The token is in no ``repr``, message or error, and in no option: it comes from a file or from the environment, as the
 arguments of a process can be read by every user of its machine.
@@ -24,7 +24,7 @@ __all__ = ["ADDRESS_VARIABLE", "TOKEN_VARIABLE", "CoordinatorAddress", "resolve_
 ADDRESS_VARIABLE = "BYTESCHEDULER_COORDINATOR"
 TOKEN_VARIABLE = "BYTESCHEDULER_COORDINATOR_TOKEN"
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,150}")
-_URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine; several are separated by commas"
+_URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class CoordinatorAddress:
     """Where a coordinator is, and who asks.
 
     Attributes:
-        urls: One, or those of the coordinators that stand by for one another; tried in turn.
+        url: Without a path.
         worker: The name that this worker would like.
         authority: File of the certificates that sign the coordinator's; None for those that the machine trusts.
         certificate: File of this worker's own certificate, for mutual TLS.
@@ -40,7 +40,7 @@ class CoordinatorAddress:
         token: What the coordinator asks for.
     """
 
-    urls: tuple[str, ...]
+    url: str
     worker: str
     authority: str | None = None
     certificate: str | None = None
@@ -48,12 +48,12 @@ class CoordinatorAddress:
     token: str | None = field(default=None, repr=False)
 
     def tls(self) -> ssl.SSLContext | None:
-        """How connections are made; None where none of the addresses has TLS.
+        """How connections are made; None where the address has no TLS.
 
         Raises:
             OptionError: If a file cannot be used.
         """
-        if not any(url.startswith("https:") for url in self.urls):
+        if not self.url.startswith("https:"):
             return None
         return client_tls(authority=self.authority, certificate=self.certificate, key=self.key)
 
@@ -96,18 +96,18 @@ def resolve_coordinator(
             if value is not None:
                 raise OptionError(name, value, "left out where no coordinator is given")
         return None
-    urls = tuple(_require_url(option, one.strip()) for one in require_text(option, url).split(","))
+    url = _require_url(option, require_text(option, url))
     for name, value in given.items():
         if value is not None:
             require_text(name, value)
-    if not any(one.startswith("https:") for one in urls):
+    if not url.startswith("https:"):
         for name in ("coordinator_ca", "coordinator_certificate", "coordinator_key"):
             if given[name] is not None:
                 raise OptionError(name, given[name], f"left out where {option} is not https://..., but {url!r}")
     if worker_name is not None and not _NAME.fullmatch(worker_name):
         raise OptionError("worker_name", worker_name, "up to 150 letters, digits and . _ : @ / -")
     address = CoordinatorAddress(
-        urls=urls,
+        url=url,
         worker=_own_name() if worker_name is None else worker_name,
         authority=authority,
         certificate=certificate,
@@ -115,10 +115,8 @@ def resolve_coordinator(
         token=read_token(token_file, variable=TOKEN_VARIABLE, option="token_file", environ=environ),
     )
     address.tls()  # a wrong file is said here, and not when the data are there
-    if address.token is not None:
-        for one in urls:
-            if one.startswith("http:") and not is_loopback(urlsplit(one).hostname or ""):
-                raise OptionError(option, one, "https://HOST:PORT where a token is sent, which others could read else")
+    if address.token is not None and url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
+        raise OptionError(option, url, "https://HOST:PORT where a token is sent, which others could read else")
     return address
 
 

@@ -130,10 +130,8 @@ class CoordinatorClient:
         self._loop = asyncio.new_event_loop()
         # What follows is the thread's.
         self._session = ""
-        self._term = 0
         self._lease = _READ_S
-        self._url = address.urls[0]
-        self._tries = 0
+        self._url = address.url
         self._welcomed = False  # at least once
         self._connected = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -283,10 +281,9 @@ class CoordinatorClient:
 
     async def _stay_connected(self) -> None:
         began = self._clock()
-        log.info("coordinator: connecting to %s as %s", " or ".join(self._address.urls), self.worker)
+        log.info("coordinator: connecting to %s as %s", self._url, self.worker)
         failed, last, warned, wordless = 0, "", False, 0
         while True:
-            self._url = self._address.urls[self._tries % len(self._address.urls)]
             before = self._clock()
             try:
                 await self._connection()
@@ -313,7 +310,7 @@ class CoordinatorClient:
                         "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
                         "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has "
                         "https://.",
-                        " or ".join(self._address.urls),
+                        self._url,
                         last,
                         self._timeout,
                     )
@@ -325,12 +322,11 @@ class CoordinatorClient:
                 if was_connected:
                     self._on_lost()
             failed = 0 if was_connected and self._clock() - before > _LONGEST_S else failed + 1
-            self._tries += not was_connected
             if not self._welcomed and self._clock() - began >= self._timeout:
                 # One that asks for certificates ends such connections without a word, in TLS 1.3.
                 hint = "" if self._tls is None else " It may ask for a coordinator_certificate that it knows."
                 raise SchedulerTimeoutError(
-                    f"No coordinator answered at {' or '.join(self._address.urls)} for {self._timeout:.0f} s ({last}). "
+                    f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
                 )
             await asyncio.sleep(_pause(failed - 1))
@@ -345,9 +341,7 @@ class CoordinatorClient:
                 raise CoordinatorError(f"The coordinator refuses this worker: {answer.reason}")
             if not isinstance(answer, Welcome):
                 raise OptionError("message of the coordinator", type(answer).__name__, "a Welcome, or a Refusal")
-            if answer.term < self._term:
-                raise ConnectionError(f"it is of term {answer.term}, and {self._term} has been heard of")
-            self._term, self._session, self.worker = answer.term, answer.session, answer.worker
+            self._session, self.worker = answer.session, answer.worker
             self._lease = max(answer.lease, 0.1)
             self._sent = self._answered = self._heard = 0
             self._welcomed = True

@@ -10,7 +10,6 @@ A worker's place. The global weights have a *version*: the number of rounds that
 version of the same run have the same bits, as each takes the same outer step with the same decoded mean. The *chain*
 tells runs apart that have the same number of rounds: it is a digest of the former chain and of the mean's digest, so
 that a worker which has merged a round that a restarted coordinator does not know is found out, and fetches the state.
-The *term* counts the coordinators that have held the state; a worker does not listen to an older one.
 
 A connection. After each ``Welcome`` the worker brings its weights to ``Welcome.version`` (or sends its own, if it is to
 ``provide``), and then says ``JoinRounds``, whose ``session`` the coordinator fills in itself. Each frame of a worker is
@@ -55,7 +54,6 @@ __all__ = [
     "STATE_PATH",
     "STATUS_PATH",
     "STEPS_HEADER",
-    "TERM_HEADER",
     "TOKENS_HEADER",
     "TOTAL_HEADER",
     "UPDATE_PATH",
@@ -96,14 +94,14 @@ the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHA
 if it is kept no longer."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
-``CHAIN_HEADER``, ``TERM_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it
-has momentum only if it begins from a checkpoint."""
+``CHAIN_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it has momentum only
+if it begins from a checkpoint."""
 SLICES_PATH = "/v1/slices"
 """``POST``: one message of ``slices/messages.py``; the answer is another."""
 STATUS_PATH = "/v1/status"
 METRICS_PATH = "/metrics"
 HEALTH_PATH = "/healthz"
-"""Without a token: 200 while the coordinator acts, 503 while it stands by."""
+"""Without a token: 200, or 503 while the coordinator stops."""
 
 SESSION_HEADER = "ByteScheduler-Session"
 DIGEST_HEADER = "ByteScheduler-Digest"
@@ -119,7 +117,6 @@ ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
 TOTAL_HEADER = "ByteScheduler-Total-Weight"
 VERSION_HEADER = "ByteScheduler-Weights-Version"
 CHAIN_HEADER = "ByteScheduler-Chain"
-TERM_HEADER = "ByteScheduler-Term"
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:@/-]+\Z")]
@@ -237,7 +234,6 @@ class Hello(_Message, frozen=True, kw_only=True):
         ranks: That train together as this worker.
         version: Of the global weights it has; 0 for its own first ones.
         chain: Of the same.
-        term: Of the coordinator it last heard.
     """
 
     protocol: int
@@ -249,7 +245,6 @@ class Hello(_Message, frozen=True, kw_only=True):
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     version: _Count = 0
     chain: _Chain = "0" * 32
-    term: _Count = 0
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -259,7 +254,6 @@ class Welcome(_Message, frozen=True, kw_only=True):
         worker: Its name in this run: in reports, slices, logs and pages.
         session: Goes with every request, and is nobody else's business.
         options: What holds for all workers.
-        term: Of this coordinator.
         version: Of the global weights.
         chain: Of the same.
         fetch: Whether the worker has to take the state before it starts, as it has another version or none.
@@ -271,7 +265,6 @@ class Welcome(_Message, frozen=True, kw_only=True):
     worker: _Name
     session: _Session
     options: RunOptions
-    term: _Count
     version: _Count
     chain: _Chain
     fetch: bool
