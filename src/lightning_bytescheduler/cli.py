@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import closest, importing, records_in, require_output, require_suffix
+from lightning_bytescheduler.checks import closest, gone, importing, records_in, require_output, require_suffix
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 __all__ = ["main"]
@@ -181,6 +181,8 @@ class _Parser(argparse.ArgumentParser):
                 break  # what follows is for others
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
+                if instead := gone(name):
+                    return f"there is no option {name} any more: {instead.removesuffix('.')}"
                 return f"there is no option {name}{_like(name, known)}"
         return ""
 

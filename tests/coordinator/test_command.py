@@ -34,6 +34,12 @@ from tests.coordinator.small_worker import SmallWorker
         (["--grace-s", "soon"], "'soon' is neither a number of seconds nor auto"),
         (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
         (["--late", "discount", "--weighting", "uniform"], "--late='discount' is not allowed"),
+        (
+            ["--late", "aligned"],
+            "--late='aligned' is not allowed: --late must be one of 'drop', 'discount'. Use 'discount'",
+        ),
+        (["--shards", "2"], "there is no option --shards any more: A coordinator adds up in threads of its own"),
+        (["--standby"], "there is no option --standby any more: Have what runs the coordinator start it again"),
         (["--cert", "c.pem"], "--key=None is not allowed"),
         (["--spool", "missing"], "--spool='missing' is not allowed"),
     ],

@@ -18,7 +18,6 @@ from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
-from lightning_bytescheduler.diloco.late_updates import LATE_RULES
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
@@ -90,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; nobody counts on a silent worker")
     waiting.add_argument("--step-cap", type=int, metavar="N", help="steps that no worker exceeds in a round")
     waiting.add_argument("--lead-steps", type=int, metavar="N", help="that a round's end is decided ahead (default: 3)")
-    waiting.add_argument("--late", choices=LATE_RULES, help="what a late update counts (default: drop)")
+    waiting.add_argument(
+        "--late", metavar="RULE", help="what a late update counts: drop for nothing, or discount (default: drop)"
+    )
     waiting.add_argument(
         "--lease-s", type=float, default=60.0, metavar="S", help="without a sign of life, then a worker is given up"
     )

@@ -21,7 +21,6 @@ from lightning_bytescheduler.coordinator.spool import BufferPool, view_of
 from lightning_bytescheduler.coordinator.update_sum import Inspection, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import split_fragments
-from lightning_bytescheduler.diloco.late_updates import Alignment, alignment
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -176,16 +175,6 @@ class GlobalWeights:
         while len(self._kept) > 1 and (size > self._keep_bytes or len(self._kept) > self._keep_rounds):
             _, dropped = self._kept.popitem(last=False)
             size -= dropped.payload.numel()
-
-    def alignment(self, fragment: int, payload: Tensor) -> Alignment | None:
-        """How an update lies to the last mean of its fragment; ``None`` if that is not kept. For any thread."""
-        kept = [mean for mean in reversed(self._kept.values()) if mean.fragment == fragment and mean.total]
-        if not kept:
-            return None
-        pieced = self.formats[fragment]
-        update = pieced.wire.decode(payload, pieced.elements)
-        reference = pieced.of_means.wire.decode(kept[0].payload, pieced.elements)
-        return alignment({"": update}, {"": reference})
 
     def kept(self, round: int) -> KeptMean | None:
         """The mean of a round, if it is still kept."""

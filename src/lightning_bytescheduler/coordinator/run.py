@@ -36,7 +36,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Welcome,
     chain_after,
 )
-from lightning_bytescheduler.diloco.late_updates import Alignment
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     EndRound,
@@ -406,9 +405,9 @@ class Run:
             return None
         return self.contributions.seen(offer.member.name, offer.member.incarnation, offer.round)
 
-    def weight_of(self, offer: Offer, into: int | None = None, alignment: Alignment | None = None) -> int:
+    def weight_of(self, offer: Offer, into: int | None = None) -> int:
         """The weight of an update; see ``UpdateRules.weight_of``."""
-        return self._rules.weight_of(offer, into, alignment)
+        return self._rules.weight_of(offer, into)
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from aiohttp import web
-from torch import Tensor
 
 from lightning_bytescheduler.coordinator.contributions import Seen
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
@@ -160,26 +159,17 @@ class UpdateRoutes:
     async def _take(self, offer: Offer, spooled: Spooled, inspection: Inspection, digest: str) -> web.StreamResponse:
         """Check an update that is complete, tell the run, and add it."""
         try:
-            return await self._check_and_add(offer, spooled.payload, inspection, digest)
+            return await self._check_and_add(offer, inspection, digest)
         finally:
             spooled.close()
 
-    async def _check_and_add(
-        self, offer: Offer, payload: Tensor, inspection: Inspection, digest: str
-    ) -> web.StreamResponse:
+    async def _check_and_add(self, offer: Offer, inspection: Inspection, digest: str) -> web.StreamResponse:
         run = self._run
-        weights = self.weights
-        if weights is None:
-            raise RuntimeError("There are no weights to add updates for.")
-        loop = asyncio.get_running_loop()
         update = await inspection.finish()
         if update.digest != digest:
             raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
         if not math.isfinite(update.largest):
             raise OptionError("update", "infinities or NaN in it", "finite")
-        alignment = None
-        if run.seen(offer) is None and run.place_of(offer) != offer.round and run.options.rounds.late == "aligned":
-            alignment = await loop.run_in_executor(None, weights.alignment, offer.fragment, payload)
         # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
         if (seen := run.seen(offer)) is not None:
             return self._again(seen)
@@ -188,7 +178,7 @@ class UpdateRoutes:
             run.dropped(offer, self._now())
             return self._receipt("dropped", 0)
         is_late = place != offer.round
-        weight = run.weight_of(offer, place, alignment)
+        weight = run.weight_of(offer, place)
         if weight:
             sums = self._sum(place, offer.fragment)
             sums.begin(update, weight=weight)

@@ -8,7 +8,7 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.late_updates import Alignment, late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.late_updates import late_weight, round_of_late, staleness
 from lightning_bytescheduler.diloco.round_record import LateUpdate
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
@@ -88,13 +88,12 @@ class UpdateRules:
         """
         return round_of_late(offer.round, current=current, fragments=self._count)
 
-    def weight_of(self, offer: Offer, into: int | None = None, alignment: Alignment | None = None) -> int:
+    def weight_of(self, offer: Offer, into: int | None = None) -> int:
         """The weight of an update.
 
         Args:
             offer: The update.
             into: The round that it is to be part of, if that is a later one than its own.
-            alignment: To the last mean of its fragment; only ``late="aligned"`` asks for it.
 
         Raises:
             OptionError: If tokens are to count and none were.
@@ -103,7 +102,7 @@ class UpdateRules:
         if into is None or into == offer.round:
             return weight
         late = staleness(offer.round, into=into, fragments=self._count)
-        return late_weight(self._late, weight, staleness=late, alignment=alignment)
+        return late_weight(self._late, weight, staleness=late)
 
     def late_update(self, offer: Offer, into: int, weight: int) -> LateUpdate:
         """What a round's record says of a late update.
