@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
-    CollectPseudoGradients,
     Envelope,
     JoinRounds,
     LeaveRounds,
@@ -123,7 +123,7 @@ class _Run:
         self.seen = SimulatedRun()
         self.lease = lease
         self._make = lambda: kind(target, options, observer=self._ended)
-        self.scheduler = self._make()
+        self.scheduler = self._watched()
         self._saved = json.dumps(self.scheduler.state_dict())
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
@@ -149,10 +149,21 @@ class _Run:
         self._saved = json.dumps(self.scheduler.state_dict())
 
     def _restart(self) -> None:
-        self.scheduler = self._make()
+        self.scheduler = self._watched()
         self.scheduler.load_state_dict(json.loads(self._saved))
         for worker in self.workers.values():
             worker.join_again()
+
+    def _watched(self) -> BatchScheduler:
+        made = self._make()
+        collect = made._collect
+
+        def noted(*arguments: Any) -> None:
+            collect(*arguments)
+            self.seen.bounds[made.round] = made._deadline + made._longest_grace
+
+        made._collect = noted  # type: ignore[method-assign]
+        return made
 
     def to_scheduler(self, message: WorkerMessage, delay: float) -> None:
         for late in self._copies(delay):
@@ -164,9 +175,7 @@ class _Run:
 
     def _deliver(self, envelopes: tuple[Envelope, ...]) -> None:
         for envelope in envelopes:
-            if isinstance(envelope.message, CollectPseudoGradients):
-                self.seen.bounds[envelope.message.round] = self.now + envelope.message.timeout
-            elif envelope.to == PARAMETER_SERVER:
+            if envelope.to == PARAMETER_SERVER:
                 assert not isinstance(envelope.message, MergePseudoGradients) or envelope.message.round == len(
                     self.seen.rounds
                 )

@@ -7,7 +7,6 @@ import pytest
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
-    CollectPseudoGradients,
     EndRound,
     JoinRounds,
     LeaveRounds,
@@ -45,7 +44,6 @@ ALL = [
     StartRound(round=2),
     StartRound(round=2, step_cap=100),
     TrainingOver(round=2),
-    CollectPseudoGradients(round=1, workers=("a", "b"), timeout=60.0),
     MergePseudoGradients(round=1, workers=()),
     EndRound(worker="a", round=1, now=True, steps=7, epoch=True),
     PassedRoundEnd(worker="a", round=2, stop=True),
@@ -88,7 +86,6 @@ def test_all_kinds_are_here() -> None:
         '{"kind": "TrainingOver", "round": 1.5}',
         '{"kind": "MergePseudoGradients", "round": 1, "workers": "ab"}',
         '{"kind": "MergePseudoGradients", "round": 1, "workers": [""]}',
-        '{"kind": "CollectPseudoGradients", "round": 1, "workers": ["a"], "timeout": Infinity}',
         '{"kind": ["TrainingOver"], "round": 1}',
         '{"kind": "TrainingOver", "round": 1',
         '{"kind": "RoundEnded", "round": 1, "shares": {"a": "half"}}',

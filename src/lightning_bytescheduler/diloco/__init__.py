@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.messages import (
         PARAMETER_SERVER,
         Acknowledge,
-        CollectPseudoGradients,
         EndRound,
         Envelope,
         JoinRounds,
@@ -72,7 +71,6 @@ __all__ = [
     "Activity",
     "BatchScheduler",
     "BatchSchedulerState",
-    "CollectPseudoGradients",
     "EndRound",
     "Envelope",
     "FastestSteps",
@@ -132,7 +130,6 @@ _PLACES = {
     "Activity": "round_record",
     "BatchScheduler": "batch_scheduler",
     "BatchSchedulerState": "batch_scheduler",
-    "CollectPseudoGradients": "messages",
     "EndRound": "messages",
     "Envelope": "messages",
     "FastestSteps": "round_end",

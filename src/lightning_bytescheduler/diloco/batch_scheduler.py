@@ -33,7 +33,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, Res
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     Acknowledge,
-    CollectPseudoGradients,
     Envelope,
     JoinRounds,
     LeaveRounds,
@@ -458,9 +457,6 @@ class BatchScheduler:
                 worker.send_after = counters.get(worker.number)
                 self._roster.refresh(worker, now)
                 self._tell_to_send(worker)
-        names = tuple(worker.name for worker in members)
-        timeout = self._deadline + self._longest_grace - now
-        self._tell(PARAMETER_SERVER, CollectPseudoGradients(round=self._round, workers=names, timeout=timeout))
 
     def _end_of_waiting(self, now: float) -> float:
         """Until when pseudo-gradients are waited for, as things are now."""

@@ -22,7 +22,6 @@ __all__ = [
     "MOST",
     "PARAMETER_SERVER",
     "Acknowledge",
-    "CollectPseudoGradients",
     "EndRound",
     "Envelope",
     "JoinRounds",
@@ -319,20 +318,6 @@ class TrainingOver(_Message, frozen=True, kw_only=True):
 # ── To the parameter server ───────────────────────────────────────────────────────────
 
 
-class CollectPseudoGradients(_Message, frozen=True, kw_only=True):
-    """Pseudo-gradients will come.
-
-    Attributes:
-        round: Of this round.
-        workers: From these.
-        timeout: Within this many seconds; what comes later is not merged.
-    """
-
-    round: _Count
-    workers: tuple[_Name, ...]
-    timeout: _Number
-
-
 class MergePseudoGradients(_Message, frozen=True, kw_only=True):
     """Take the outer step with what ``workers`` have sent. If there are none, the weights stay as they are."""
 
@@ -345,14 +330,7 @@ WorkerMessage: TypeAlias = (
 )
 """What the batch scheduler hears."""
 SchedulerMessage: TypeAlias = (
-    Acknowledge
-    | SendAfter
-    | SendNow
-    | WaitForRound
-    | StartRound
-    | TrainingOver
-    | CollectPseudoGradients
-    | MergePseudoGradients
+    Acknowledge | SendAfter | SendNow | WaitForRound | StartRound | TrainingOver | MergePseudoGradients
 )
 """What the batch scheduler says."""
 Message: TypeAlias = (
