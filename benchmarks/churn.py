@@ -147,8 +147,8 @@ class Coordinated:
         subprocess.run([*command, "--host", link.address(0)], check=True, stdout=subprocess.DEVNULL, cwd=_REPOSITORY)
         token.touch(mode=0o600)
         token.write_text(secrets.token_urlsafe(32))
-        self.guarded = {"coordinator_ca": str(certificates / "ca.pem"), "token_file": str(token)}
-        context = ssl.create_default_context(cafile=self.guarded["coordinator_ca"])
+        self.guarded = {"authority": str(certificates / "ca.pem"), "token_file": str(token)}
+        context = ssl.create_default_context(cafile=self.guarded["authority"])
         self._asks = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         self._asks.addheaders = [("Authorization", f"Bearer {token.read_text()}")]
         self._in_namespace = ThreadPoolExecutor(1, initializer=_enter, initargs=(link.namespace(0),))

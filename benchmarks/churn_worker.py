@@ -131,8 +131,8 @@ def train(asked: dict[str, Any]) -> None:
         journal = Journal(file, asked["step_s"])
         journal.write(began=True)
         if asked["url"]:
-            options = {key: asked[key] for key in ("token_file", "coordinator_ca") if asked.get(key)}
-            strategy = DiLoCoStrategy(coordinator=asked["url"], worker_name=name, **options)
+            files = {key: asked[key] for key in ("token_file", "authority") if asked.get(key)}
+            strategy = DiLoCoStrategy(coordinator={"url": asked["url"], "name": name, **files})
             trainer = L.Trainer(devices=1, strategy=strategy, callbacks=[journal], enable_checkpointing=False, **common)
             cache = folder / "cache" / name
             data = SliceDataModule(asked["rows"], batch_size=asked["batch"], num_workers=0, cache_dir=str(cache))

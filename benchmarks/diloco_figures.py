@@ -132,7 +132,7 @@ def overlap(options: argparse.Namespace) -> list[Group]:
     for name, samples, strategy in (
         ("int4", long, {**_tuned(options), "wire_dtype": "int4"}),
         ("int4, plain averaging", long, averaging),
-        ("sparse, density=0.01", short, {**_SPARSE, "density": 0.01}),
+        ("sparse:0.01", short, {"wire_dtype": "sparse:0.01"}),
     ):
         for steps in (0, "auto"):
             asked = {"samples_per_round": samples, "overlap_steps": steps, **strategy}

@@ -65,9 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     size = TINY if asked.tiny else SMALL
     training, validation = (Windows(text, size.context) for text in training_and_validation_text())
-    strategy = DiLoCoStrategy(
-        coordinator=asked.url, coordinator_ca=asked.ca, token_file=asked.token_file, worker_name=asked.name
-    )
+    coordinator = {"url": asked.url, "authority": asked.ca, "token_file": asked.token_file, "name": asked.name}
+    strategy = DiLoCoStrategy(coordinator=coordinator)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

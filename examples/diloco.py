@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wire_dtype=asked.wire,
             fragments=asked.fragments,
             overlap_steps=asked.overlap,
-            rounds_file=str(asked.output / "rounds.jsonl"),
         ),
         max_steps=asked.steps,
         val_check_interval=max(asked.steps // 4, 1),

@@ -70,6 +70,18 @@ GONE: dict[str, str] = {
         [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
         "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
     ),
+    "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
+    "inner_options": "Write inner={'strategy': ..., 'size': ..., 'find_unused_parameters': ...}.",
+    "coordinator_ca": "Write coordinator={'url': ..., 'authority': FILE}.",
+    "coordinator_certificate": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
+    "coordinator_key": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
+    "token_file": "Write coordinator={'url': ..., 'token_file': FILE}.",
+    "worker_name": "Write coordinator={'url': ..., 'name': ...}.",
+    "density": "Write wire_dtype='sparse:0.01'.",
+    "--density": "Write --wire-dtype sparse:0.01.",
+    **dict.fromkeys(("mixing", "--mixing"), "A merge keeps half of the local weights with overlap, and none without."),
+    **dict.fromkeys(("lead_steps", "--lead-steps"), "A round's end is decided three steps ahead."),
+    "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
     "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
 }
 """What to use in place of what is gone, a sentence by ``option`` or ``option=value``; for this release only."""

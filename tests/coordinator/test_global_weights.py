@@ -18,7 +18,7 @@ from lightning_bytescheduler.exceptions import OptionError
 
 ELEMENTS = 400
 MODEL = [ModelParameter(name="a", shape=(20, 20), dtype="float32")]
-SMALL: list[dict[str, Any]] = [{"wire_dtype": "int8"}, {"wire_dtype": "int4"}, {"wire_dtype": "sparse", "density": 0.1}]
+SMALL: list[dict[str, Any]] = [{"wire_dtype": "int8"}, {"wire_dtype": "int4"}, {"wire_dtype": "sparse:0.1"}]
 
 
 def updates(count: int) -> list[Tensor]:

@@ -71,7 +71,7 @@ def fit_coordinated(
     with alone():
         return fit_diloco(
             0,
-            options={"coordinator": url, "worker_name": f"w{rank}", **(options or {})},
+            options={"coordinator": {"url": url, "name": f"w{rank}"}, **(options or {})},
             model=partial(own_data, rank, **(model or {})),
             same_seed=True,
             use_distributed_sampler=False,

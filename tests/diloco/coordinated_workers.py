@@ -73,7 +73,7 @@ class ThreadWorker:
         self.validated: list[int] = []  # versions of the global weights
         self._ends = threading.Event()
         self._dies = threading.Event()
-        made = resolve_coordinator(url, worker_name=name, environ={}, **address)
+        made = resolve_coordinator({"url": url, "name": name, **address}, environ={})
         assert made is not None
         self.runtime = CoordinatedRuntime(
             made,

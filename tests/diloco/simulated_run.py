@@ -162,7 +162,7 @@ class _Run:
             collect(*arguments)
             self.seen.bounds[made.round] = made._deadline + made._longest_grace
 
-        made._collect = noted  # type: ignore[method-assign]
+        made._collect = noted  # type: ignore[method-assign,assignment]
         return made
 
     def to_scheduler(self, message: WorkerMessage, delay: float) -> None:

@@ -56,7 +56,7 @@ def test_it_has_the_bits_of_workers_launched_together(
 
 @pytest.mark.parametrize("overlap_steps", [0, "auto"])
 def test_the_largest_changes_alone_may_travel(overlap_steps: int | str, diloco_ranks: RankPool, tmp_path: Path) -> None:
-    sparse = {"wire_dtype": "sparse", "density": 0.1, "overlap_steps": overlap_steps}
+    sparse = {"wire_dtype": "sparse:0.1", "overlap_steps": overlap_steps}
     with CoordinatorServer(
         coordinator_options(inner_steps=4, outer_steps=3, rounds={"start_workers": 2}, **sparse)
     ) as server:
@@ -96,7 +96,7 @@ def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any]
     with alone():
         return fit_diloco(
             0,
-            options={"coordinator": url, "worker_name": f"w{rank}"},
+            options={"coordinator": {"url": url, "name": f"w{rank}"}},
             model=partial(Plateaus, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
             callbacks=(
                 partial(Notes, own),
@@ -153,7 +153,7 @@ def fit_until_worse(rank: int, *, url: str, folder: str) -> Result:
     with alone():
         return fit_diloco(
             0,
-            options={"coordinator": url, "worker_name": f"w{rank}"},
+            options={"coordinator": {"url": url, "name": f"w{rank}"}},
             model=partial(Worsens, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
             callbacks=(partial(EarlyStopping, "worse", patience=2),),
             limit_val_batches=1,
@@ -202,7 +202,7 @@ def fit_terminated(rank: int, *, url: str, folder: str) -> int:
     try:
         with alone():
             module = OwnData(1, optimizer=plain_sgd, dropout=0.0)
-            strategy = DiLoCoStrategy(coordinator=url, worker_name="w1")
+            strategy = DiLoCoStrategy(coordinator={"url": url, "name": "w1"})
             trainer = diloco_trainer(0, strategy, callbacks=[Terminates()], default_root_dir=folder)
             with pytest.raises(SystemExit):
                 trainer.fit(module)

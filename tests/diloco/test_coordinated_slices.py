@@ -49,7 +49,7 @@ def fit_slices(rank: int, *, url: str, rows: str, folder: str, **options: Any) -
     with alone():
         trainer = diloco_trainer(
             0,
-            DiLoCoStrategy(coordinator=url, worker_name=f"w{rank}", **options),
+            DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"}, **options),
             callbacks=[Pause(rank, {1: 0.15})],
             default_root_dir=folder,
         )
@@ -135,9 +135,9 @@ def fit_beside(
     module = Remembers()
     is_alone = rank == 2
     strategy = (
-        DiLoCoStrategy(coordinator=url, worker_name="alone")
+        DiLoCoStrategy(coordinator={"url": url, "name": "alone"})
         if is_alone
-        else DiLoCoStrategy(coordinator=url, worker_name="pair", **options)
+        else DiLoCoStrategy(coordinator={"url": url, "name": "pair"}, **options)
     )
     waits = patch.object(
         CoordinatedBoundaries, "wait_aside", autospec=True, side_effect=CoordinatedBoundaries.wait_aside
@@ -208,7 +208,7 @@ def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
 
     module.on_step = fail
     with together(rank, ranks=2, port=arguments["port"]):
-        strategy = DiLoCoStrategy(coordinator=arguments["url"], worker_name="pair", inner="bytescheduler")
+        strategy = DiLoCoStrategy(coordinator={"url": arguments["url"], "name": "pair"}, inner="bytescheduler")
         trainer = diloco_trainer(rank, strategy, default_root_dir=arguments["folder"])
         with pytest.raises(Exception, match="on purpose") as raised:
             trainer.fit(module, datamodule=SliceDataModule(arguments["rows"], batch_size=2))

@@ -18,7 +18,6 @@ def test_mixing_is_for_overlap() -> None:
     assert FragmentOptions().mixing == 0.0
     assert FragmentOptions(overlap_steps=2).mixing == 0.5
     assert FragmentOptions(overlap_steps="auto").mixing == 0.5
-    assert FragmentOptions(overlap_steps=2, mixing=0.25).mixing == 0.25
 
 
 def test_the_mixing_formula() -> None:
@@ -55,8 +54,6 @@ def test_neighbours_go_to_different_fragments() -> None:
         ({"fragments": 0}, "fragments"),
         ({"overlap_steps": -1}, "overlap_steps"),
         ({"overlap_steps": "soon"}, "overlap_steps must be a whole number, 0 or more, or 'auto'"),
-        ({"mixing": 1.5}, "mixing"),
-        ({"mixing": -0.5}, "mixing"),
     ],
 )
 def test_what_is_not_allowed(options: dict, reason: str) -> None:

@@ -18,12 +18,8 @@ from tests.diloco.fits import Measured, Result, calm_tower, fit_diloco, plain_sg
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.rank_pool import RankPool
 
-GROUPS = {"inner": "ddp", "inner_size": 2}
-SCHEDULED = {
-    "inner": "bytescheduler",
-    "inner_size": 2,
-    "inner_options": {**SIZES, "mode": "overlapped"},
-}
+GROUPS = {"inner": {"strategy": "ddp", "size": 2}}
+SCHEDULED = {"inner": {"strategy": "bytescheduler", "size": 2, **SIZES, "mode": "overlapped"}}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 SLOW_GROUP = {2: 0.05, 3: 0.05}
 """Seconds that ranks of the second worker sleep before a step."""
@@ -217,7 +213,10 @@ def test_training_goes_on_with_and_without_groups(groups: bool, diloco_four_rank
 
 def test_a_machine_is_a_worker(diloco_four_ranks: RankPool, tmp_path: Path) -> None:
     results = fit(
-        diloco_four_ranks, tmp_path, options={"inner": "ddp", "inner_size": "node", "inner_steps": 4}, max_steps=8
+        diloco_four_ranks,
+        tmp_path,
+        options={"inner": {"strategy": "ddp", "size": "node"}, "inner_steps": 4},
+        max_steps=8,
     )
     assert same_weights(results)
     assert results[3].samples == 4 * 8 * 4

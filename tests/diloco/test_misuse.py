@@ -48,10 +48,9 @@ from lightning_bytescheduler.diloco.options import common_options
         ("overlap_steps", True),
         ("overlap_steps", "soon"),
         ("overlap_steps", 1.5),
-        ("mixing", 1.5),
         ("wire_dtype", "fp16"),
-        ("density", 0.1),
-        ("lead_steps", 0),
+        ("wire_dtype", "sparse:2"),
+        ("wire_dtype", "int8:0.1"),
         ("batch_size", 0),
         ("batch_size", []),
         ("batch_size", [4, 0]),
@@ -59,12 +58,10 @@ from lightning_bytescheduler.diloco.options import common_options
         ("batch_size", [4, "many"]),
         ("partition_size", 0),
         ("credit", 0),
-        ("rounds_file", ""),
-        ("rounds_file", "/"),
         ("partition_size", "4MB"),
         ("inner", "fsdp"),
-        ("inner_size", 2),
-        ("inner_options", {"bucket_cap_mb": 1}),
+        ("inner", {"size": 2}),
+        ("inner", [1]),
     ],
 )
 def test_values_are_named(option: str, value: Any) -> None:
@@ -93,8 +90,11 @@ def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
         ("inner_step", "Did you mean 'inner_steps'"),
         ("outer_learning_rate", "Did you mean 'outer_lr'"),
         ("local_steps", "Did you mean 'inner_steps'"),
-        ("find_unused_parameters", "write inner_options={'find_unused_parameters': ...}"),
-        ("mode", "write inner_options={'mode': ...}"),
+        ("find_unused_parameters", "write inner={'strategy': ..., 'find_unused_parameters': ...}"),
+        ("mode", "write inner={'strategy': ..., 'mode': ...}"),
+        ("inner_size", r"Write inner={'strategy': 'ddp', 'size': ...}"),
+        ("coordinator_ca", r"Write coordinator={'url': ..., 'authority': FILE}"),
+        ("density", "Write wire_dtype='sparse:0.01'"),
         ("num_nodes", r"It is an option of Trainer: Trainer\(num_nodes=...\)"),
     ],
 )
@@ -110,10 +110,10 @@ def test_a_number_without_its_name() -> None:
 
 def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     options = DiLoCoStrategy(wire_dtype="sparse")._options
-    assert (options.outer_lr, options.outer_momentum, options.density) == (1.0, 0.5, None)
-    options = DiLoCoStrategy(wire_dtype="sparse", density=0.1, outer_lr=0.5, outer_momentum=0.3)._options
+    assert (options.outer_lr, options.outer_momentum, options.wire.density) == (1.0, 0.5, None)
+    options = DiLoCoStrategy(wire_dtype="sparse:0.1", outer_lr=0.5, outer_momentum=0.3)._options
     assert (options.outer_lr, options.outer_momentum, options.outer(None).wire.density) == (0.5, 0.3, 0.1)
-    assert common_options(options)["density"] == 0.1  # the same on all ranks, or they are refused
+    assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
     assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_lr is None
 
 
@@ -234,25 +234,25 @@ def test_a_list_of_batch_sizes_is_for_all_workers() -> None:
 
 @pytest.mark.parametrize("size", [None, 1, 0, True, 2.0, "machine"])
 def test_sizes_of_workers(size: Any) -> None:
-    with pytest.raises(OptionError, match=r"inner_size=.*a whole number above 1, or 'node'"):
-        DiLoCoStrategy(inner="ddp", inner_size=size)
+    with pytest.raises(OptionError, match=r"inner\.size=.*a whole number above 1, or 'node'"):
+        DiLoCoStrategy(inner={"strategy": "ddp", "size": size})
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"batch_size": "auto"}, "left out, or numbers, where inner is given"),
-        ({"inner_options": [1]}, "options of 'bytescheduler' by name"),
-        ({"inner_options": {"tuning": "credit"}}, "without tuning"),
-        ({"inner_options": {"credit": 0}}, "credit=0"),
-        ({"inner_options": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
-        ({"inner_options": {"timeout": 30}}, "no option 'timeout'. It is an option of DiLoCoStrategy itself"),
-        ({"inner_options": {"devices": 2}}, "no option 'devices'. It is an option of Trainer"),
+        ({"inner": {"tuning": "credit"}}, "without tuning"),
+        ({"inner": {"credit": 0}}, "credit=0"),
+        ({"inner": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
+        ({"inner": {"timeout": 30}}, "no option 'timeout'. It is an option of DiLoCoStrategy itself"),
+        ({"inner": {"devices": 2}}, "no option 'devices'. It is an option of Trainer"),
     ],
 )
 def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str) -> None:
+    inside = {"strategy": "bytescheduler", "size": 2, **options.pop("inner", {})}
     with pytest.raises(OptionError, match=says):
-        DiLoCoStrategy(inner="bytescheduler", inner_size=2, **options)
+        DiLoCoStrategy(inner=inside, **options)
 
 
 @pytest.mark.parametrize(
@@ -265,14 +265,14 @@ def test_options_of_workers_of_several_ranks(options: dict[str, Any], says: str)
     ],
 )
 def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, known: str) -> None:
-    with pytest.raises(OptionError, match=f"inner_options has no option '{option}'.*{known}"):
-        DiLoCoStrategy(inner=inner, inner_size=2, inner_options={option: 1})  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=f"inner has no option '{option}'.*{known}"):
+        DiLoCoStrategy(inner={"strategy": inner, "size": 2, option: 1})
 
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("mode", "ddp", "no option 'mode'. Only inner='bytescheduler' has it"),
+        ("mode", "ddp", "no option 'mode'. Only strategy 'bytescheduler' has it"),
         ("find_unused_parameters", "yes", "find_unused_parameters='yes'.*True or False"),
         ("ddp_comm_hook", "fp16", "ddp_comm_hook='fp16'.*a function, or None"),
         ("model_averaging_period", 0, "model_averaging_period=0.*a whole number, 1 or more"),
@@ -280,12 +280,12 @@ def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, 
 )
 def test_options_of_workers_that_train_with_ddp(option: str, value: Any, says: str) -> None:
     with pytest.raises(OptionError, match=says):
-        DiLoCoStrategy(inner="ddp", inner_size=2, inner_options={option: value})
+        DiLoCoStrategy(inner={"strategy": "ddp", "size": 2, option: value})
 
 
 def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
     with pytest.raises(UnsupportedError, match="ddp_comm_hook"):
-        DiLoCoStrategy(inner="bytescheduler", inner_size=2, inner_options={"ddp_comm_hook": print})
+        DiLoCoStrategy(inner={"strategy": "bytescheduler", "size": 2, "ddp_comm_hook": print})
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_ddp_options_that_the_scheduler_cannot_honour() -> None:
     [(2, 3, 2), (3, 2, 3), (6, 1, 6), ("node", 2, 3)],
 )
 def test_workers_of_several_ranks(inner_size: Any, workers: int, world_size: int) -> None:
-    strategy = DiLoCoStrategy(inner="ddp", inner_size=inner_size)
+    strategy = DiLoCoStrategy(inner={"strategy": "ddp", "size": inner_size})
     Trainer(accelerator="cpu", devices=3, num_nodes=2, strategy=strategy)
     assert (strategy.workers, strategy.world_size, strategy.ranks) == (workers, world_size, 6)
     strategy._options.check_ranks(ranks=6, on_node=3, rank=5, node=1)
@@ -301,11 +301,13 @@ def test_workers_of_several_ranks(inner_size: Any, workers: int, world_size: int
 
 def test_ranks_that_do_not_make_up_workers() -> None:
     with pytest.raises(OptionError, match="a number that divides that of all processes, 6"):
-        DiLoCoStrategy(inner="ddp", inner_size=4)._options.check_ranks(ranks=6, on_node=3, rank=0, node=0)
+        DiLoCoStrategy(inner={"strategy": "ddp", "size": 4})._options.check_ranks(ranks=6, on_node=3, rank=0, node=0)
     with pytest.raises(OptionError, match=r"do not follow one another \(rank 1 is on machine 1\)"):
-        DiLoCoStrategy(inner="ddp", inner_size="node")._options.check_ranks(ranks=6, on_node=3, rank=1, node=1)
+        DiLoCoStrategy(inner={"strategy": "ddp", "size": "node"})._options.check_ranks(
+            ranks=6, on_node=3, rank=1, node=1
+        )
     with pytest.raises(OptionError, match="one for each worker, of which there are 3"):
-        DiLoCoStrategy(inner="ddp", inner_size=2, batch_size=[4] * 6)._options.check_ranks(
+        DiLoCoStrategy(inner={"strategy": "ddp", "size": 2}, batch_size=[4] * 6)._options.check_ranks(
             ranks=6, on_node=3, rank=0, node=0
         )
 

@@ -68,7 +68,7 @@ def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None
     def run(kind: str, rank: int, inner: str) -> list[Ended]:
         folder = tmp_path / f"{kind}-{rank}"
         folder.mkdir()
-        groups = {"inner": inner, "inner_size": 2}
+        groups = {"inner": {"strategy": inner, "size": 2}}
         options = {"kind": kind, "rank": rank, "step": 10, "inner_steps": 8, "groups": groups}
         return nursery.run(_SCRIPT, options, world_size=4, folder=folder, timeout=60.0)
 

@@ -10,7 +10,7 @@ BYTESCHEDULER_COORDINATOR_TOKEN=$(cat token)
 export BYTESCHEDULER_COORDINATOR_TOKEN
 
 # train.py makes its strategy as
-#   DiLoCoStrategy(coordinator_ca="ca.pem", coordinator_certificate=..., coordinator_key=..., worker_name=...)
+#   DiLoCoStrategy(coordinator={"authority": "ca.pem", "certificate": ..., "key": ..., "name": ...})
 # of these arguments; the address and the token come from the environment.
 pids=()
 gpus=$(nvidia-smi --list-gpus | wc -l)

@@ -44,9 +44,7 @@ _RUN = (
     "weighting",
     "fragments",
     "overlap_steps",
-    "mixing",
     "wire_dtype",
-    "density",
 )
 _NAMES = {"client_authority": "--client-ca", "certificate": "--cert", "host": "--bind", "grace": "--grace-s"}
 _NAMES |= {"lease": "--lease-s", "token": "--token-file"}
@@ -73,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps from an update to its mean, or auto (default: 0)",
     )
-    rounds.add_argument("--mixing", type=float, metavar="X", help="share of the local weights that a merge keeps")
-    rounds.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of updates and means (default: fp32)")
-    rounds.add_argument("--density", type=float, metavar="X", help="share of the changes that sparse sends")
+    rounds.add_argument("--wire-dtype", metavar="NAME", help=f"{', '.join(WIRE_DTYPES)} or sparse:0.01 (default: fp32)")
     waiting = parser.add_argument_group("who is waited for")
     defaults = RoundOptions()
     waiting.add_argument("--start-workers", type=int, metavar="N", help="that the first round waits for (default: 1)")

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
 from lightning_bytescheduler.checks import (
     require_bool,
-    require_one_of,
     require_positive,
     require_share,
     require_whole,
 )
-from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, overlap_of, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.late_updates import require_late
@@ -77,7 +73,7 @@ def run_options(**given: Any) -> RunOptions:
         OptionError: Names the option that is not allowed.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen.get("wire_dtype") == "sparse":
+    if wire_of(RunOptions(**chosen)).dtype == "sparse":
         chosen = {**SPARSE_DEFAULTS, **chosen}
     options = RunOptions(**chosen)
     if options.samples_per_round is not None:
@@ -93,11 +89,10 @@ def run_options(**given: Any) -> RunOptions:
     require_positive("outer_lr", options.outer_lr)
     require_share("outer_momentum", options.outer_momentum)
     require_weighting("weighting", options.weighting)
-    fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing)
-    require_one_of("wire_dtype", options.wire_dtype, WIRE_DTYPES)
+    FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps)
     wire_of(options)
     overlap_of(options)
-    return msgspec.structs.replace(options, mixing=fragments.mixing)
+    return options
 
 
 def target_of(options: RunOptions) -> RoundTarget:

@@ -36,13 +36,13 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns
 _ARGUMENTS = {
     "coordinator": "URL",
-    "coordinator_ca": "--ca",
-    "coordinator_certificate": "--cert",
-    "coordinator_key": "--key",
+    "coordinator.authority": "--ca",
+    "coordinator.certificate": "--cert",
+    "coordinator.key": "--key",
+    "coordinator.token_file": "--token-file",
     "authority": "--ca",
     "certificate": "--cert",
     "key": "--key",
-    "token_file": "--token-file",
 }
 
 
@@ -64,13 +64,8 @@ def run(options: argparse.Namespace) -> int:
     """Show what was asked for; returns the exit code."""
     require_positive("--every", options.every, of="seconds")
     try:
-        address = resolve_coordinator(
-            options.url,
-            authority=options.ca,
-            certificate=options.cert,
-            key=options.key,
-            token_file=options.token_file,
-        )
+        files = {"authority": options.ca, "certificate": options.cert, "key": options.key}
+        address = resolve_coordinator({"url": options.url, "token_file": options.token_file, **files})
     except OptionError as error:
         raise OptionError(_ARGUMENTS.get(error.option, error.option), error.value, error.allowed, error.hint) from error
     if address is None:  # it was given

@@ -157,9 +157,7 @@ class CoordinatedRuntime(SessionRuntime):
     def prepare(self) -> None:
         """Make the session, as the run's options say."""
         options = self.options
-        fragments = FragmentOptions(
-            fragments=options.fragments, overlap_steps=options.overlap_steps, mixing=options.mixing
-        )
+        fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps)
         trained = TrainedWeights(self._module, fragments)
         if self.client is None:
             self.session = FollowingCoordinated(worker=self.worker, group=self._group, trained=trained)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from lightning_bytescheduler.checks import require_text
+from lightning_bytescheduler.checks import require_known, require_text
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
 
@@ -24,6 +24,7 @@ __all__ = ["ADDRESS_VARIABLE", "TOKEN_VARIABLE", "CoordinatorAddress", "resolve_
 ADDRESS_VARIABLE = "BYTESCHEDULER_COORDINATOR"
 TOKEN_VARIABLE = "BYTESCHEDULER_COORDINATOR_TOKEN"
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,150}")
+_PARTS = ("url", "token_file", "authority", "certificate", "key", "name")
 _URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine"
 
 
@@ -59,60 +60,49 @@ class CoordinatorAddress:
 
 
 def resolve_coordinator(
-    url: str | None,
-    *,
-    authority: str | None = None,
-    certificate: str | None = None,
-    key: str | None = None,
-    token_file: str | None = None,
-    worker_name: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    given: str | Mapping[str, str] | None, *, environ: Mapping[str, str] = os.environ
 ) -> CoordinatorAddress | None:
-    """The address that options and environment make, or ``None`` without a coordinator.
+    """The address that the option and the environment make, or ``None`` without a coordinator.
 
     Args:
-        url: The option ``coordinator``; ``BYTESCHEDULER_COORDINATOR`` if it is left out.
-        authority: The option ``coordinator_ca``.
-        certificate: The option ``coordinator_certificate``.
-        key: The option ``coordinator_key``.
-        token_file: The option of that name; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if it is left out.
-        worker_name: The option of that name; made of the host's name and a random part if it is left out.
-        environ: The environment.
+        given: The option ``coordinator`` of ``DiLoCoStrategy``.
+        environ: The environment: ``BYTESCHEDULER_COORDINATOR`` has the URL, and ``BYTESCHEDULER_COORDINATOR_TOKEN`` the
+            token, if they are left out.
 
     Raises:
         OptionError: If something is not allowed. Never shows the token.
     """
-    given = {
-        "coordinator_ca": authority,
-        "coordinator_certificate": certificate,
-        "coordinator_key": key,
-        "token_file": token_file,
-        "worker_name": worker_name,
-    }
-    option = "coordinator" if url is not None else ADDRESS_VARIABLE
-    url = environ.get(ADDRESS_VARIABLE) or None if url is None else url
-    if url is None:
-        for name, value in given.items():
-            if value is not None:
-                raise OptionError(name, value, "left out where no coordinator is given")
+    if given is not None and not isinstance(given, (str, Mapping)):
+        raise OptionError("coordinator", given, f"{_URL}, or a dict with that as 'url'")
+    parts = dict(given) if isinstance(given, Mapping) else {} if given is None else {"url": given}
+    require_known(parts, _PARTS, of="coordinator")
+    parts = {name: value for name, value in parts.items() if value is not None}
+    option = "coordinator" if "url" in parts else ADDRESS_VARIABLE
+    url = parts.pop("url", None) or environ.get(ADDRESS_VARIABLE)
+    if not url and given is not None:
+        raise OptionError("coordinator", given, f"one with a url, where {ADDRESS_VARIABLE} is not set")
+    if not url:
         return None
     url = _require_url(option, require_text(option, url))
-    for name, value in given.items():
-        if value is not None:
-            require_text(name, value)
+    for name, value in parts.items():
+        require_text(f"coordinator.{name}", value)
     if not url.startswith("https:"):
-        for name in ("coordinator_ca", "coordinator_certificate", "coordinator_key"):
-            if given[name] is not None:
-                raise OptionError(name, given[name], f"left out where {option} is not https://..., but {url!r}")
-    if worker_name is not None and not _NAME.fullmatch(worker_name):
-        raise OptionError("worker_name", worker_name, "up to 150 letters, digits and . _ : @ / -")
+        for name in ("authority", "certificate", "key"):
+            if name in parts:
+                allowed = f"left out where the coordinator is not https://..., but {url!r}"
+                raise OptionError(f"coordinator.{name}", parts[name], allowed)
+    worker = parts.get("name", "")
+    if worker and not _NAME.fullmatch(worker):
+        raise OptionError("coordinator.name", worker, "up to 150 letters, digits and . _ : @ / -")
     address = CoordinatorAddress(
         url=url,
-        worker=_own_name() if worker_name is None else worker_name,
-        authority=authority,
-        certificate=certificate,
-        key=key,
-        token=read_token(token_file, variable=TOKEN_VARIABLE, option="token_file", environ=environ),
+        worker=worker or _own_name(),
+        authority=parts.get("authority"),
+        certificate=parts.get("certificate"),
+        key=parts.get("key"),
+        token=read_token(
+            parts.get("token_file"), variable=TOKEN_VARIABLE, option="coordinator.token_file", environ=environ
+        ),
     )
     address.tls()  # a wrong file is said here, and not when the data are there
     if address.token is not None and url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
@@ -128,7 +118,9 @@ def _require_url(option: str, url: str) -> str:
         raise OptionError(option, url, _URL) from None
     if parts.username or parts.password:
         raise OptionError(
-            option, f"{parts.scheme}://...", f"{_URL}, without a password; the token goes into token_file"
+            option,
+            f"{parts.scheme}://...",
+            f"{_URL}, without a password; the token goes into token_file",
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
         raise OptionError(option, url, _URL)

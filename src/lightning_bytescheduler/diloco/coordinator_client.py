@@ -301,7 +301,7 @@ class CoordinatorClient:
                     if wordless == _WORDLESS:
                         log.warning(
                             "The coordinator at %s ends every connection without a word, as one does in TLS 1.3 that "
-                            "asks for a coordinator_certificate that it knows.",
+                            "asks for a certificate that it knows: give coordinator={...} a certificate and its key.",
                             self._url,
                         )
                 if not self._welcomed and not warned and self._clock() - began >= _QUIET_S:
@@ -324,7 +324,7 @@ class CoordinatorClient:
             failed = 0 if was_connected and self._clock() - before > _LONGEST_S else failed + 1
             if not self._welcomed and self._clock() - began >= self._timeout:
                 # One that asks for certificates ends such connections without a word, in TLS 1.3.
-                hint = "" if self._tls is None else " It may ask for a coordinator_certificate that it knows."
+                hint = "" if self._tls is None else " It may ask for a certificate that it knows."
                 raise SchedulerTimeoutError(
                     f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
@@ -421,7 +421,7 @@ class CoordinatorClient:
         if status in _REFUSED:
             raise CoordinatorError(
                 f"{where} does not accept this worker's token, or the lack of one (status {status}). Put the token "
-                "into a file and give it as token_file, or into BYTESCHEDULER_COORDINATOR_TOKEN."
+                "into a file and give coordinator={...} that as token_file, or into BYTESCHEDULER_COORDINATOR_TOKEN."
             ) from None
         if status in _NO_COORDINATOR and not self._welcomed:
             raise CoordinatorError(
@@ -432,14 +432,14 @@ class CoordinatorClient:
                 why = getattr(cause, "verify_message", None) or cause  # aiohttp's error of that kind has none
                 raise CoordinatorError(
                     f"{where} has a certificate that is not trusted here: {why}. Give the file of the "
-                    "authority that has signed it as coordinator_ca."
+                    "authority that has signed it, as in coordinator={'url': ..., 'authority': FILE}."
                 ) from None
             reason = getattr(cause, "reason", None) or ""  # aiohttp's error of that kind has none
             if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self._welcomed):
                 raise CoordinatorError(
                     f"There is no TLS connection to {self._url}: {reason or cause}. Check that the coordinator "
                     "serves with TLS (else its address begins with http://), and that it accepts "
-                    "coordinator_certificate, if it asks for one."
+                    "this worker's certificate, if it asks for one."
                 ) from None
 
 

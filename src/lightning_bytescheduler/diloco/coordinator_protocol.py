@@ -178,9 +178,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         weighting: See there.
         fragments: See there.
         overlap_steps: See there.
-        mixing: See there.
         wire_dtype: See there; of updates and means.
-        density: See there.
     """
 
     samples_per_round: int | None = None
@@ -192,9 +190,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weighting: str = "samples"
     fragments: int = 1
     overlap_steps: OverlapSteps = 0
-    mixing: float | None = None
     wire_dtype: str = "fp32"
-    density: float | None = None
 
     @property
     def steps_of_round(self) -> int:
@@ -208,7 +204,7 @@ def wire_of(options: RunOptions) -> WireFormat:
     Raises:
         OptionError: If there is no such format.
     """
-    return WireFormat(dtype=options.wire_dtype, density=options.density)  # type: ignore[arg-type]  # checked there
+    return WireFormat.of("wire_dtype", options.wire_dtype)
 
 
 def overlap_of(options: RunOptions) -> Overlap:

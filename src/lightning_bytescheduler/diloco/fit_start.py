@@ -69,8 +69,8 @@ def open_rounds_file(trainer: pl.Trainer, options: DiLoCoOptions, *, append: boo
     if not trainer.fast_dev_run and not trainer.barebones:  # type: ignore[attr-defined]
         folder = trainer.log_dir or trainer.default_root_dir
         if trainer.is_global_zero:
-            path = Path(folder) / RECORD_NAME if options.rounds_file is None else Path(options.rounds_file)
-    return RoundFile(path, append=append, option="" if options.rounds_file is None else "rounds_file")
+            path = Path(folder) / RECORD_NAME
+    return RoundFile(path, append=append, option="")
 
 
 def slices_of(

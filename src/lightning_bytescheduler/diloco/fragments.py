@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.checks import require_share, require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.diloco.overlap import Overlap, OverlapSteps
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
@@ -28,8 +28,6 @@ class FragmentOptions:
         fragments: Into how many the model is cut.
         overlap_steps: Steps between sending a fragment and merging the answer; 0 waits for it, and ``"auto"`` merges it
             once it is there, see ``overlap.py``.
-        mixing: Share of the local weights that a merge keeps, from 0 to 1. 0 takes the global weights, as without
-            overlap; by default 0.5 with overlap, so that what was learnt meanwhile is not thrown away.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -37,14 +35,15 @@ class FragmentOptions:
 
     fragments: int = 1
     overlap_steps: OverlapSteps = 0
-    mixing: float | None = None
 
     def __post_init__(self) -> None:
         require_whole("fragments", self.fragments, 1)
         Overlap(steps=self.overlap_steps)
-        if self.mixing is None:
-            object.__setattr__(self, "mixing", 0.5 if self.overlap_steps else 0.0)
-        require_share("mixing", self.mixing)
+
+    @property
+    def mixing(self) -> float:
+        """Share of the local weights that a merge keeps: with overlap half, so that what was learnt meanwhile stays."""
+        return 0.5 if self.overlap_steps else 0.0
 
     def fragment_of(self, round: int) -> int:
         """The fragment that a round ends with, where each round, numbered from 1, synchronises one.
@@ -79,7 +78,7 @@ class TrainedWeights:
         self.fragments: Sequence[Sequence[str]] = split_fragments(
             {name: parameter.numel() for name, parameter in parameters.items()}, fragments.fragments
         )
-        self.mixing = float(fragments.mixing or 0.0)
+        self.mixing = fragments.mixing
 
     def fragment_of(self, round: int) -> int:
         """The fragment that a round ends with."""

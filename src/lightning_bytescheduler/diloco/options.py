@@ -22,12 +22,11 @@ from lightning_bytescheduler.checks import (
     require_bool,
     require_known,
     require_new_file,
-    require_one_of,
     require_positive,
     require_share,
     require_whole,
 )
-from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
+from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     check_ddp_options,
@@ -52,6 +51,7 @@ __all__ = [
     "common_options",
     "ddp_options",
     "description",
+    "inner_of",
     "scheduler_options",
     "with_defaults",
 ]
@@ -67,7 +67,7 @@ _OPTIMIZER = "a function or class that makes an optimizer of a list of tensors, 
 OPTIONS_ELSEWHERE = {
     **ELSEWHERE,
     **{
-        name: f"Where several processes form a worker (inner=...), write inner_options={{{name!r}: ...}}."
+        name: f"Where several processes form a worker, write inner={{'strategy': ..., {name!r}: ...}}."
         for name in (*known_ddp_options(), *_SCHEDULED)
         if name not in ("partition_size", "credit", "timeline")
     },
@@ -85,6 +85,20 @@ _DEFAULTS = {"equal_steps": False, "weighting": "samples", "fragments": 1, "over
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same with what holds where nothing was given, and no coordinator says otherwise."""
     return {name: _DEFAULTS.get(name) if value is None else value for name, value in given.items()}
+
+
+def inner_of(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The option ``inner`` in its parts: who trains the ranks of a worker together, how many, and with which options.
+
+    Raises:
+        OptionError: If it is none; names what is allowed.
+    """
+    parts = dict(given) if isinstance(given, Mapping) else {"strategy": given}
+    name = parts.pop("strategy", None)
+    if given is not None and name not in _INNER:
+        allowed = "'ddp' or 'bytescheduler', or a dict with one of these as 'strategy', a 'size', and its options"
+        raise OptionError("inner", given, allowed)
+    return {"inner": name, "inner_size": parts.pop("size", None), "inner_options": parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +122,14 @@ class DiLoCoOptions:
     weighting: Weighting
     fragments: int
     overlap_steps: OverlapSteps
-    mixing: float | None
-    wire_dtype: WireDtype
-    density: float | None
-    lead_steps: int
+    wire_dtype: str
     batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
     partition_size: int | None
     credit: int | None
-    rounds_file: str | os.PathLike[str] | None
     timeline: str | os.PathLike[str] | None
-    inner: Literal["ddp", "bytescheduler"] | None
+    inner: str | None
     inner_size: int | Literal["node"] | None
-    inner_options: Mapping[str, Any] | None
+    inner_options: Mapping[str, Any]
     worker_states: bool = True
     coordinated: bool = False
 
@@ -138,23 +148,14 @@ class DiLoCoOptions:
             require_whole("outer_steps", self.outer_steps, 1)
         self._check_outer_optimizer()
         require_weighting("weighting", self.weighting)
-        FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+        FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
         self._overlap()
-        require_one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES)
-        WireFormat(dtype=self.wire_dtype, density=self.density)
-        if self.wire_dtype == "sparse" and self.outer_optimizer is None:
+        if self.wire.dtype == "sparse" and self.outer_optimizer is None:
             for option, value in SPARSE_DEFAULTS.items():
                 if getattr(self, option) is None:
                     object.__setattr__(self, option, value)
-        require_whole("lead_steps", self.lead_steps, 1)
         self._check_outer_traffic()
         self._check_batch_size()
-        if self.coordinated and self.rounds_file is not None:
-            raise OptionError(
-                "rounds_file", self.rounds_file, "left out where a coordinator is given, which records rounds"
-            )
-        if self.rounds_file is not None:
-            object.__setattr__(self, "rounds_file", require_new_file("rounds_file", self.rounds_file))
         self._check_inner()
 
     def _check_outer_optimizer(self) -> None:
@@ -206,7 +207,7 @@ class DiLoCoOptions:
         given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
         if given is not None:
             object.__setattr__(self, "timeline", require_new_file("timeline", given))
-            inner = self.inner_options.get("timeline") if isinstance(self.inner_options, Mapping) else None
+            inner = self.inner_options.get("timeline")
             if scheduled and (inner or env.get(variable)) == os.fspath(given):
                 raise OptionError("timeline", given, "another file than that of the ranks of a worker")
         elif variable in env:
@@ -222,21 +223,14 @@ class DiLoCoOptions:
 
     def _check_inner(self) -> None:
         if self.inner is None:
-            for option in ("inner_size", "inner_options"):
-                if getattr(self, option) is not None:
-                    raise OptionError(option, getattr(self, option), "left out where inner is")
             return
-        if self.inner not in _INNER:
-            require_one_of("inner", self.inner, (*_INNER, None))
         size = self.inner_size
         if self.coordinated and size is not None:
             raise OptionError(
-                "inner_size", size, "left out where a coordinator is given: all processes of a Trainer are one worker"
+                "inner.size", size, "left out where a coordinator is given: all processes of a Trainer are one worker"
             )
         if not self.coordinated and size != _NODE and not is_whole(size, 2):
-            raise OptionError("inner_size", size, f"a whole number above 1, or {_NODE!r}")
-        if self.inner_options is not None and not isinstance(self.inner_options, Mapping):
-            raise OptionError("inner_options", self.inner_options, f"options of {self.inner!r} by name, or None")
+            raise OptionError("inner.size", size, f"a whole number above 1, or {_NODE!r}")
         if self.batch_size == "auto":
             raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
 
@@ -274,10 +268,10 @@ class DiLoCoOptions:
                 "processes of this Trainer be one worker with inner='ddp' or inner='bytescheduler'",
             )
         if ranks % size:
-            raise OptionError("inner_size", self.inner_size, f"a number that divides that of all processes, {ranks}")
+            raise OptionError("inner.size", self.inner_size, f"a number that divides that of all processes, {ranks}")
         if self.inner_size == _NODE and rank // size != node:
             raise OptionError(
-                "inner_size",
+                "inner.size",
                 self.inner_size,
                 f"a number where the ranks of a machine do not follow one another (rank {rank} is on machine {node})",
             )
@@ -293,13 +287,18 @@ class DiLoCoOptions:
         steps = INNER_STEPS if self.inner_steps is None else self.inner_steps
         return FixedSteps(steps) if self.equal_steps else FastestSteps(steps)
 
+    @property
+    def wire(self) -> WireFormat:
+        """What travels."""
+        return WireFormat.of("wire_dtype", self.wire_dtype)
+
     def _overlap(self) -> Overlap:
         return Overlap(steps=self.overlap_steps, inner_steps=self.target.step_cap)
 
     @property
     def fragment_options(self) -> FragmentOptions:
         """How the model is synchronised."""
-        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps, mixing=self.mixing)
+        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
 
     def outer(self, timeout: timedelta | None) -> OuterOptions:
         """What a worker's threads have to know.
@@ -312,13 +311,12 @@ class DiLoCoOptions:
             target=self.target,
             rounds=RoundOptions(
                 outer_steps=self.outer_steps,
-                lead_steps=self.lead_steps,
                 quorum=0.0,
                 grace=seconds,
                 silent_after=seconds,
                 first_step_limit=seconds,
             ),
-            wire=WireFormat(dtype=self.wire_dtype, density=self.density),
+            wire=self.wire,
             overlap=self._overlap(),
             partition_size=self.partition_size,
             credit=self.credit,
@@ -360,9 +358,7 @@ def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
     """
     for option in _REFUSED:
         if given.get(option):
-            raise OptionError(
-                "inner_options", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone"
-            )
+            raise OptionError("inner", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone")
     own = {name: given[name] for name in _SCHEDULED if name in given}
     return SchedulerOptions.resolve(**own, tuning=False)
 
@@ -381,13 +377,13 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         **ELSEWHERE,
         **{field.name: "It is an option of DiLoCoStrategy itself." for field in fields(DiLoCoOptions)},
         **dict.fromkeys(_LAUNCH, "It is an option of DiLoCoStrategy itself."),
-        **dict.fromkeys(_SCHEDULED, "Only inner='bytescheduler' has it."),
+        **dict.fromkeys(_SCHEDULED, "Only strategy 'bytescheduler' has it."),
     }
     known = [*_SCHEDULED * scheduled, *known_ddp_options()]
     require_known(
         {name: value for name, value in given.items() if name not in _REFUSED or not scheduled},
         known,
-        of="inner_options",
+        of="inner",
         elsewhere=elsewhere,
     )
     check_ddp_values(given)
@@ -398,12 +394,12 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    own = ("rounds_file", "timeline", "batch_size", "outer_optimizer")
+    own = ("timeline", "batch_size", "outer_optimizer")
     return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
 
 
 def description(module: nn.Module, options: DiLoCoOptions) -> str:
     """What must be the same on all ranks, in words."""
     parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
-    alike = replace(options, outer_optimizer=None, rounds_file=None, timeline=None, batch_size=None)
+    alike = replace(options, outer_optimizer=None, timeline=None, batch_size=None)
     return f"{parameters} {alike}"

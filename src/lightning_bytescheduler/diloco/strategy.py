@@ -29,6 +29,7 @@ from lightning_bytescheduler.diloco.options import (
     DiLoCoOptions,
     ddp_options,
     description,
+    inner_of,
     scheduler_options,
     with_defaults,
 )
@@ -136,35 +137,29 @@ class DiLoCoStrategy(CheckpointedStrategy):
         fragments: Into how many the model is cut; each round synchronises one, in turn.
         overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
             mean is there, for half of its last round at most.
-        mixing: Share of its own weights that a worker keeps when it merges; 0.5 with overlap and 0 without, if left
-            out.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
-            changes alone. What int8, int4 and sparse lose in a round is sent in a later one.
-        density: Share of the changes that ``"sparse"`` sends in a round; 0.02 if left out. What it does not send acts
-            as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum`` 0.5, if left out.
-        lead_steps: How many steps of the slowest worker before its end a round is decided.
+            changes alone: 2% of them, or ``"sparse:0.01"``. What int8, int4 and sparse lose in a round is sent in a
+            later one. What sparse does not send acts as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum``
+            0.5, if left out.
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
             data loader's if that is not set either.
         partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; follows the link if left out, as
             ``credit`` does. ``BYTESCHEDULER_PARTITION`` and ``BYTESCHEDULER_CREDIT`` unless ``inner="bytescheduler"``.
         credit: What may be in flight at once, in parameters.
-        rounds_file: Where worker 0 writes what each worker did, for ``lightning-bytescheduler rounds``;
-            ``rounds.jsonl`` in the run's folder if left out.
         timeline: Write what each worker does and sends, as a Chrome trace: worker 0 to this file, others beside it.
             ``BYTESCHEDULER_TIMELINE`` if left out; beside that one with ``inner="bytescheduler"``.
-        inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``; each process is a
-            worker if left out.
-        inner_size: How many ranks that follow one another form a worker; ``"node"`` for those of a machine.
-        inner_options: For :class:`~torch.nn.parallel.DistributedDataParallel`; with ``"bytescheduler"`` also
-            ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and ``debug`` of
-            :class:`ByteSchedulerStrategy`, whose sizes are not tuned here.
-        coordinator: ``https://HOST:PORT``, or several, separated by commas; ``BYTESCHEDULER_COORDINATOR`` if left out.
-        coordinator_ca: File of the certificates that sign the coordinator's, if the machine does not trust them.
-        coordinator_certificate: File of this worker's own certificate, for mutual TLS.
-        coordinator_key: File of its private key.
-        token_file: File with its token; ``BYTESCHEDULER_COORDINATOR_TOKEN`` if left out.
-        worker_name: In the run, the same after a restart; the host's name and a random part if left out.
+        inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``, or a dict with that
+            as ``strategy``; with a ``size``, how many ranks that follow one another form a worker, or ``"node"`` for
+            those of a machine; and with options for :class:`~torch.nn.parallel.DistributedDataParallel`, or with
+            ``"bytescheduler"`` also ``partition_size``, ``credit``, ``cross_barrier``, ``mode``, ``timeline`` and
+            ``debug`` of :class:`ByteSchedulerStrategy`, whose sizes are not tuned here. Each process is a worker if
+            left out.
+        coordinator: ``https://HOST:PORT``, or a dict with that as ``url``; with ``token_file``, the file with its
+            token; ``authority``, the file of the certificates that sign the coordinator's, if the machine does not
+            trust them; ``certificate`` and ``key``, files of this worker's own, for mutual TLS; and ``name``, that of
+            this worker in the run, the same after a restart. ``BYTESCHEDULER_COORDINATOR`` and
+            ``BYTESCHEDULER_COORDINATOR_TOKEN`` if url and token are left out.
         worker_states: Whether a checkpoint has the state of each worker's optimizer, so that a restart goes on exactly.
             Each worker keeps a copy of it in host memory then, and the file is the larger the more workers there are.
 
@@ -200,24 +195,13 @@ class DiLoCoStrategy(CheckpointedStrategy):
         weighting: Literal["samples", "tokens", "uniform"] | None = None,
         fragments: int | None = None,
         overlap_steps: int | Literal["auto"] | None = None,
-        mixing: float | None = None,
-        wire_dtype: Literal["fp32", "bf16", "int8", "int4", "sparse"] | None = None,
-        density: float | None = None,
-        lead_steps: int = 3,
+        wire_dtype: str | None = None,
         batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
         partition_size: int | None = None,
         credit: int | None = None,
-        rounds_file: str | os.PathLike[str] | None = None,
         timeline: str | os.PathLike[str] | None = None,
-        inner: Literal["ddp", "bytescheduler"] | None = None,
-        inner_size: int | Literal["node"] | None = None,
-        inner_options: Mapping[str, Any] | None = None,
-        coordinator: str | None = None,
-        coordinator_ca: str | None = None,
-        coordinator_certificate: str | None = None,
-        coordinator_key: str | None = None,
-        token_file: str | None = None,
-        worker_name: str | None = None,
+        inner: str | Mapping[str, Any] | None = None,
+        coordinator: str | Mapping[str, str] | None = None,
         worker_states: bool = True,
     ) -> None:
         common = {
@@ -230,31 +214,18 @@ class DiLoCoStrategy(CheckpointedStrategy):
             "weighting": weighting,
             "fragments": fragments,
             "overlap_steps": overlap_steps,
-            "mixing": mixing,
             "wire_dtype": wire_dtype,
-            "density": density,
         }
-        address = resolve_coordinator(
-            coordinator,
-            authority=coordinator_ca,
-            certificate=coordinator_certificate,
-            key=coordinator_key,
-            token_file=token_file,
-            worker_name=worker_name,
-        )
+        address = resolve_coordinator(coordinator)
         self._options = DiLoCoOptions(
             **with_defaults(common),
             outer_optimizer=outer_optimizer,
             coordinated=address is not None,
-            lead_steps=lead_steps,
             batch_size=batch_size,
             partition_size=partition_size,
             credit=credit,
-            rounds_file=rounds_file,
             timeline=timeline,
-            inner=inner,
-            inner_size=inner_size,
-            inner_options=inner_options,
+            **inner_of(inner),
             worker_states=worker_states,
         )
         if batch_size is None:
@@ -274,11 +245,11 @@ class DiLoCoStrategy(CheckpointedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_options(inner, inner_options or {}),
+            **ddp_options(self._options.inner, self._options.inner_options),
         )
         self._coordination = None if address is None else Coordination(address, common)
-        if inner == "bytescheduler":
-            given = self._options.inner_options or {}
+        if self._options.inner == "bytescheduler":
+            given = self._options.inner_options
             self._gradients = ScheduledGradients(
                 self,
                 scheduler_options(given),
