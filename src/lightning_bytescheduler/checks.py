@@ -57,6 +57,7 @@ GONE: dict[str, str] = {
     "architecture": "Leave it out for all-reduce; servers=0 or more has parameter servers average gradients.",
     "credit_tuning": "Use tuning='credit', or tuning=False.",
     "group": "Use servers={'spare': k, 'group': 'node'}.",
+    "max_batch_size": "Use batch_size={'balanced': most}.",
     "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
     "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
     "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
@@ -82,6 +83,7 @@ GONE: dict[str, str] = {
     **dict.fromkeys(("mixing", "--mixing"), "A merge keeps half of the local weights with overlap, and none without."),
     **dict.fromkeys(("lead_steps", "--lead-steps"), "A round's end is decided three steps ahead."),
     "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
+    "samples": "Give weighting= the function, in place of weighting='samples'.",
     "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
 }
 """What to use in place of what is gone, a sentence by ``option`` or ``option=value``; for this release only."""

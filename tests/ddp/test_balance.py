@@ -111,7 +111,10 @@ def test_memory_limits_hold() -> None:
 
 @pytest.mark.parametrize(
     ("total", "limits", "words"),
-    [(3, None, r"batch_size=3 .*4 or more, one for each rank"), (64, [8] * 4, r"max_batch_size=.*64 or more together")],
+    [
+        (3, None, r"batch_size=3 .*4 or more, one for each rank"),
+        (64, [8] * 4, r"batch_size={'balanced': .*64 or more together"),
+    ],
 )
 def test_what_cannot_be_shared_out_is_refused(total: int, limits: list[int] | None, words: str) -> None:
     with pytest.raises(OptionError, match=words):

@@ -289,17 +289,17 @@ def fit_other_data(rank: int) -> Seen:
     [
         (
             {"batch_size": "balance"},
-            r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', or left",
+            r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', {'balanced': most}, or",
         ),
         (
             {"batch_size": "global-balanced"},
-            r"'global', or left out\. Use 'balanced', with the loader's batch",
+            r"or left out\. Use 'balanced', with the loader's batch",
         ),
         ({"batch_size": 32}, r"batch_size=32 .*DiLoCoStrategy\(batch_size=\.\.\.\), or the DataLoader's"),
         ({"batch_size": "balanced", "weighting": "ranks"}, r"batch_size='balanced'.*need weighting='samples'"),
-        ({"max_batch_size": 0, "batch_size": "balanced"}, r"max_batch_size=0 .*1 or more, or one for each rank"),
-        ({"max_batch_size": [4, "x"], "batch_size": "balanced"}, r"max_batch_size=\[4, 'x'\]"),
-        ({"max_batch_size": 4}, r"max_batch_size=4 .*left out, unless batch_size='balanced'"),
+        ({"batch_size": {"balanced": 0}}, r"batch_size={'balanced': 0} .*1 or more, or one for each rank"),
+        ({"batch_size": {"balanced": [4, "x"]}}, r"batch_size={'balanced': \[4, 'x'\]}"),
+        ({"batch_size": {"global": 4}}, r"batch_size={'global': 4} .*'balanced', 'global', {'balanced': most}, or"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], words: str) -> None:

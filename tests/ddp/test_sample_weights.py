@@ -33,16 +33,11 @@ def test_a_wrong_weighting_is_named() -> None:
         ByteSchedulerStrategy(weighting="sample")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"weighting": "samples", "samples": 3}, "samples=3 is not allowed: samples must be a function of the batch"),
-        ({"samples": len}, "samples='len' is not allowed: samples must be left out, unless weighting='samples'"),
-    ],
-)
-def test_samples_is_a_function_and_needs_the_weighting(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        ByteSchedulerStrategy(**options)
+def test_what_counts_samples_is_a_function() -> None:
+    with pytest.raises(OptionError, match=r"weighting=3 is not allowed: .*or a function of the batch"):
+        ByteSchedulerStrategy(weighting=3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"no option 'samples'\. Give weighting= the function"):
+        ByteSchedulerStrategy(weighting="samples", samples=len)
 
 
 def differ(rank: int) -> str:
@@ -91,7 +86,7 @@ def test_nonsense_is_named_with_rank_batch_and_way_out(given: Any) -> None:
     with pytest.raises(OptionError) as caught:
         counter.count("bad")
     said = str(caught.value)
-    assert "samples=" in said
+    assert "weighting=" in said
     assert "on rank 3, in training batch 2 of this fit" in said
     assert repr(given) in said
     assert "a function of the batch that returns how many samples it has" in said
@@ -104,7 +99,7 @@ def test_a_function_that_fails_is_named() -> None:
 
 @pytest.mark.parametrize("batch", ["text", object(), iter([torch.zeros(2)]), None, ["a", "b"]])
 def test_a_batch_without_a_size_is_named(batch: Any) -> None:
-    with pytest.raises(OptionError, match=r"weighting='samples': on rank 2, in training batch 1.*Give samples="):
+    with pytest.raises(OptionError, match=r"weighting='samples': on rank 2, in training batch 1.*Give weighting="):
         SampleCounter(None, 2).count(batch)
 
 
@@ -120,7 +115,7 @@ def cannot_count(batch: Any) -> int:
 
 
 def fail_to_count(rank: int) -> str:
-    case = Case(sizes=[(3, 4), (5, 6)], options={"samples": cannot_count if rank else len_of_first})
+    case = Case(sizes=[(3, 4), (5, 6)], options={"weighting": cannot_count if rank else len_of_first})
     try:
         fitted(rank, case)
     except (OptionError, RankFailedError) as error:
@@ -134,7 +129,7 @@ def len_of_first(batch: Any) -> int:
 
 def test_all_ranks_hear_of_a_batch_that_cannot_be_counted(two_ranks: RankPool) -> None:
     other, own = two_ranks.run(fail_to_count)
-    words = "samples='cannot_count': on rank 1, in training batch 1 of this fit, the function returned -1 of type int"
+    words = "weighting='cannot_count': on rank 1, in training batch 1 of this fit, the function returned -1 of type int"
     assert own.startswith(f"OptionError: {words}")
     assert other.startswith("RankFailedError: Rank 1 failed")
     assert words in other

@@ -142,7 +142,7 @@ class Balance:
             raise OptionError("batch_size", total, f"{ranks} or more, one for each rank, in a balanced batch", hint)
         if sum(self._limits) < total:
             hint = f"A batch of all ranks has {total} samples."
-            raise OptionError("max_batch_size", self._limits, f"{total} or more together", hint)
+            raise OptionError("batch_size", {"balanced": self._limits}, f"{total} or more together", hint)
         self.changes = 0
         self.total = total
         self._ahead = ahead

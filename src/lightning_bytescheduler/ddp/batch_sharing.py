@@ -105,8 +105,8 @@ class BatchSharing:
             The loader to train on.
 
         Raises:
-            OptionError: If a batch is too small, or too large for ``max_batch_size``, or not what the checkpoint's
-                epoch was drawn in.
+            OptionError: If a batch is too small, or too large for the limits of ``batch_size``, or not what the
+                checkpoint's epoch was drawn in.
             UnsupportedError: If the loader's batches cannot be shared out, or there is another loader.
         """
         weighting = self._weighting

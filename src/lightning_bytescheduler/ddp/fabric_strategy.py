@@ -66,7 +66,7 @@ _OF_THE_TRAINER = {
         "what error feedback has left to be sent goes with the Trainer's checkpoints",
     ),
     **dict.fromkeys(
-        ("weighting", "samples", "batch_size", "max_batch_size"),
+        ("weighting", "batch_size"),
         "a batch's samples are known where the Trainer hands the batch to training_step",
     ),
     "servers": "parameter servers take part in one fit of the Trainer, and leave it",

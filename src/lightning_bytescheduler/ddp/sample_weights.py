@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import gone, is_whole, require_one_of
+from lightning_bytescheduler.checks import did_you_mean, gone, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShares
 from lightning_bytescheduler.ddp.device_time import DeviceTime
@@ -49,7 +49,7 @@ NUMBERS = 3
 
 _WEIGHTINGS = ("ranks", "samples")
 _MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
-_WAY_OUT = "Give samples= a function of the batch that returns how many samples it has, as a whole number, 0 or more."
+_WAY_OUT = "Give weighting= a function of the batch that returns how many samples it has: a whole number, 0 or more."
 
 
 class BatchSizes(Protocol):
@@ -80,87 +80,78 @@ class SampleCounter:
         """
         self._batches += 1
         if isinstance(batch, Iterator):  # to look into it would use it up
-            raise self._error("weighting", "samples", "training_step(dataloader_iter) has no batch to count samples of")
+            raise self._error("samples", "training_step(dataloader_iter) has no batch to count samples of")
         if self._samples is None:
             try:
                 return extract_batch_size(batch)
             except (MisconfigurationException, RecursionError, TypeError) as error:
                 what = f"it is a {type(batch).__name__} in which Lightning finds no tensor"
-                raise self._error("weighting", "samples", f"its batch has no size: {what}") from error
+                raise self._error("samples", f"its batch has no size: {what}") from error
         try:
             number = self._samples(batch)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise self._error("samples", name_of(self._samples), f"the function failed with {said}") from error
+            raise self._error(name_of(self._samples), f"the function failed with {said}") from error
         whole = _whole(number)
         if whole is None or not 0 <= whole < _MOST:
             shown = f"{number!r} of type {type(number).__name__}"
-            raise self._error("samples", name_of(self._samples), f"the function returned {shown}")
+            raise self._error(name_of(self._samples), f"the function returned {shown}")
         return whole
 
-    def _error(self, option: str, value: str, fact: str) -> OptionError:
+    def _error(self, value: str, fact: str) -> OptionError:
         where = f"on rank {self._rank}, in training batch {self._batches} of this fit"
-        return OptionError(option, value, "", says=f"{option}={value!r}: {where}, {fact}. {_WAY_OUT}")
+        return OptionError("weighting", value, "", says=f"weighting={value!r}: {where}, {fact}. {_WAY_OUT}")
 
 
 class Weighting:
     """What a rank's gradient counts by, as the user said.
 
     Args:
-        weighting: ``"ranks"`` or ``"samples"``.
-        samples: Says how many samples a batch has; Lightning's ``extract_batch_size`` when left out.
+        weighting: ``"ranks"`` or ``"samples"``, counted by Lightning's ``extract_batch_size``; or a function that says
+            how many samples a batch has.
         batch_size: ``"balanced"`` for batches that follow each rank's pace, ``"global"`` for a DataLoader whose batch
-            size is that of all ranks.
-        max_batch_size: The most samples that a rank may have in a batch then: one number, or one for each rank.
+            size is that of all ranks; or ``{"balanced": most}``, with the most samples that a rank may have in a batch:
+            one number, or one for each rank.
 
     Raises:
         OptionError: If an option is not allowed.
     """
 
-    def __init__(
-        self,
-        weighting: str,
-        samples: Callable[[Any], Any] | None,
-        batch_size: object = None,
-        max_batch_size: int | Sequence[int] | None = None,
-    ) -> None:
-        require_one_of("weighting", weighting, _WEIGHTINGS)
-        self.by_samples = weighting == "samples"
-        self.name = weighting
-        self.samples = samples
-        if samples is not None and not callable(samples):
-            raise OptionError("samples", samples, "a function of the batch, or left out")
-        if samples is not None and not self.by_samples:
-            raise OptionError("samples", name_of(samples), "left out, unless weighting='samples'")
+    def __init__(self, weighting: object, batch_size: object = None) -> None:
+        self.samples = weighting if callable(weighting) else None
+        if self.samples is None and weighting not in _WEIGHTINGS:
+            hint = did_you_mean(weighting, _WEIGHTINGS)
+            raise OptionError("weighting", weighting, "'ranks', 'samples', or a function of the batch", hint)
+        self.by_samples = weighting != "ranks"
+        self._given = batch_size
+        self._most: int | Sequence[int] | None = None
+        if isinstance(batch_size, Mapping) and set(batch_size) == {"balanced"}:
+            self._most = batch_size["balanced"]
+            batch_size = "balanced"
+            limits = self._most if isinstance(self._most, (list, tuple)) else [self._most]
+            if not limits or not all(is_whole(limit, 1) for limit in limits):
+                allowed = "{'balanced': most}, with a whole number of samples, 1 or more, or one for each rank"
+                raise OptionError("batch_size", self._given, allowed)
         if batch_size not in (None, "balanced", "global"):
-            hint = (
-                gone("batch_size", batch_size)
-                or "A number is an option of the other strategy, DiLoCoStrategy(batch_size=...), or the DataLoader's."
-            )
-            raise OptionError("batch_size", batch_size, "'balanced', 'global', or left out", hint)
+            of_others = "A number is an option of DiLoCoStrategy(batch_size=...), or the DataLoader's."
+            hint = gone("batch_size", batch_size) or of_others
+            raise OptionError("batch_size", batch_size, "'balanced', 'global', {'balanced': most}, or left out", hint)
         self.batch_size = batch_size
         self.together = batch_size == "global"
         self.by_pace = batch_size == "balanced"
         if batch_size is not None and not self.by_samples:
             hint = "Batches of unequal size need weighting='samples': else their samples would not count alike."
-            raise OptionError("batch_size", batch_size, "left out, unless weighting='samples'", hint)
-        most = max_batch_size if isinstance(max_batch_size, (list, tuple)) else [max_batch_size]
-        if max_batch_size is not None and not (most and all(is_whole(limit, 1) for limit in most)):
-            allowed = "a whole number of samples, 1 or more, or one for each rank"
-            raise OptionError("max_batch_size", max_batch_size, allowed)
-        if max_batch_size is not None and not self.by_pace:
-            raise OptionError("max_batch_size", max_batch_size, "left out, unless batch_size='balanced'")
-        self._most = max_batch_size
+            raise OptionError("batch_size", self._given, "left out, unless weighting='samples'", hint)
+
+    @property
+    def name(self) -> str:
+        """``"ranks"`` or ``"samples"``."""
+        return "samples" if self.by_samples else "ranks"
 
     @property
     def facts(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
-        return {
-            "weighting": self.name,
-            "samples": None if self.samples is None else "a function",
-            "batch_size": self.batch_size,
-            "max_batch_size": self._most,
-        }
+        return {"weighting": "a function" if self.samples else self.name, "batch_size": self._given}
 
     def batch_of_all(self, size: int, ranks: int) -> int | None:
         """Samples of a batch of all ranks, where they share batches out of data of which a batch has ``size``."""
@@ -183,7 +174,7 @@ class Weighting:
         if isinstance(self._most, int):
             return [self._most] * ranks
         if len(self._most) != ranks:
-            raise OptionError("max_batch_size", self._most, f"one number, or one for each of {ranks} ranks")
+            raise OptionError("batch_size", self._given, f"one number, or one for each of {ranks} ranks")
         return list(self._most)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -122,13 +122,12 @@ class ByteSchedulerStrategy(RankStrategy):
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
-            its samples of the step, as one process's on all of them would.
-        samples: How many samples a batch has, as a function of the batch, for ``weighting="samples"``; found as
-            Lightning does when left out.
+            its samples of the step, as one process's on all of them would. How many samples a batch has is found as
+            Lightning does, or by a function of the batch in place of the word.
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
-            share follows its pace. ``"global"``: it is that of all together, however many there are, and shares are
-            equal. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
-        max_batch_size: The most samples that a rank may have in a balanced batch: one number, or one for each rank.
+            share follows its pace; ``{"balanced": most}`` says how many samples a rank may have at most, as one number
+            or a list with one for each rank. ``"global"``: the loader's is that of all together, however many there
+            are, and shares are equal. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
         servers: Parameter servers average gradients, see the documentation's page on them; the weights are as with
             all-reduce. How many of them run on machines of their own, each started by
             ``lightning-bytescheduler server``: with 0, each rank is a server besides; with fewer than ranks, both. Or
@@ -179,10 +178,8 @@ class ByteSchedulerStrategy(RankStrategy):
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
         max_error: float | None = None,
-        weighting: Literal["ranks", "samples"] = "ranks",
-        samples: Callable[[Any], Any] | None = None,
-        batch_size: Literal["balanced", "global"] | None = None,
-        max_batch_size: int | Sequence[int] | None = None,
+        weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
+        batch_size: Literal["balanced", "global"] | Mapping[str, int | list[int]] | None = None,
         servers: int | Mapping[str, int | str] | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
@@ -214,7 +211,7 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
-        self._weighting = Weighting(weighting, samples, batch_size, max_batch_size)
+        self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
