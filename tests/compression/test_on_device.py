@@ -48,15 +48,14 @@ def test_what_is_read_and_added_up_there_has_the_bits_of_a_cpu(spec: str, size: 
 @pytest.mark.parametrize("spec", SETTLED)
 def test_what_is_made_there_has_the_bits_of_a_cpu_where_nothing_is_drawn(spec: str, size: int) -> None:
     residual, values = part_of(size + 1)[1:] / 8, part_of(size)
-    left, sent = residual.clone(), torch.empty(size)
-    payload = bare(spec).compress_with(left, values, seed=SEED, worker=1, sent=sent)
+    left = residual.clone()
+    payload = bare(spec).compress_with(left, values, seed=SEED, worker=1)
     with simulated():
-        there, filled = OnDevice(residual.clone()), OnDevice(torch.empty(size))
-        made = bare(spec).compress_with(there, OnDevice(values), seed=SEED, worker=1, sent=filled)
+        there = OnDevice(residual.clone())
+        made = bare(spec).compress_with(there, OnDevice(values), seed=SEED, worker=1)
     assert isinstance(made, OnDevice)
     assert torch.equal(made.contents, payload)
     assert torch.equal(there.contents, left)
-    assert torch.equal(filled.contents, sent)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -91,6 +91,7 @@ _NAMES = {**{name: name for name in _OWN}, "output.weight": "embedding.weight"}
         ({"*": "int8", "head.*": None}, "must be before '*' in the dict"),
         ({"*": "int8", "head.*": None}, "Put 'head.*' first."),
         ({"*weight": "int8", "embedding.*": "bf16"}, "must be before '*weight' in the dict"),
+        ({"*": "int8", "*e*": "int4"}, "compression['*e*'] must be before '*' in the dict"),
     ],
 )
 def test_a_pattern_that_says_nothing_is_refused(compression: Any, says: str) -> None:
@@ -175,7 +176,7 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
         residuals.scale_to(8.0)  # the loss scale has doubled
     assert torch.equal(sum(residuals.of("a", 3) for residuals in resumed), 2 * total)
     assert torch.equal(resumed[0].of("new", 2), torch.zeros(2))
-    with pytest.raises(ValueError, match="reads format 1"):
+    with pytest.raises(ValueError, match="reads format 2"):
         resumed[0].load({**state, "format": 7}, 3)
 
 

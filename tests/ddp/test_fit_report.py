@@ -11,7 +11,14 @@ import pytest
 from lightning_bytescheduler import OverlapPlan
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound
-from lightning_bytescheduler.ddp.fit_report import first_pace, reason_for, say_found, say_start, summary_of
+from lightning_bytescheduler.ddp.fit_report import (
+    cost_of_codecs,
+    first_pace,
+    reason_for,
+    say_found,
+    say_start,
+    summary_of,
+)
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes
@@ -39,9 +46,9 @@ def found(ddp_mode: bool, ddp_mode_s: float, overlapped_s: float, exposed_s: flo
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [
-        (found(True, 0.0349, 0.0372), "DDP's steps are fastest so far (34.9 ms against 37.2 ms overlapped)"),
-        (found(True, 0.0349, 0.0347), "overlapped steps are hardly faster (34.7 ms against 34.9 ms as DDP's)"),
-        (found(False, 0.1234, 0.0372), "overlapped steps are fastest so far (37.2 ms against 123 ms as DDP's)"),
+        (found(True, 0.0349, 0.0372), "synchronised steps are fastest so far (34.9 ms against 37.2 ms overlapped)"),
+        (found(True, 0.0349, 0.0347), "overlapped steps are hardly faster (34.7 ms against 34.9 ms synchronised)"),
+        (found(False, 0.1234, 0.0372), "overlapped steps are fastest so far (37.2 ms against 123 ms synchronised)"),
         (
             found(True, 0.0376, NAN, 0.0012),
             "1.2 ms of a step's 37.6 ms could be hidden: too little",
@@ -87,10 +94,10 @@ def test_what_is_found_is_one_line(lines: list[str]) -> None:
     say_found(found(True, 0.0349, 0.0372), stays=True, tuned=False)
     say_found(found(False, 0.0372, 0.0349), stays=False, tuned=True)
     assert lines == [
-        "bytescheduler: steps stay as DDP takes them: DDP's steps are fastest so far (34.9 ms against 37.2 ms "
+        "bytescheduler: steps stay as DDP takes them: synchronised steps are fastest so far (34.9 ms against 37.2 ms "
         "overlapped).",
         "bytescheduler: steps are from here on overlapped: overlapped steps are fastest so far (34.9 ms against 37.2 "
-        "ms as DDP's). How much travels at once is tuned while training.",
+        "ms synchronised). How much travels at once is tuned while training.",
     ]
 
 
@@ -99,8 +106,28 @@ def test_the_end_of_a_fit_is_a_line_where_something_was_scheduled() -> None:
     line = "500 steps, 480 of them overlapped; training waited 8.0 ms a step for gradients"
     assert summary_of(counted, "") == f"{line}."
     assert summary_of(counted, "overlapped steps are fastest") == f"{line}; overlapped steps are fastest."
-    assert summary_of(SchedulerStatistics(steps=500), "DDP's steps are fastest") is None
+    assert summary_of(SchedulerStatistics(steps=500), "synchronised steps are fastest") is None
     assert summary_of(SchedulerStatistics(steps=500, overlapped_steps=10), "a trial") is None, "that was said already"
+
+
+def test_codecs_that_take_longer_than_what_they_save_are_a_line() -> None:
+    """Two ranks send a byte for each one that is reduced."""
+    link = LinkEstimate(alpha=1e-4, beta=1e-9)
+    counted = SchedulerStatistics(steps=10, codec_s=1.0, bytes_uncompressed=4e8, bytes_sent=1e8)
+    assert cost_of_codecs(counted, link, 2) == (
+        "compression makes steps slower on this link: codecs take 50.0 ms of a step, and the bytes that they save "
+        "would travel in 30.0 ms. Leave compression out here."
+    )
+    assert cost_of_codecs(counted, LinkEstimate(alpha=1e-4, beta=1e-8), 2) == ""
+    assert cost_of_codecs(counted, None, 2) == cost_of_codecs(SchedulerStatistics(), link, 2) == ""
+
+
+def test_compressed_steps_are_not_called_those_of_ddp(lines: list[str]) -> None:
+    say_found(found(True, 0.0349, 0.0372), stays=True, tuned=False, compressed=True)
+    plan = OverlapPlan(steps="overlapped", as_ddp=True, compressed={"weight": "int8"})
+    for line in (lines[0], plan.summary(), repr(plan)):
+        assert "synchronised" in line
+        assert "DDP" not in line
 
 
 def test_a_decision_is_told_once_and_the_plan_has_the_last_figures(two_ranks: RankPool) -> None:

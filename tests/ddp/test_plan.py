@@ -89,15 +89,15 @@ def test_a_plan_says_what_was_measured() -> None:
     plan = OverlapPlan(
         steps="overlapped",
         as_ddp=True,
-        pace="DDP's steps are fastest so far (34.9 against 37.2 ms)",
+        pace="synchronised steps are fastest so far (34.9 against 37.2 ms)",
         deferred_share=0.0,
     )
     assert plan.summary() == (
-        "steps are taken as DDP takes them, because DDP's steps are fastest so far (34.9 against 37.2 ms)."
+        "steps are taken as DDP takes them, because synchronised steps are fastest so far (34.9 against 37.2 ms)."
     )
     assert repr(plan) == (
         "OverlapPlan(\n  steps: as DDP takes them, at present\n"
-        "  because DDP's steps are fastest so far (34.9 against 37.2 ms)\n)"
+        "  because synchronised steps are fastest so far (34.9 against 37.2 ms)\n)"
     ), "and nothing of how gradients would travel"
     plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
     assert plan.summary() == "steps are synchronised, and taken as DDP takes them, because it is manual (do not)."

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.ddp.residuals import Residuals, add_up_on_first
+from lightning_bytescheduler.ddp.residuals import Layout, Residuals, add_up_on_first
+from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -130,11 +132,19 @@ def test_what_servers_have_left_is_not_taken_back_with_the_last_gradient() -> No
     assert residuals.of("other", 2).tolist() == [8.0, 8.0]
 
 
+SHAPES: dict[str, tuple[int, ...]] = {"one": (2,), "new": (3,), "as": (3, 2)}
+
+
 def test_what_was_loaded_of_others_is_left_out() -> None:
-    state = {"format": 1, "loss_scale": 1.0, "residuals": {"one": torch.ones(2), "gone": torch.ones(2)}}
+    state = {
+        "format": 2,
+        "loss_scale": 1.0,
+        "residuals": {"one": torch.ones(2), "gone": torch.ones(2), "as": torch.ones(2, 3)},
+    }
     residuals = Residuals()
     residuals.load(state, 2)
-    assert residuals.are_of({"one": 2, "new": 3}) == ["gone"]
+    layouts = {name: Layout.of(nn.Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()}
+    assert residuals.are_of(layouts) == ["as", "gone"]
     assert residuals.of("one", 2).tolist() == [0.5, 0.5]
     assert not residuals.knows("gone")
     residuals.load(None, 2)
@@ -147,3 +157,82 @@ def test_a_checkpoint_has_nothing_of_gradients_that_it_does_not_have() -> None:
     assert state is not None
     assert {name: left.tolist() for name, left in state["residuals"].items()} == {"one": [0, 0], "other": [5, 5]}
     assert residuals.of("one", 2).tolist() == [5.0, 5.0], "training goes on with it"
+
+
+def weight_in(memory_format: torch.memory_format) -> nn.Parameter:
+    return nn.Parameter(torch.arange(48.0).view(2, 3, 4, 2).to(memory_format=memory_format))
+
+
+def test_a_model_in_another_memory_format_gets_what_was_left_of_the_same_elements() -> None:
+    saving, going_on = weight_in(torch.channels_last), weight_in(torch.contiguous_format)
+    residuals, resumed = Residuals(), Residuals()
+    residuals.are_of({"weight": Layout.of(saving)})
+    residuals.of("weight", 48).copy_(saving.detach().permute(0, 2, 3, 1).reshape(-1))  # as its bucket has it
+    right = residuals.right_of("weight", 24, 2).clone()
+    state = residuals.total(lambda tensor: None, keep=True)
+    resumed.load(state, 1)
+    assert not resumed.are_of({"weight": Layout.of(going_on)})
+    assert torch.equal(resumed.of("weight", 48), going_on.detach().reshape(-1))
+    residuals.right_of("weight", 24, 2).zero_()
+    assert torch.equal(resumed.right_of("weight", 24, 2), right), "a factor of other columns"
+    alike = Residuals()
+    alike.load(residuals.total(lambda tensor: None, keep=True), 1)
+    alike.are_of({"weight": Layout.of(saving)})
+    assert torch.equal(alike.of("weight", 48), residuals.of("weight", 48))
+    assert not alike.right_of("weight", 24, 2).any(), "begun anew for nothing"
+
+
+GRADIENT = torch.arange(48.0).view(2, 3, 4, 2)
+
+
+class Slope(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> Tensor:
+        return (self.weight * GRADIENT).sum()
+
+
+def keep_bucket(kept: list[Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    kept.append(bucket.buffer().clone())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+keep_bucket.__annotations__ = {}  # torch compares them with classes, and these are texts
+
+
+def buckets_of_ddp(rank: int) -> list[bool]:
+    """Whether DDP's buckets lie as layouts say, by kind of parameter."""
+    join_default_group(rank)
+    found = []
+    try:
+        for kind in KINDS.values():
+            model = Slope(kind())
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            seen: list[Tensor] = []
+
+            ddp.register_comm_hook(seen, keep_bucket)
+            ddp().backward()
+            wanted = GRADIENT
+            layout = Layout.of(model.weight)
+            found.append(torch.equal(layout.flat(wanted), seen[0]) and torch.equal(layout.shaped(seen[0]), wanted))
+    finally:
+        let_go()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+KINDS = {
+    "contiguous": lambda: torch.zeros(2, 3, 4, 2),
+    "channels last": lambda: torch.zeros(2, 3, 4, 2).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.zeros(4, 2, 3, 2).permute(1, 2, 0, 3),
+    "with gaps": lambda: torch.zeros(2, 3, 4, 4)[..., ::2],
+}
+
+
+def test_layouts_are_those_of_buckets(two_plain_ranks: RankPool) -> None:
+    for found in two_plain_ranks.run(buckets_of_ddp):
+        assert dict(zip(KINDS, found, strict=True)) == dict.fromkeys(KINDS, True)

@@ -138,11 +138,14 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
             (START,),
             "overlapped steps with credit 4,000, partition 1,000 are fastest so far (37.2 ms); 1 of 3 trials made",
         ),
-        ((START, DDP), "DDP's steps are fastest so far (34.9 ms against 37.2 ms overlapped); 2 of 3 trials made"),
+        (
+            (START, DDP),
+            "synchronised steps are fastest so far (34.9 ms against 37.2 ms overlapped); 2 of 3 trials made",
+        ),
         (
             (START, DDP, entry("search", 33.0, credit=8000)),
-            "overlapped steps with credit 8,000, partition 1,000 are fastest so far (33.0 ms against 34.9 ms as DDP's)"
-            "; trials are used up",
+            "overlapped steps with credit 8,000, partition 1,000 are fastest so far (33.0 ms against 34.9 ms "
+            "synchronised); trials are used up",
         ),
         (
             (
@@ -152,7 +155,7 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
                 entry("confirm", 35.0, credit=None),
                 entry("chosen", 35.0, credit=None),
             ),
-            "DDP's steps are fastest (35.0 ms against 37.0 ms overlapped), after 2 trials",
+            "synchronised steps are fastest (35.0 ms against 37.0 ms overlapped), after 2 trials",
         ),
         (
             (START, DDP, entry("chosen", 35.0, credit=None), entry("drift", 70.0), entry("start", 70.0, search=1)),
@@ -173,7 +176,8 @@ def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
         for one in (START, DDP, chosen, drift, failed):
             tuner._tell(one, trainer)
     assert lines == [
-        "bytescheduler: tuning is done: DDP's steps are fastest (34.9 ms against 37.2 ms overlapped), after 2 trials.",
+        "bytescheduler: tuning is done: synchronised steps are fastest (34.9 ms against 37.2 ms overlapped), after 2 "
+        "trials.",
         "bytescheduler: steps have changed, to 70.0 ms: tuning begins anew.",
         "bytescheduler: no more is tried, as no next point could be computed (ValueError: boom).",
     ]

@@ -98,7 +98,6 @@ class Compressor(ABC):
         seed: int = 0,
         worker: int = 0,
         key: str = "",
-        sent: Tensor | None = None,
     ) -> Tensor:
         """Compress a part and what was not sent before: error feedback, see :class:`ErrorFeedback`.
 
@@ -109,14 +108,10 @@ class Compressor(ABC):
             seed: See :meth:`compress`.
             worker: See :meth:`compress`.
             key: See :meth:`compress`.
-            sent: Is filled with what is read again; like ``residual``.
         """
         residual.add_(part)
         payload = self.compress(residual, seed=seed, worker=worker, key=key)
-        read = self.decompress(payload, part.numel())
-        residual.sub_(read)
-        if sent is not None:
-            sent.copy_(read)
+        residual.sub_(self.decompress(payload, part.numel()))
         return payload
 
     def state_dict(self) -> dict[str, Any]:

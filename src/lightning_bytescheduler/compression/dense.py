@@ -82,10 +82,9 @@ class Dense(Compressor):
         seed: int = 0,
         worker: int = 0,
         key: str = "",
-        sent: Tensor | None = None,
     ) -> Tensor:
         """See Compressor; in one pass."""
-        return self._compressed(part, residual, seed, worker, sent)
+        return self._compressed(part, residual, seed, worker)
 
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
         """See Compressor."""
@@ -112,7 +111,6 @@ class Dense(Compressor):
         seed: int = 0,
         out: Tensor | None = None,
         residual: Tensor | None = None,
-        sent: Tensor | None = None,
         bounded: bool = True,
     ) -> tuple[Tensor, float]:
         """Make a payload of numbers as they come.
@@ -125,7 +123,6 @@ class Dense(Compressor):
             seed: Of stochastic rounding.
             out: Is filled with the payload: of its size, uint8, aligned to 4 bytes.
             residual: See :meth:`compress_with`.
-            sent: See :meth:`compress_with`.
             bounded: Whether the largest magnitude is of interest.
 
         Returns:
@@ -157,12 +154,10 @@ class Dense(Compressor):
                 quantiser.quantise(values, own, self._packed(body, first, end), first=first)
                 if bounded:
                     largest.append(own.amax())
-                if residual is not None or sent is not None:
+                if residual is not None:
                     read = quantiser.sent(own, end - first)
             if residual is not None:
                 values.sub_(read)
-            if sent is not None:
-                sent[first:end].copy_(read)
             first = end
         if quantiser is not None:
             quantiser.close()
@@ -224,16 +219,12 @@ class Dense(Compressor):
         if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
             raise damaged(payload, elements, self.kind)
 
-    def _compressed(
-        self, part: Tensor, residual: Tensor | None, seed: int, worker: int, sent: Tensor | None = None
-    ) -> Tensor:
+    def _compressed(self, part: Tensor, residual: Tensor | None, seed: int, worker: int) -> Tensor:
         values = part.detach().reshape(-1)
         size, device = chunk_size(values.device), values.device
         chunks = (values[first : first + length].float() for first, length in chunks_of(values.numel(), size))
         own = seed if not worker else (seed << 32) + worker
-        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual, sent=sent, bounded=False)[
-            0
-        ]
+        return self.write(chunks, values.numel(), device=device, seed=own, residual=residual, bounded=False)[0]
 
     def _quantiser(self, device: torch.device, seed: int | None) -> BlockQuantiser | None:
         return BlockQuantiser(_BITS[self.kind], device, seed) if self.kind in _QUANTISED else None

@@ -77,7 +77,6 @@ class TopK(Compressor):
         seed: int = 0,
         worker: int = 0,
         key: str = "",
-        sent: Tensor | None = None,
     ) -> Tensor:
         """See Compressor; what is not sent is not touched."""
         residual.add_(part)
@@ -85,8 +84,6 @@ class TopK(Compressor):
         payload = self._payload(residual, indices, seed, worker)
         values = self.values.decompress(payload[: self.values.payload_bytes(len(indices))], len(indices))
         residual[indices] = residual[indices] - values
-        if sent is not None:
-            _scattered(indices, values, residual.numel(), sent)
         return payload
 
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:

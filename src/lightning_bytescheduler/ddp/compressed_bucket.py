@@ -449,11 +449,9 @@ class CompressedBucket:
         """Encode a shard, and keep what is left out; ``place`` puts into the buffer what travels."""
         bodies = []
         for piece, part in zip(shard, values, strict=True):
-            sent = self._buffer[piece.first : piece.end] if place else None
-            body, placed = encoded(piece, part, seed=seed, worker=worker, squares=squares, sent=sent)
-            bodies.append(body)
-            if place and not placed:
-                self._place_piece(piece, body)
+            bodies.append(encoded(piece, part, seed=seed, worker=worker, squares=squares))
+            if place:  # read from the bytes that travel, as everybody else does
+                self._place_piece(piece, bodies[-1])
         return joined(shard, bodies, self._buffer.element_size())
 
     def _add(self, shard: list[Piece], payload: Tensor, sums: list[Tensor]) -> None:

@@ -55,7 +55,7 @@ from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
 from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
-from lightning_bytescheduler.ddp.residuals import LeftElsewhere, Residuals
+from lightning_bytescheduler.ddp.residuals import Layout, LeftElsewhere, Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -64,6 +64,7 @@ from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 
 __all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
 
+_SEEN_STEPS = 30
 _FIRST = 1024  # elements of a gradient, that mostly tell that it is not zero
 
 
@@ -103,6 +104,7 @@ class GradientCompression:
         idle: Whether a parameter has got no gradient in this step, on this rank; asked when its bucket is handed over.
         may_drop: Whether mean gradients may be dropped that nobody has stepped with, as in a training with two losses
             and optimizers: what they were made of is as it was, then.
+        seen: Called once, when enough steps were counted to say what compression costs.
         clock: Seconds; the core's clock.
 
     Attributes:
@@ -127,10 +129,12 @@ class GradientCompression:
         decides: bool = False,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
+        seen: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
         self._idle = idle
+        self._seen: Callable[[], None] | None = seen
         self.ranks = ranks
         self.choice: CompressionChoice | None = None
         if rules.choices:
@@ -149,7 +153,7 @@ class GradientCompression:
         self._parameters = {name: parameters[name] for name in self.compressed}
         residuals.may_be_dropped = may_drop
         lossy = [name for name, codec in self._codecs.values() if not codec.exact]
-        self.left_out = residuals.are_of({name: parameters[name].numel() for name in lossy})
+        self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in lossy})
         self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
         self._versions: dict[str, int] = {}  # of parameters, when that began
         self._dropped: set[str] = set()  # since then
@@ -210,6 +214,10 @@ class GradientCompression:
         """
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
+        seen = self._seen
+        if seen is not None and self._statistics.steps >= _SEEN_STEPS:
+            self._seen = None
+            seen()
         self.loss_scale = self._loss_scale()
         self._residuals.begin_step(self.loss_scale, self._dropped, self.not_applied())
         self._stepped.clear()

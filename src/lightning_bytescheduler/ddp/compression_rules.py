@@ -135,7 +135,8 @@ class CompressionRules:
             names: Of all its parameters, trained or not; and for each the one that counts: tied ones have several.
 
         Raises:
-            OptionError: If a pattern fits none, or an earlier one takes all that it fits, and more.
+            OptionError: If a pattern fits none, or an earlier one takes all that it fits; but one that is written last
+                for whatever there may be besides, such as ``"*"``, may find nothing.
         """
         counting = set(names.values())
         fits = {
@@ -152,7 +153,8 @@ class CompressionRules:
                 way_out = way_out or "Leave it out, or see model.named_parameters() for the names there are."
                 raise OptionError(option, _name(codec), "for a parameter of the model: it fits no name", way_out)
             for earlier, first in self.by_pattern[:at]:
-                if own < fits[earlier] and first is not codec and not isinstance(first, PowerSGD):
+                takes_all = own < fits[earlier] or (own == fits[earlier] and fnmatch.fnmatchcase(pattern, earlier))
+                if takes_all and first is not codec and not isinstance(first, PowerSGD):
                     raise OptionError(
                         option,
                         _name(codec),

@@ -155,9 +155,7 @@ def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Ten
     return payload
 
 
-def encoded(
-    piece: Piece, part: Tensor, *, seed: int, worker: int, squares: list[float], sent: Tensor | None = None
-) -> tuple[Tensor, bool]:
+def encoded(piece: Piece, part: Tensor, *, seed: int, worker: int, squares: list[float]) -> Tensor:
     """Encode the numbers of a piece, and keep what is left out.
 
     Args:
@@ -166,23 +164,18 @@ def encoded(
         seed: Of random numbers, the same on all who encode the same part of a step.
         worker: Tells those apart.
         squares: Is told the square of the norm of what is left.
-        sent: Is filled with what is read again, if it is in fp32 and that costs nothing.
-
-    Returns:
-        The body, and whether ``sent`` was filled.
     """
     codec, residual = piece.codec, piece.residual
     if codec is None:
-        return part.view(torch.uint8), False
+        return part.view(torch.uint8)
     if residual is None or not is_finite(part):  # what overflows is lost, and the residual stays
-        return codec.compress(part, seed=seed + piece.first, worker=worker), False
-    sent = sent if sent is not None and sent.dtype is torch.float32 else None
+        return codec.compress(part, seed=seed + piece.first, worker=worker)
     left = torch.zeros_like(residual) if piece.idle else residual
-    body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker, sent=sent)
+    body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker)
     if piece.idle:
         residual.add_(left)
     squares.append(float(torch.dot(residual, residual)))
-    return body, sent is not None
+    return body
 
 
 def aligned(size: int) -> int:

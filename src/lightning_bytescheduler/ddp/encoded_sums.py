@@ -108,7 +108,7 @@ class EncodedSums:
                 for piece, pushed, idle in zip(total.pieces, push.pieces, total.idle, strict=True)
             ]
         bodies = [
-            encoded(piece, part, seed=push.seed, worker=self._worker, squares=[])[0]
+            encoded(piece, part, seed=push.seed, worker=self._worker, squares=[])
             for piece, part in zip(pieces, total.values, strict=True)
         ]
         return joined(pieces, bodies, DTYPES[push.kind].itemsize)

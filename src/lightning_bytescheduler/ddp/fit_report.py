@@ -17,8 +17,18 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["announce", "first_pace", "reason_for", "say_found", "say_if_tiny", "say_start", "summary_of"]
+__all__ = [
+    "announce",
+    "cost_of_codecs",
+    "first_pace",
+    "reason_for",
+    "say_found",
+    "say_if_tiny",
+    "say_start",
+    "summary_of",
+]
 
 _FAR = (
     "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
@@ -27,6 +37,7 @@ _FAR = (
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
 _TINY = 1024  # parameters
+_CODEC_THREADS = 2  # one encodes while another adds up and decodes
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
 
 
@@ -99,15 +110,17 @@ def say_start(
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
 
 
-def say_found(found: ModeFound, *, stays: bool, tuned: bool) -> None:
+def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = False) -> None:
     """Say which way steps are taken from here on, and why.
 
     Args:
         found: What ranks have agreed on, and from what.
+        compressed: Whether gradients travel compressed, which DDP's do not.
         stays: Whether they are taken like that already.
         tuned: Whether sizes are tuned from here on.
     """
-    way = "as DDP takes them" if found.ddp_mode else "overlapped"
+    as_ddp = "synchronised, with compressed gradients" if compressed else "as DDP takes them"
+    way = as_ddp if found.ddp_mode else "overlapped"
     when = "stay" if stays else "are from here on"
     rank_zero_info(f"bytescheduler: steps {when} {way}: {reason_for(found)}.{_TUNED if tuned else ''}")
 
@@ -149,10 +162,10 @@ def reason_for(found: ModeFound) -> str:
     if found.compared:
         overlapped, as_ddp = f"{_ms(found.overlapped_s)} ms", f"{_ms(found.ddp_mode_s)} ms"
         if not found.ddp_mode:
-            return f"overlapped steps are fastest so far ({overlapped} against {as_ddp} as DDP's)"
+            return f"overlapped steps are fastest so far ({overlapped} against {as_ddp} synchronised)"
         if found.overlapped_s < found.ddp_mode_s:
-            return f"overlapped steps are hardly faster ({overlapped} against {as_ddp} as DDP's)"
-        return f"DDP's steps are fastest so far ({as_ddp} against {overlapped} overlapped)"
+            return f"overlapped steps are hardly faster ({overlapped} against {as_ddp} synchronised)"
+        return f"synchronised steps are fastest so far ({as_ddp} against {overlapped} overlapped)"
     if math.isfinite(found.exposed_s):
         so = "overlap is tried soon" if found.to_be_tried else "too little"
         return f"{_ms(found.exposed_s)} ms of a step's {_ms(found.ddp_mode_s)} ms could be hidden: {so}"
@@ -186,6 +199,28 @@ def _compression_in_words(statistics: SchedulerStatistics) -> str:
         f"{statistics.compression_ratio:.3g} times fewer, as "
         f"{statistics.compressed_share:.0%} travelled compressed; codecs took "
         f"{_ms(statistics.codec_s / statistics.steps)} ms of a step, beside the training"
+    )
+
+
+def cost_of_codecs(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
+    """What to say where codecs take longer than the link would for the bytes that they save; empty elsewhere.
+
+    Args:
+        statistics: Counters of the fit so far.
+        link: As it was measured, if it was.
+        ranks: How many there are.
+    """
+    if link is None or not statistics.steps:
+        return ""
+    codecs = statistics.codec_s / _CODEC_THREADS
+    sent_per_byte = 2 * (ranks - 1) / ranks  # of what is all-reduced, as the link was measured
+    saved = link.beta * (statistics.bytes_uncompressed - statistics.bytes_sent) / sent_per_byte
+    if codecs <= saved:
+        return ""
+    return (
+        "compression makes steps slower on this link: codecs take "
+        f"{_ms(codecs / statistics.steps)} ms of a step, and the bytes that they save would travel in "
+        f"{_ms(max(saved, 0.0) / statistics.steps)} ms. Leave compression out here."
     )
 
 

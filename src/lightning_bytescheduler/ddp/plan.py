@@ -133,11 +133,11 @@ class OverlapPlan:
         if self.reasons == (ONE_RANK,):
             return f"{ONE_RANK}."
         if not self.overlapped:
-            how = ", and taken as DDP takes them" if self.as_ddp else ""
+            how = ", and taken as DDP takes them" if self.as_ddp and not self.compressed else ""
             return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._besides()}."
         because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
-            return f"steps are taken as DDP takes them{because}{self._besides()}."
+            return f"steps are {'' if self.compressed else 'taken '}{self._as_ddp}{because}{self._besides()}."
         line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
@@ -146,6 +146,10 @@ class OverlapPlan:
         if self.held_elsewhere:
             line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
         return f"{line}{self._besides()}."
+
+    @property
+    def _as_ddp(self) -> str:
+        return "synchronised" if self.compressed else "as DDP takes them"
 
     def _besides(self) -> str:
         return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
@@ -165,9 +169,9 @@ class OverlapPlan:
         if self.reasons == (ONE_RANK,):
             return f"OverlapPlan(\n  {ONE_RANK}\n)"
         if self.overlapped:
-            lines = [f"steps: {'as DDP takes them, at present' if self.as_ddp else 'overlapped, except the first'}"]
+            lines = [f"steps: {f'{self._as_ddp}, at present' if self.as_ddp else 'overlapped, except the first'}"]
         else:
-            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp else ''}"]
+            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp and not self.compressed else ''}"]
         lines += [f"because {reason}" for reason in self.reasons]
         if self.pace:
             lines.append(f"because {self.pace}")

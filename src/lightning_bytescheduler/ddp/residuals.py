@@ -9,26 +9,58 @@ from it, with any number of ranks, gives each of them an equal share of the sum.
 be known of the ranks there were. It would gain nothing to keep them apart: the first step of a fit has other buckets
 than those that follow, so that blocks are cut in another way and no fit goes on with the same bits.
 
+A residual lies as its gradient does in the bucket, which is as the parameter does in memory. In a checkpoint it has the
+parameter's shape, so that a model in another memory format adds it to the right elements.
+
 What is of gradients under a loss scale is kept with that scale, and goes along with it when it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp.low_rank_reduction import first_right
 
-__all__ = ["LeftElsewhere", "Residuals", "add_up_on_first"]
+__all__ = ["Layout", "LeftElsewhere", "Residuals", "add_up_on_first"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 LeftElsewhere = Callable[[str, int, float], Tensor | None]
 """What is left of a parameter, by its name, its elements, and what losses are multiplied with; ``None`` for nothing."""
+
+
+class Layout(NamedTuple):
+    """How a parameter's gradient lies in its bucket.
+
+    Attributes:
+        shape: The parameter's.
+        order: Its dimensions, from the outermost in memory to the innermost.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Layout:
+        """DDP keeps the order of a parameter without gaps; of any other it has the elements in logical order."""
+        with torch._C.DisableTorchFunctionSubclass():
+            order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+            dense = parameter.permute(order).is_contiguous()
+            return cls(tuple(parameter.shape), tuple(order if dense else range(parameter.dim())))
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Elements of a tensor of the parameter's shape, as they lie in the bucket."""
+        return tensor.permute(self.order).reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The contrary of :meth:`flat`."""
+        whole = flat.view([self.shape[dim] for dim in self.order])
+        return whole.permute([self.order.index(dim) for dim in range(len(self.order))]).contiguous()
 
 
 class Residuals:
@@ -45,12 +77,13 @@ class Residuals:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._rights: dict[str, Tensor] = {}
+        self._right_orders: Mapping[str, tuple[int, ...]] = {}  # of those that were loaded
         self._scale = 1.0
         self._before: dict[str, Tensor] = {}  # the step that may be left out
         self._changed: set[str] = set()  # in it
         self._pending: set[str] = set()  # changed before it, by gradients that are neither stepped with nor dropped
         self._may_be_left_out = False
-        self._sizes: dict[str, int] | None = None  # of what is compressed in this fit, by name
+        self._layouts: dict[str, Layout] | None = None  # of what is compressed in this fit, by name
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
         self.elsewhere: LeftElsewhere | None = None
@@ -71,7 +104,9 @@ class Residuals:
             known = self._tensors[name] = torch.zeros(size, dtype=torch.float32, device=self._device)
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded.numel() == size:
-                known.copy_(loaded.view(-1)).mul_(1.0 / self._ranks)
+                layout = None if self._layouts is None else self._layouts.get(name)
+                flat = loaded.reshape(-1) if layout is None else layout.flat(loaded)
+                known.copy_(flat).mul_(1.0 / self._ranks)
         return known
 
     def knows(self, name: str) -> bool:
@@ -188,6 +223,7 @@ class Residuals:
         """
         self._take_back_if_left_out(loss_scale)
         saved: dict[str, Tensor] = {}
+        layouts = self._layouts or {}
         for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
             self.of(name, tensor.numel())
         given = self.changed.intersection(not_applied)  # none of what was just taken back
@@ -197,16 +233,15 @@ class Residuals:
             add_up(tensor)
             if keep:
                 left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)
-                saved[name] = tensor if left is None else tensor.add_(left)
+                tensor = tensor if left is None else tensor.add_(left)
+                saved[name] = layouts[name].shaped(tensor) if name in layouts else tensor
         if not saved:
             return None
-        rights = {name: right.to("cpu", copy=True) for name, right in self._rights.items()}
-        return {
-            "format": _FORMAT,
-            "loss_scale": self._scale,
-            "residuals": saved,
-            **({"right_factors": rights} if rights else {}),
-        }
+        state: dict[str, Any] = {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved}
+        if self._rights:
+            state["right_factors"] = {name: right.to("cpu", copy=True) for name, right in self._rights.items()}
+            state["right_orders"] = {name: layouts[name].order for name in self._rights if name in layouts}
+        return state
 
     def take_over(self) -> None:
         """Have what others have left, as they end; on one rank, and while nothing is under way."""
@@ -236,27 +271,36 @@ class Residuals:
         self.keep_step()
         rights = state.get("right_factors", {})
         self._rights = {name: right.to(self._device, torch.float32, copy=True) for name, right in rights.items()}
+        self._right_orders = state.get("right_orders", {})
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in state["residuals"].items()}
         self._ranks = ranks
         self._leave_out_others()
 
-    def are_of(self, sizes: Mapping[str, int]) -> list[str]:
-        """In this fit these parameters are compressed, with so many elements: what was loaded of others is left out.
+    def are_of(self, layouts: Mapping[str, Layout]) -> list[str]:
+        """In this fit these parameters are compressed: what was loaded of others, or in another shape, is left out.
 
         Returns:
             Their names.
         """
-        self._sizes = dict(sizes)
+        self._layouts = dict(layouts)
         return self._leave_out_others()
 
     def _leave_out_others(self) -> list[str]:
-        if self._sizes is None:
+        layouts = self._layouts
+        if layouts is None:
             return []
-        others = sorted(name for name, left in self._loaded.items() if self._sizes.get(name) != left.numel())
+        fits = {name for name, left in self._loaded.items() if name in layouts and left.shape == layouts[name].shape}
+        others = sorted(self._loaded.keys() - fits)
         for name in others:
             del self._loaded[name]
-        self._rights = {name: right for name, right in self._rights.items() if name in self._sizes}
+        # A factor of a matrix whose columns lie in another order says nothing of where the next step's begins.
+        self._rights = {
+            name: right
+            for name, right in self._rights.items()
+            if name in layouts and tuple(self._right_orders.get(name, layouts[name].order)) == layouts[name].order
+        }
+        self._right_orders = {}
         return others
 
     def __len__(self) -> int:

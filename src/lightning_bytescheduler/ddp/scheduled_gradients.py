@@ -31,7 +31,15 @@ from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
-from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start, summary_of
+from lightning_bytescheduler.ddp.fit_report import (
+    announce,
+    cost_of_codecs,
+    first_pace,
+    reason_for,
+    say_found,
+    say_start,
+    summary_of,
+)
 from lightning_bytescheduler.ddp.loss_scaler import loss_scale_of
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
@@ -250,8 +258,16 @@ class ScheduledGradients:
             decides=dist.get_rank() == 0,
             idle=has_no_gradient,
             may_drop=may_drop_gradients(module),
+            seen=self._say_cost,
         )
         return self._compression
+
+    def _say_cost(self) -> None:
+        statistics, runtime = self.statistics, self.runtime
+        if statistics is not None and runtime is not None:
+            line = cost_of_codecs(statistics, runtime.agreed.link, runtime.group.size())
+            if line:
+                rank_zero_info(f"bytescheduler: {line}")
 
     def take_over(self, model: object) -> None:
         """Take the place of the communication of ``model``, once it is wrapped."""
@@ -518,7 +534,7 @@ class ScheduledGradients:
             tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=in_shards)
         if news:
             stays = plan is not None and plan.as_ddp == found.ddp_mode
-            say_found(found, stays=stays, tuned=tuned is not None)
+            say_found(found, stays=stays, tuned=tuned is not None, compressed=self._compression is not None)
         return tuned
 
 

@@ -382,9 +382,9 @@ def _standing(entries: tuple[TrialEntry, ...], most: int) -> str:
     here = f"{1e3 * best.step_seconds:.1f} ms"
     other = f" against {1e3 * min(others):.1f} ms" if others else ""
     if best.point.is_plain_ddp:
-        words = f"DDP's steps are fastest{'' if chosen else ' so far'} ({here}{other and other + ' overlapped'})"
+        words = f"synchronised steps are fastest{'' if chosen else ' so far'} ({here}{other and other + ' overlapped'})"
     else:
-        kind = other and other + " as DDP's"
+        kind = other and other + " synchronised"
         words = f"overlapped steps with {best.point} are fastest{'' if chosen else ' so far'} ({here}{kind})"
     if chosen:
         return f"{words}, after {len(trials)} trial{'s' * (len(trials) > 1)}"
