@@ -24,17 +24,17 @@ from lightning_bytescheduler.diloco import WeightedMean
 
 SPECS = (
     *("bf16", "fp16", "int8", "int8:nearest", "int4", "int4:nearest", "onebit", "topk:0.01", "topk:0.01:int4"),
-    *("randomk:0.01", "dithering", "dithering:7:natural", "powersgd:4", "lossless"),
+    "powersgd:4",
 )
 _ROUNDS = 5
 
 
-def gradient(elements: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def gradient(elements: int) -> torch.Tensor:
     """Normal numbers, whose scale differs from thousand to thousand as it does from layer to layer."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.exp(2 * torch.randn(-(-elements // 1000), 1, generator=generator))
     values = torch.randn(len(scales), 1000, generator=generator) * scales * 1e-3
-    return values.reshape(-1)[:elements].to(dtype)
+    return values.reshape(-1)[:elements]
 
 
 def best_seconds(work: Callable[[], object]) -> float:
@@ -68,8 +68,8 @@ def speed_of_copying(elements: int) -> Speed:
     return Speed("copying memory", speed, speed, None, 1.0)
 
 
-def speed_of(spec: str, dtype: torch.dtype, elements: int, part: int) -> Speed:
-    whole = gradient(elements, dtype=dtype)
+def speed_of(spec: str, elements: int, part: int) -> Speed:
+    whole = gradient(elements)
     parts, outs = whole.split(part), torch.empty_like(whole).split(part)
     sums = torch.zeros(elements).split(part)
     bare = make_compressor(spec, error_feedback=False, min_size=0)
@@ -88,11 +88,10 @@ def speed_of(spec: str, dtype: torch.dtype, elements: int, part: int) -> Speed:
             bare.add(payload, total)
 
     size = whole.nbytes / 1e6
-    feedback = None if bare.exact else size / best_seconds(lambda: compress(fed))
+    feedback = size / best_seconds(lambda: compress(fed))
     compressing = best_seconds(lambda: compress(bare))
     ratio = whole.nbytes / sum(payload.numel() for payload in payloads)
-    name = spec if dtype == torch.float32 else f"{spec}, of bf16"
-    return Speed(name, size / compressing, size / best_seconds(read), size / best_seconds(add), ratio, feedback)
+    return Speed(spec, size / compressing, size / best_seconds(read), size / best_seconds(add), ratio, feedback)
 
 
 def speed_of_mean(wire: WireFormat, elements: int) -> Speed:
@@ -115,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     elements = options.elements // options.part * options.part
-    work: list[Callable[[], Speed]] = [partial(speed_of, spec, torch.float32, elements, options.part) for spec in SPECS]
-    work.append(partial(speed_of, "lossless", torch.bfloat16, elements, options.part))
+    work: list[Callable[[], Speed]] = [partial(speed_of, spec, elements, options.part) for spec in SPECS]
     work += [partial(speed_of_mean, WireFormat(dtype=dtype), elements) for dtype in WIRE_DTYPES]
     copying = speed_of_copying(elements)
     rows = [copying, *(measure() for measure in track(work, description="Codecs", transient=True))]
@@ -129,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         added = "" if row.add is None else f"{row.add:,.0f}"
         table.add_row(row.name, f"{row.compress:,.0f}", fed, f"{row.read:,.0f}", added, ratio, f"{row.ratio:.2f}")
     Console().print(table)
-    Console().print("MB of fp32 (or of bf16) a second. An exact mean is formed and encoded, or decoded and added to.")
+    Console().print("MB of fp32 a second. An exact mean is formed and encoded, or decoded and added to.")
 
 
 if __name__ == "__main__":

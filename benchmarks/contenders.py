@@ -114,7 +114,7 @@ def _contenders() -> list[Contender]:
                 name=f"bytescheduler, {wire}",
                 strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression=wire),
             )
-            for wire in ("bf16", "int8", "int4", "powersgd", "lossless", "auto")
+            for wire in ("bf16", "int8", "int4", "powersgd", "auto")
         ),
         Contender(
             name="bytescheduler, auto, max_error 1",
@@ -170,7 +170,7 @@ class _Named(dict[str, Contender]):
             return replace(known, name=name, trainer={**known.trainer, "precision": "bf16-true"})
         found = re.fullmatch(
             r"bytescheduler, partition (\d+), credit (\d+)(, norm clipping)?"
-            r"(?:, (bf16|int8|int4|powersgd|lossless|auto))?(?:, (\d+) servers)?(?:, first (\d+) layers int4)?"
+            r"(?:, (bf16|int8|int4|powersgd|auto))?(?:, (\d+) servers)?(?:, first (\d+) layers int4)?"
             r"(, by node)?",
             name,
         )

@@ -65,6 +65,9 @@ GONE: dict[str, str] = {
     "late=aligned": "Use 'discount', which counts a late update by how late it is.",
     "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
     "placement": "Use servers={'spare': k, 'placement': 'mixed'}.",
+    "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
+    "compression=lossless": "Leave compression out for exact gradients, or use 'bf16', which sends half the bytes.",
+    "compression=randomk": "Use 'topk:DENSITY', which sends the largest elements and loses less.",
     "policy=tictac": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
     "policy=us-byte": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
     **dict.fromkeys(

@@ -54,43 +54,6 @@ def topk(kept: int) -> Callable:
     return sent
 
 
-def randomk(kept: int) -> Callable:
-    def sent(values: np.ndarray, seed: int) -> np.ndarray:
-        drawn = np.random.Generator(np.random.PCG64DXSM(seed)).random(kept)
-        found = np.zeros_like(values)
-        for stretch in range(kept):
-            first, end = stretch * len(values) // kept, (stretch + 1) * len(values) // kept
-            place = first + int(drawn[stretch] * (end - first))
-            found[place] = values[place]
-        return found
-
-    return sent
-
-
-def dithering(levels: int, natural: bool) -> Callable:
-    def sent(values: np.ndarray, seed: int, worker: int = 0) -> np.ndarray:
-        raw = np.random.PCG64DXSM((seed, worker)).random_raw(-(-len(values) // 2)).view(np.int32)[: len(values)]
-        drawn = (raw & (2**23 - 1)).astype(np.float64) / 2**23
-        norm = np.abs(values).max()
-        found = np.zeros_like(values)
-        for place, value in enumerate(values):
-            share = float(_FLOAT(abs(_FLOAT(value / norm))))
-            if not natural:
-                magnitude = np.floor(_FLOAT(_FLOAT(share * levels) + drawn[place])) / levels
-            else:
-                below = max((power for power in _powers(levels) if power <= share), default=0.0)
-                above = min((power for power in _powers(levels) if power > share), default=2.0)
-                magnitude = above if drawn[place] + (share - below) / (above - below) >= 1 else below
-            found[place] = np.copysign(min(magnitude, 1.0) * norm, value)
-        return found
-
-    return sent
-
-
-def _powers(levels: int) -> list[float]:
-    return [2.0**-power for power in range(levels)]
-
-
 def powersgd(rank: int) -> Callable:
     kept: dict[int, np.ndarray] = {}
 

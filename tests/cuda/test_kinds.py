@@ -52,9 +52,7 @@ CODECS = [
     ("bf16", 1e-3),
     ("int8", 1e-2),
     ("int4", 0.1),
-    ("dithering", 1e-2),
     ("topk:0.5:int8", 0.2),
-    ("randomk:0.5", 0.2),
     ("powersgd:5", 0.3),
 ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.compression.dithering import Dithering
+from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.compression.feedback import ErrorFeedback
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.sparse import TopK
@@ -41,8 +41,8 @@ def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
         ("topk", "'topk' has 1 to 2 parameters"),
         (PowerSGD(2, (20, 30)), "without a shape"),
         (ErrorFeedback(TopK(0.1)), "Error feedback is the strategy's own"),
-        ("dithering:7:linear:l2", "would grow from step to step"),
-        ({"*": Dithering(norm="l2")}, "compression['*']='dithering:127:linear:l2' is not allowed"),
+        ("lossless:lz4", "Leave compression out for exact gradients"),
+        ({"*": "randomk:0.1"}, "Use 'topk:DENSITY'"),
         ({"*": ["topk", 0.01]}, "the name of a compressor such as 'int8'"),
         ({}, "patterns of parameter names"),
         ({"*.weight": "int3"}, "compression['*.weight']='int3' is not allowed"),
@@ -125,6 +125,8 @@ def test_what_has_no_factors_is_for_the_next_pattern() -> None:
 def test_what_would_not_shrink_travels_as_it_is() -> None:
     assert spec_of("int8", "small", torch.zeros(1023)) is None
     assert spec_of("int8", "large", torch.zeros(1024)) == "int8:nearest"
+    assert spec_of(Dense("fp32"), "large", torch.zeros(2000)) is None
+    assert spec_of(Dense("fp32"), "double", torch.zeros(2000, dtype=torch.float64)) == "fp32", "with error feedback"
     assert spec_of("bf16", "half", torch.zeros(2000, dtype=torch.bfloat16)) is None
     assert spec_of("int8", "half", torch.zeros(2000, dtype=torch.bfloat16)) == "int8:nearest"
     assert spec_of("int8", "complex", torch.zeros(2000, dtype=torch.complex64)) is None
@@ -202,7 +204,7 @@ def test_auto_is_a_choice_of_its_own() -> None:
         CompressionRules.resolve("auto", max_error=0)
 
 
-@pytest.mark.parametrize("compression", ["int8", "topk:0.1", {"head*": "bf16"}, "lossless", "auto", "powersgd:2"])
+@pytest.mark.parametrize("compression", ["int8", "topk:0.1", {"head*": "bf16"}, "auto", "powersgd:2"])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_gradients_on_a_gpu_are_compressed_but_by_what_looks_at_them_before(compression: Any, device: str) -> None:
     made = rules(compression)

@@ -22,7 +22,7 @@ from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_compression import INT8
 from tests.parity.test_kinds_of_tensors import Complex
 from tests.parity.test_parameter_servers import PS
-from tests.support.fit import SIZES, Outcome, Recipe, Run, train
+from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
@@ -89,12 +89,6 @@ def test_complex_gradients_that_are_reduced_in_shards_come_back_to_their_places(
     straight, by_host = train_on(two_ranks, recipe, run, replace(run, by_host=True))
     assert_overlapped(by_host, share=0.8)
     assert_same(straight, by_host)
-
-
-def test_lossless_gives_ddps_bits(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=model, steps=8)
-    lossless = Run(options={**SIZES, "compression": "lossless", "compression_min_size": 40}, by_host=True)
-    assert_same(*train_on(two_ranks, recipe, DDP, lossless))
 
 
 @contextmanager

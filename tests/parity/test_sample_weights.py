@@ -34,10 +34,6 @@ CASES = {
     "an empty rank": Case(sizes=[(4, 0, 3), (2, 5, 0)]),
     "an empty rank, as DDP": Case(sizes=[(4, 0, 3), (2, 5, 0)], options={"mode": "ddp"}),
     "an empty rank, in shards": Case(sizes=[(4, 0, 3), (2, 5, 0)], clip=(0.05, "norm")),
-    "lossless": replace(UNEQUAL, options={"compression": "lossless", "compression_min_size": 1}),
-    "lossless, an empty rank in shards": Case(
-        sizes=[(4, 0, 3), (2, 5, 0)], clip=(0.05, "norm"), options={"compression": "lossless"}
-    ),
     "empty batches of a step": Case(sizes=[(0, 4, 3, 0), (2, 5, 0, 6)], accumulate=2),
 }
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
-from lightning_bytescheduler.compression import blocks, dithering
+from lightning_bytescheduler.compression import blocks
 from lightning_bytescheduler.ddp import compressed_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.reduction import GradientBucket
@@ -109,7 +109,6 @@ def simulated() -> Iterator[None]:
     original = blocks.generator_on
     with (
         patch.object(blocks, "generator_on", generator_on),
-        patch.object(dithering, "generator_on", generator_on),
         _Simulated(),
     ):
         yield
@@ -165,8 +164,7 @@ def on_device() -> Iterator[None]:
         stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
         stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
         stack.enter_context(patch.object(StepContext, "on_the_wire", on_the_wire))
-        for module in (blocks, dithering):
-            stack.enter_context(patch.object(module, "generator_on", generator_on))
+        stack.enter_context(patch.object(blocks, "generator_on", generator_on))
         for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
             stack.enter_context(patch.object(of, name, _there(getattr(of, name))))
         yield

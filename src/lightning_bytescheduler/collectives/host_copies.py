@@ -1,6 +1,6 @@
 """Gradients of a GPU that travel by way of host memory: the first and the last stage of their way.
 
-Parameter servers work on a CPU, as lossless codecs do, and gloo's messages between two ranks leave from host memory. So
+Parameter servers work on a CPU, and gloo's messages between two ranks leave from host memory. So
 a bucket is copied there when it exists (``copy_to_host``), all else is done to the copy as to a bucket of a CPU, and
 what comes of it is copied back (``copy_to_device``) before anybody is told that it is there. These are BytePS's COPYD2H
 and COPYH2D.

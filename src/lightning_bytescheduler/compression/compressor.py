@@ -12,31 +12,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
-from lightning_bytescheduler.exceptions import UnsupportedError
 
 __all__ = ["Compressor", "damaged", "flat_fp32", "is_finite"]
 
 
 class Compressor(ABC):
-    """Makes payloads of parts, and parts of payloads.
-
-    Attributes:
-        exact: Whether what is read again has the bits of what was compressed.
-        summable: Whether payloads can be added up without reading them, see :meth:`sum`.
-        contracts: Whether what it leaves out of a part is no more than some share of that, however large the part is,
-            so that error feedback keeps it within bounds.
-    """
-
-    exact = False
-    summable = False
-    contracts = True
+    """Makes payloads of parts, and parts of payloads."""
 
     @property
     @abstractmethod
@@ -45,7 +33,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def payload_bytes(self, elements: int) -> int:
-        """Size of the payload of so many fp32 elements; the most it can be, where that depends on what they are."""
+        """Size of the payload of so many elements."""
 
     @abstractmethod
     def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
@@ -71,7 +59,7 @@ class Compressor(ABC):
             out: Is filled with the part, and returned.
 
         Returns:
-            Flat, in fp32; for what is lossless, in the part's own dtype.
+            Flat, in fp32.
 
         Raises:
             ValueError: If the payload is not one of so many elements.
@@ -80,15 +68,6 @@ class Compressor(ABC):
     def add(self, payload: Tensor, sums: Tensor) -> None:
         """Add what a payload holds to ``sums``, flat and in fp32."""
         sums.add_(self.decompress(payload, sums.numel()))
-
-    def sum(self, payloads: Sequence[Tensor], elements: int) -> Tensor:
-        """The payload of the sum of several, without reading them; its numbers are added in fp32, in order.
-
-        Raises:
-            UnsupportedError: If that cannot be done with this one: see ``summable``.
-            ValueError: If a payload is not one of so many elements, or they are not of one seed.
-        """
-        raise UnsupportedError(f"Payloads of {self.spec!r} cannot be added up without reading them: decompress them.")
 
     def compress_with(
         self,

@@ -58,7 +58,6 @@ class Dense(Compressor):
     def __init__(self, kind: DenseKind, rounding: Rounding = "stochastic") -> None:
         self.kind = require_one_of("kind", kind, DENSE)
         self.rounding = require_one_of("rounding", rounding, ROUNDINGS)
-        self.exact = kind == "fp32"
         self._block = BLOCKS[_BITS[kind]] if kind in _QUANTISED else 0  # none
 
     @property

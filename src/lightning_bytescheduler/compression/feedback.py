@@ -5,7 +5,7 @@ Wrappers are compressors, too. From outside to inside: :class:`NesterovMomentum`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,18 +14,15 @@ from torch import Tensor
 from lightning_bytescheduler.checks import require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor, flat_fp32, is_finite
 from lightning_bytescheduler.compression.dense import Dense
-from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ErrorFeedback", "FromSize", "NesterovMomentum", "require_contraction"]
+__all__ = ["ErrorFeedback", "FromSize", "NesterovMomentum"]
 
 
 class _Around(Compressor):
-    """A compressor that reads and sums as the one inside."""
+    """A compressor that reads as the one inside."""
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
-        self.summable = inner.summable
-        self.contracts = inner.contracts
 
     @property
     def spec(self) -> str:
@@ -44,30 +41,6 @@ class _Around(Compressor):
         """See Compressor."""
         self.inner.add(payload, sums)
 
-    def sum(self, payloads: Sequence[Tensor], elements: int) -> Tensor:
-        """See Compressor."""
-        return self.inner.sum(payloads, elements)
-
-
-def require_contraction(option: str, compressor: Compressor) -> None:
-    """Make sure that error feedback keeps within bounds what a compressor leaves out.
-
-    Args:
-        option: What an error calls the compressor.
-        compressor: See :attr:`Compressor.contracts`.
-
-    Raises:
-        OptionError: If it would grow from step to step.
-    """
-    if not compressor.contracts:
-        raise OptionError(
-            option,
-            compressor.spec,
-            "a compressor that error feedback works with",
-            "What this one leaves out of a gradient may be more than the gradient itself. Error feedback adds it to "
-            "the next one, and it would grow from step to step. Leave out ':l2', and take 2 levels or more.",
-        )
-
 
 class ErrorFeedback(_Around):
     """Sends what was not sent before together with what is new.
@@ -81,13 +54,9 @@ class ErrorFeedback(_Around):
 
     Args:
         inner: Compresses.
-
-    Raises:
-        OptionError: If what that leaves out would grow from step to step.
     """
 
     def __init__(self, inner: Compressor) -> None:
-        require_contraction("inner", inner)
         super().__init__(inner)
         self._residuals: dict[str, Tensor] = {}
 
@@ -181,8 +150,6 @@ class FromSize(Compressor):
     def __init__(self, inner: Compressor, min_size: int) -> None:
         self.inner = inner
         self.min_size = require_whole("min_size", min_size, 0)
-        self.exact = inner.exact
-        self.contracts = inner.contracts
         self._plain = Dense("fp32")
 
     @property
@@ -205,10 +172,6 @@ class FromSize(Compressor):
     def add(self, payload: Tensor, sums: Tensor) -> None:
         """See Compressor."""
         self._for(sums.numel()).add(payload, sums)
-
-    def sum(self, payloads: Sequence[Tensor], elements: int) -> Tensor:
-        """See Compressor."""
-        return self._for(elements).sum(payloads, elements)
 
     def state_dict(self) -> dict[str, Any]:
         """See Compressor."""

@@ -1,18 +1,16 @@
-"""Compressors by name, as options give them: ``"int8"``, ``"topk:0.01"``, ``"dithering:7:natural"``."""
+"""Compressors by name, as options give them: ``"int8"``, ``"topk:0.01"``, ``"powersgd:2"``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_bytescheduler.checks import did_you_mean, require_bool, require_text
+from lightning_bytescheduler.checks import did_you_mean, gone, require_bool, require_text
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import DENSE, Dense
-from lightning_bytescheduler.compression.dithering import Dithering
-from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum, require_contraction
-from lightning_bytescheduler.compression.lossless import Lossless
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
 from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
-from lightning_bytescheduler.compression.sparse import RandomK, TopK
+from lightning_bytescheduler.compression.sparse import TopK
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["COMPRESSORS", "MIN_SIZE", "make_compressor"]
@@ -26,18 +24,12 @@ _KINDS: dict[str, tuple[Callable[..., Compressor], tuple[_Parser, ...], int]] = 
     **{kind: (lambda *rest, kind=kind: Dense(kind, *rest), (str,) * kind.startswith("int"), 0) for kind in DENSE[1:]},
     "onebit": (OneBit, (), 0),
     "topk": (TopK, (float, str), 1),
-    "randomk": (RandomK, (float,), 1),
-    "dithering": (Dithering, (int, str, str), 0),
     "powersgd": (PowerSGD, (int,), 0),
-    "lossless": (Lossless, (str, int), 0),
 }
 COMPRESSORS = tuple(_KINDS)
 """Names of all compressors."""
 
-_FORMS = (
-    "one of 'bf16', 'fp16', 'int8', 'int4', 'onebit', 'topk:DENSITY', 'randomk:DENSITY', 'dithering:LEVELS', "
-    "'powersgd:RANK', 'lossless'"
-)
+_FORMS = "one of 'bf16', 'fp16', 'int8', 'int4', 'onebit', 'topk:DENSITY', 'powersgd:RANK'"
 
 
 def make_compressor(
@@ -53,21 +45,18 @@ def make_compressor(
     Args:
         spec: A name and its parameters, with colons between them: ``"bf16"``, ``"fp16"``, ``"int8"`` and ``"int4"``
             (``:nearest`` rounds to nearest), ``"onebit"``, ``"topk:DENSITY"`` (``:bf16``, ``:int8`` or ``:int4`` for
-            what is kept), ``"randomk:DENSITY"``, ``"dithering:LEVELS"`` (``:natural`` for powers of two, and ``:l2``
-            for the norm), ``"powersgd:RANK"``, ``"lossless"`` (``:lz4``).
-        error_feedback: Whether what is not sent is sent later; means nothing where nothing is lost. Has to be ``False``
-            for ``"dithering"`` with ``:l2`` or one level.
+            what is kept), ``"powersgd:RANK"``.
+        error_feedback: Whether what is not sent is sent later.
         momentum: Of Nesterov, taken before compression; ``None`` for none.
         min_size: Elements of the smallest part that is compressed.
         option: What an error calls the option.
 
     Raises:
         OptionError: Names the option, and what is allowed.
-        ImportError: If a library is missing; says what installs it.
     """
     name, *given = require_text(option, spec).split(":")
     if name not in _KINDS:
-        raise OptionError(option, spec, _FORMS, did_you_mean(name, COMPRESSORS))
+        raise OptionError(option, spec, _FORMS, gone("compression", name) or did_you_mean(name, COMPRESSORS))
     make, parsers, least = _KINDS[name]
     if not least <= len(given) <= len(parsers):
         count = f"{least} to {len(parsers)}" if least != len(parsers) else str(least)
@@ -78,8 +67,7 @@ def make_compressor(
         raise OptionError(option, spec, _FORMS, str(error)) from error
     except ValueError as error:
         raise OptionError(option, spec, _FORMS, "A parameter is no number.") from error
-    if require_bool("error_feedback", error_feedback) and not made.exact:
-        require_contraction(option, made)
+    if require_bool("error_feedback", error_feedback):
         made = ErrorFeedback(made)
     if momentum is not None:
         made = NesterovMomentum(made, momentum)

@@ -1,17 +1,13 @@
-"""Few elements instead of all: the largest (topk), or some drawn at random (randomk)."""
+"""Few elements instead of all: the largest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import is_finite as is_finite_number
-from lightning_bytescheduler.checks import require_one_of
-from lightning_bytescheduler.compression.compressor import Compressor, damaged, flat_fp32, is_finite
-from lightning_bytescheduler.compression.dense import Dense, DenseKind, Rounding, aligned
+from lightning_bytescheduler.checks import is_finite, require_one_of
+from lightning_bytescheduler.compression.compressor import Compressor, damaged, flat_fp32
+from lightning_bytescheduler.compression.dense import Dense, DenseKind, Rounding
 from lightning_bytescheduler.compression.positions import (
     index_bytes,
     kept_of,
@@ -21,12 +17,10 @@ from lightning_bytescheduler.compression.positions import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["KEPT_AS", "RandomK", "TopK"]
+__all__ = ["KEPT_AS", "TopK"]
 
 KEPT_AS: tuple[DenseKind, ...] = ("fp32", "bf16", "int8", "int4")
 """What the elements that are kept can travel as."""
-_SEED_BYTES = 8
-_FLOAT_BYTES = 4
 
 
 class TopK(Compressor):
@@ -131,82 +125,8 @@ class TopK(Compressor):
         return torch.cat([kept, pack_indices(indices, values.numel())])
 
 
-class RandomK(Compressor):
-    """Some elements drawn at random, the same on all workers that have one seed: no positions travel, and sums add up.
-
-    One of each stretch of ``1/density`` elements is drawn. Its share of ``|x|^2`` is then kept on average:
-    ``E |x - C(x)|^2 <= (1 - d) |x|^2`` with d one divided by the length of the longest stretch, so that training with
-    error feedback converges (Stich et al., "Sparsified SGD with Memory"). Values are not scaled up: without error
-    feedback training need not converge.
-
-    Whatever is not finite might not be drawn: then all that is sent is not a number.
-
-    Args:
-        density: Share of the elements that are kept, above 0 and at most 1; of a part, one at least.
-
-    Raises:
-        OptionError: If it is not.
-    """
-
-    summable = True
-
-    def __init__(self, density: float) -> None:
-        self.density = _density(density)
-
-    @property
-    def spec(self) -> str:
-        """See Compressor."""
-        return f"randomk:{_in_short(self.density)}"
-
-    def payload_bytes(self, elements: int) -> int:
-        """See Compressor."""
-        return _SEED_BYTES + _FLOAT_BYTES * kept_of(elements, self.density)
-
-    def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
-        """See Compressor."""
-        values = flat_fp32(part)
-        kept = values[self._indices(values.numel(), seed, values.device)]
-        if not is_finite(values):
-            kept.fill_(torch.nan)
-        header = torch.tensor([seed], dtype=torch.int64).view(torch.uint8).to(values.device)
-        return torch.cat([header, kept.view(torch.uint8)])
-
-    def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
-        """See Compressor."""
-        seed, values = self._read(payload, elements)
-        return _scattered(self._indices(elements, seed, payload.device), values, elements, out)
-
-    def add(self, payload: Tensor, sums: Tensor) -> None:
-        """See Compressor; as much work as there are elements that were kept."""
-        seed, values = self._read(payload, sums.numel())
-        sums.index_add_(0, self._indices(sums.numel(), seed, sums.device), values)
-
-    def sum(self, payloads: Sequence[Tensor], elements: int) -> Tensor:
-        """See Compressor."""
-        seed, values = self._read(payloads[0], elements)
-        total = values.clone()
-        for payload in payloads[1:]:
-            other, values = self._read(payload, elements)
-            if other != seed:
-                raise ValueError(f"Payloads of {self.spec!r} were not added up: their seeds are {seed} and {other}.")
-            total.add_(values)
-        return torch.cat([payloads[0][:_SEED_BYTES], total.view(torch.uint8)])
-
-    def _read(self, payload: Tensor, elements: int) -> tuple[int, Tensor]:
-        if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
-            raise damaged(payload, elements, self.spec)
-        payload = payload.clone() if payload.storage_offset() % _SEED_BYTES else payload
-        return int(payload[:_SEED_BYTES].view(torch.int64)), aligned(payload[_SEED_BYTES:]).view(torch.float32)
-
-    def _indices(self, elements: int, seed: int, device: torch.device) -> Tensor:
-        kept = kept_of(elements, self.density)
-        edges = np.arange(kept + 1, dtype=np.int64) * elements // max(kept, 1)
-        drawn = np.random.Generator(np.random.PCG64DXSM(abs(seed))).random(kept)
-        return torch.from_numpy(edges[:-1] + (drawn * np.diff(edges)).astype(np.int64)).to(device)
-
-
 def _density(value: float) -> float:
-    if not is_finite_number(value) or not 0 < value <= 1:
+    if not is_finite(value) or not 0 < value <= 1:
         raise OptionError("density", value, "a number above 0, at most 1")
     return float(value)
 

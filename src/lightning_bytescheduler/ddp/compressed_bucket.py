@@ -29,9 +29,7 @@ from lightning_bytescheduler.ddp.encoded_pieces import (
     encoded,
     is_finite,
     joined,
-    most_bytes,
     payload_bytes,
-    size_of,
 )
 from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
 from lightning_bytescheduler.ddp.node_sums import given, room_for, summed
@@ -43,7 +41,6 @@ from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompressedBucket"]
 
-_SIZES = 1 << 29  # added to an operation's number: tells sizes of payloads from payloads
 _SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
 _WIDTH = 4  # bytes of an element of a residual
 _CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
@@ -172,9 +169,8 @@ class CompressedBucket:
         scattered = self.scatter(group, sub_task, number)
 
         def then() -> StartedOperation | None:
-            following = None if scattered.finish is None else scattered.finish()
-            if following is not None:
-                raise RuntimeError(f"{sub_task.name} is to travel in a form whose size depends on what is in it.")
+            if scattered.finish is not None:
+                scattered.finish()
             return replace(self.gather(group, sub_task, _SECOND_HALVES + number), closing=True)
 
         return replace(scattered, finish=then)
@@ -233,7 +229,7 @@ class CompressedBucket:
         if servers.adds_up(server):
             push = partial(self._combine, servers, sub_task, number, back)
         else:
-            back.append(torch.empty(most_bytes(pieces, self._buffer.element_size()), dtype=torch.uint8))
+            back.append(torch.empty(payload_bytes(pieces, self._buffer.element_size()), dtype=torch.uint8))
             push = partial(self._exchange, servers, server, sub_task, number, back[0])
         if node is None:
             sub_task.passage = Passage(server, pushed=0, pulled=0)
@@ -250,7 +246,7 @@ class CompressedBucket:
             return push(*found)
 
         def hand_on() -> StartedOperation:
-            payload = back[0][: size_of(pieces, back[0], self._buffer.element_size())]
+            payload = back[0]
             passage.returned = len(payload) * others
             following = node.hand_on(number, payload)
             if servers.adds_up(server):
@@ -312,7 +308,7 @@ class CompressedBucket:
         passage = sub_task.passage
         if passage is not None:
             passage.came = time.perf_counter()
-            passage.pulled = size_of(pieces, reply, self._buffer.element_size())
+            passage.pulled = len(reply)
         with self._observer.working("decode", sub_task):
             self._place(pieces, reply)
 
@@ -328,11 +324,11 @@ class CompressedBucket:
         """Have another rank of the node push what this one has."""
         own, width = given(pieces, values), self._buffer.element_size()
         sub_task.encoded_bytes = 0
-        back = torch.empty(most_bytes(pieces, width), dtype=torch.uint8)
+        back = torch.empty(payload_bytes(pieces, width), dtype=torch.uint8)
         passage = sub_task.passage = NodePassage(pusher=pusher, moved=len(own))
 
         def place() -> None:
-            passage.returned = size_of(pieces, back, width)
+            passage.returned = len(back)
             with self._observer.working("decode", sub_task):
                 self._place(pieces, back)
 
@@ -380,23 +376,11 @@ class CompressedBucket:
         number: int,
         then: Callable[[dict[int, Tensor]], None],
     ) -> StartedOperation:
-        """Exchange payloads, then call ``then`` with those of ``senders``.
-
-        Where a payload's size depends on what is in it, sizes travel first.
-        """
+        """Exchange payloads, then call ``then`` with those of ``senders``."""
         sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
-        sizes = {rank: payload_bytes(shard, self._buffer.element_size()) for rank, shard in senders.items()}
-        depends = any(piece.nbytes(1) is None for piece in self._pieces)
-        known = {rank: torch.tensor([size or 0]) for rank, size in sizes.items()}
-
-        def exchange() -> StartedOperation:
-            received = {rank: self._memory(int(size)) for rank, size in known.items()}
-            return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
-
-        if not depends:
-            return exchange()
-        own = {rank: torch.tensor([len(payload)]) for rank, payload in sent.items()}
-        return StartedOperation(_works(group, known, own, _SIZES + number), exchange, messages=True)
+        width = self._buffer.element_size()
+        received = {rank: self._memory(payload_bytes(shard, width)) for rank, shard in senders.items()}
+        return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
 
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
         """Pieces of a part by owner; ranks that own none of it are left out."""
@@ -434,7 +418,7 @@ class CompressedBucket:
     def _values(self, shard: list[Piece]) -> list[Tensor]:
         """This rank's numbers of a shard: where they are, or in fp32 where that is what a codec takes."""
         parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
-        return [part if piece.residual is None else part.float() for piece, part in parts]
+        return [part if piece.codec is None else part.float() for piece, part in parts]
 
     def _packed(
         self,
@@ -458,8 +442,6 @@ class CompressedBucket:
         for (piece, body), total in zip(bodies_of(shard, payload, self._buffer.element_size()), sums, strict=True):
             if piece.codec is None:
                 total.add_(body.view(total.dtype))
-            elif piece.residual is None:
-                total.add_(piece.codec.decompress(body, len(total)))
             else:
                 piece.codec.add(body, total)
 

@@ -29,10 +29,9 @@ the mark that says when it exists. Parts do not overlap, so nothing is shared be
 lock that is held for nothing else.
 
 On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``payload_copies.py``. Not so
-where anything is lossless, whose library works in host memory, and what goes to parameter servers: there whole buckets
-are copied first, see ``host_copies.py``, unless there are matrices besides that travel as factors. Numbers are read
-from payloads by operations that have one right result, so that ranks with processors of different kinds get the same
-bits; but factors are multiplied.
+what goes to parameter servers: there whole buckets are copied first, see ``host_copies.py``. Numbers are read from
+payloads by operations that have one right result, so that ranks with processors of different kinds get the same bits;
+but factors are multiplied.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class GradientCompression:
         self.ratio = rules.ratio(parameters)
         self._parameters = {name: parameters[name] for name in self.compressed}
         residuals.may_be_dropped = may_drop
-        lossy = [name for name, codec in self._codecs.values() if not codec.exact]
-        self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in lossy})
+        self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in self.compressed})
         self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
         self._versions: dict[str, int] = {}  # of parameters, when that began
         self._dropped: set[str] = set()  # since then
@@ -189,16 +187,14 @@ class GradientCompression:
                 and self._parameters[name]._version == self._versions.get(name)
             }
 
-    def work_on(self, device: torch.device) -> PayloadCopies | None:
-        """Encode where gradients are, on ``device``, if codecs can; nothing is under way.
+    def work_on(self, device: torch.device) -> PayloadCopies:
+        """Encode where gradients are, on ``device``; nothing is under way.
 
         Returns:
-            What copies payloads; ``None`` where buckets have to be copied.
+            What copies payloads.
         """
-        codecs = [codec for _, codec in self._codecs.values()]
-        if any(isinstance(codec, PowerSGD) for codec in codecs) or not any(codec.exact for codec in codecs):
-            self.copies = PayloadCopies(device)
-        self._residuals.live_on(torch.device("cpu") if self.copies is None else self.copies.device)
+        self.copies = PayloadCopies(device)
+        self._residuals.live_on(self.copies.device)
         return self.copies
 
     def leave_device(self) -> None:
@@ -259,7 +255,7 @@ class GradientCompression:
             make: Begin a residual if there is none yet; else nothing was ever left.
         """
         size = piece.end - piece.first
-        if piece.codec is None or piece.codec.exact or not (make or self._residuals.knows(piece.name)):
+        if piece.codec is None or not (make or self._residuals.knows(piece.name)):
             return piece
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import did_you_mean, require_positive, require_whole
+from lightning_bytescheduler.checks import did_you_mean, gone, require_positive, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
-from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum, require_contraction
+from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
 from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
@@ -36,7 +36,6 @@ _LEFT_OPEN = _CHOICES[0]  # stands for ``AUTO`` among patterns
 _SIGNS = OneBit()
 _SIGNS_FROM = 0.5  # of ``max_error``: signs leave out 0.6 of normal numbers
 _FLOAT_BYTES = 4
-_LOSSLESS_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +119,7 @@ class CompressionRules:
             UnsupportedError: If they cannot.
         """
         if device.type == "cuda" and not self.choices:
-            return  # see ``collectives/payload_copies.py``, and ``host_copies.py`` for what is lossless
+            return  # see ``collectives/payload_copies.py``
         if device.type != "cpu":
             others = " Other compressors work there." if device.type == "cuda" else ""
             raise UnsupportedError(
@@ -175,14 +174,12 @@ class CompressionRules:
                     if matrix_shape(parameter, codec.rank):
                         return codec
                     continue  # what is no matrix that shrinks is for the patterns that follow
-                if codec is not None and codec.exact:
-                    return codec if dtype in _LOSSLESS_TYPES else None
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
                 return codec if fewer else None
         return None
 
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
-        """How many times fewer bytes travel of all gradients, as far as that does not depend on what they are.
+        """How many times fewer bytes travel of all gradients, as far as that is settled.
 
         It is 1 where that is left to what is measured.
 
@@ -201,7 +198,7 @@ class CompressionRules:
             if shape is not None and isinstance(codec, PowerSGD):
                 sent += codec.rank * sum(shape) * _FLOAT_BYTES
             else:
-                sent += nbytes if codec is None or codec.exact else codec.payload_bytes(size)
+                sent += nbytes if codec is None else codec.payload_bytes(size)
         return plain / sent if sent else 1.0
 
     @property
@@ -276,9 +273,7 @@ def _codec(option: str, value: Any) -> Compressor | None:
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
     if isinstance(value, PowerSGD) and value.shape is not None:
         raise OptionError(option, value, "PowerSGD without a shape", "The matrices are the parameters' own.")
-    made = value if isinstance(value, Compressor) else _made(option, value)
-    require_contraction(option, made)  # error feedback is always on
-    return made
+    return value if isinstance(value, Compressor) else _made(option, value)
 
 
 def _made(option: str, value: Any) -> Compressor:
@@ -288,5 +283,6 @@ def _made(option: str, value: Any) -> Compressor:
         return Dense(_TO_NEAREST[value], "nearest")
     if (kind := value.split(":")[0]) not in COMPRESSORS:
         names = ", ".join(map(repr, COMPRESSORS))
-        raise OptionError(option, value, f"{AUTO!r}, or one of {names}", did_you_mean(kind, (AUTO, *COMPRESSORS)))
+        hint = gone("compression", kind) or did_you_mean(kind, (AUTO, *COMPRESSORS))
+        raise OptionError(option, value, f"{AUTO!r}, or one of {names}", hint)
     return make_compressor(value, error_feedback=False, min_size=0, option=option)

@@ -1,7 +1,7 @@
 """Buckets that travel encoded: of neighbouring elements each parameter's in its own codec, one behind the other.
 
-A *payload* is the bodies of pieces, each beginning at a multiple of eight bytes. Where the size of one depends on what
-is in it, the sizes of all are in front. Both sides know the pieces, so nothing else has to be said.
+A *payload* is the bodies of pieces, each beginning at a multiple of eight bytes. Both sides know the pieces, so nothing
+else has to be said.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ __all__ = [
     "encoded",
     "is_finite",
     "joined",
-    "most_bytes",
     "payload_bytes",
-    "size_of",
 ]
 
 _ALIGNED = 8  # bytes: so that a body can be read as numbers
-_LENGTH = 8  # bytes of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class Piece:
         first: Position in the bucket.
         end: Position after the last.
         codec: What they travel in; ``None`` for as they are.
-        residual: Flat, in fp32, as long as the piece; ``None`` where nothing is left out, or was so far.
+        residual: Flat, in fp32, as long as the piece; ``None`` where nothing was ever left out.
         before: Is filled with the residual as it was before the step, if that may have to be taken back.
         name: The parameter's.
         idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
@@ -70,12 +67,10 @@ class Piece:
         before = None if self.before is None else self.before[here]
         return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
 
-    def nbytes(self, width: int) -> int | None:
-        """What it takes on the wire, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
+    def nbytes(self, width: int) -> int:
+        """What it takes on the wire, where an element as it is takes ``width`` bytes."""
         size = self.end - self.first
-        if self.codec is None:
-            return size * width
-        return None if self.codec.exact else self.codec.payload_bytes(size)
+        return size * width if self.codec is None else self.codec.payload_bytes(size)
 
 
 class EncodedBucket(PartForms, Protocol):
@@ -101,43 +96,18 @@ class EncodedBucket(PartForms, Protocol):
         """Push a part to a server, and pull the sum from there; a ``ServedStart``."""
 
 
-def payload_bytes(pieces: Sequence[Piece], width: int) -> int | None:
-    """Size of the payload of pieces, where an element as it is takes ``width`` bytes; ``None`` if that depends."""
-    sizes = [piece.nbytes(width) for piece in pieces]
-    known = [size for size in sizes if size is not None]
-    return None if len(known) < len(sizes) else sum(map(aligned, known))
-
-
-def most_bytes(pieces: Sequence[Piece], width: int) -> int:
-    """The largest size that the payload of pieces can have."""
-    sizes = (
-        piece.nbytes(width) if piece.codec is None else piece.codec.payload_bytes(piece.end - piece.first)
-        for piece in pieces
-    )
-    return _LENGTH * len(pieces) + sum(aligned(size or 0) for size in sizes)
+def payload_bytes(pieces: Sequence[Piece], width: int) -> int:
+    """Size of the payload of pieces, where an element as it is takes ``width`` bytes."""
+    return sum(aligned(piece.nbytes(width)) for piece in pieces)
 
 
 def bodies_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> Iterator[tuple[Piece, Tensor]]:
     """Each piece with its part of a payload."""
-    sizes = [piece.nbytes(width) for piece in pieces]
     at = 0
-    if None in sizes:
-        at = _LENGTH * len(pieces)
-        sizes = payload[:at].view(torch.int64).tolist()
-    for piece, size in zip(pieces, sizes, strict=True):
-        if size is not None:
-            yield piece, payload[at : at + size]
-            at += aligned(size)
-
-
-def size_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> int:
-    """Size of a payload that is in the first part of some memory."""
-    size = payload_bytes(pieces, width)
-    if size is not None:
-        only = pieces[0].nbytes(width) if len(pieces) == 1 and pieces[0].codec is not None else None
-        return size if only is None else only
-    front = _LENGTH * len(pieces)
-    return front + sum(map(aligned, payload[:front].view(torch.int64).tolist()))
+    for piece in pieces:
+        size = piece.nbytes(width)
+        yield piece, payload[at : at + size]
+        at += aligned(size)
 
 
 def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Tensor:
@@ -145,10 +115,7 @@ def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Ten
     size = payload_bytes(pieces, width)
     if len(bodies) == 1 and pieces[0].codec is not None and size == len(bodies[0]):
         return bodies[0]
-    at = 0 if size is not None else _LENGTH * len(bodies)
-    payload = bodies[0].new_empty(at + sum(aligned(len(body)) for body in bodies))
-    if at:
-        payload[:at] = torch.tensor([len(body) for body in bodies]).view(torch.uint8)
+    at, payload = 0, bodies[0].new_empty(size)
     for body in bodies:
         payload[at : at + len(body)] = body
         at += aligned(len(body))

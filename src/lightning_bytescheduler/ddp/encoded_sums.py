@@ -67,8 +67,6 @@ class _Sum:
                 )
             elif piece.codec is None:
                 self.values[at].add_(body.view(dtype))
-            elif piece.codec.exact:
-                self.values[at].add_(piece.codec.decompress(body, size))
             else:
                 piece.codec.add(body, self.values[at])
 
@@ -134,7 +132,7 @@ class EncodedSums:
         self._residuals.begin_step(push.loss_scale)
 
     def _with_residual(self, piece: Piece, pushed: PushedPiece) -> Piece:
-        if piece.codec is None or piece.codec.exact:
+        if piece.codec is None:
             return piece
         residual, before = self._residuals.to_change(pushed.name, pushed.of)
         if before is not None and pushed.name not in self._kept:
