@@ -68,8 +68,7 @@ GONE: dict[str, str] = {
     "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
     "compression=lossless": "Leave compression out for exact gradients, or use 'bf16', which sends half the bytes.",
     "compression=randomk": "Use 'topk:DENSITY', which sends the largest elements and loses less.",
-    "policy=tictac": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
-    "policy=us-byte": "Use 'bytescheduler', which sends gradients in the order of first use, too.",
+    **dict.fromkeys(("policy=tictac", "policy=us-byte"), "Use 'bytescheduler', which goes by first use, too."),
     **dict.fromkeys(
         [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
         "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
@@ -342,9 +341,7 @@ def require_output(option: str, value: str | os.PathLike[str]) -> Path:
     Raises:
         OptionError: If its folder is missing or read-only, or it is a folder itself; names ``option``.
     """
-    path = Path(value)
-    folder = path.parent
-    allowed = ""
+    path, folder, allowed = Path(value), Path(value).parent, ""
     if not os.fspath(value) or path.is_dir():
         allowed = "the name of a file, not of a folder"
     elif not folder.is_dir():

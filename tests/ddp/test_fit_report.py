@@ -12,7 +12,7 @@ from lightning_bytescheduler import OverlapPlan
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.fit_report import (
-    cost_of_codecs,
+    codec_cost,
     first_pace,
     reason_for,
     say_found,
@@ -114,12 +114,12 @@ def test_codecs_that_take_longer_than_what_they_save_are_a_line() -> None:
     """Two ranks send a byte for each one that is reduced."""
     link = LinkEstimate(alpha=1e-4, beta=1e-9)
     counted = SchedulerStatistics(steps=10, codec_s=1.0, bytes_uncompressed=4e8, bytes_sent=1e8)
-    assert cost_of_codecs(counted, link, 2) == (
+    assert codec_cost(counted, link, 2) == (
         "compression makes steps slower on this link: codecs take 50.0 ms of a step, and the bytes that they save "
         "would travel in 30.0 ms. Leave compression out here."
     )
-    assert cost_of_codecs(counted, LinkEstimate(alpha=1e-4, beta=1e-8), 2) == ""
-    assert cost_of_codecs(counted, None, 2) == cost_of_codecs(SchedulerStatistics(), link, 2) == ""
+    assert codec_cost(counted, LinkEstimate(alpha=1e-4, beta=1e-8), 2) == ""
+    assert codec_cost(counted, None, 2) == codec_cost(SchedulerStatistics(), link, 2) == ""
 
 
 def test_compressed_steps_are_not_called_those_of_ddp(lines: list[str]) -> None:

@@ -133,7 +133,7 @@ class GradientCompression:
     ) -> None:
         self.clock = clock
         self._idle = idle
-        self._seen: Callable[[], None] | None = seen
+        self._seen = seen
         self.ranks = ranks
         self.choice: CompressionChoice | None = None
         if rules.choices:
@@ -210,10 +210,9 @@ class GradientCompression:
         """
         if self.choice is not None:
             self.choice.begin_step(kind, halves=halves)
-        seen = self._seen
-        if seen is not None and self._statistics.steps >= _SEEN_STEPS:
-            self._seen = None
-            seen()
+        if self._statistics.steps >= _SEEN_STEPS:
+            self._seen()
+            self._seen = lambda: None
         self.loss_scale = self._loss_scale()
         self._residuals.begin_step(self.loss_scale, self._dropped, self.not_applied())
         self._stepped.clear()

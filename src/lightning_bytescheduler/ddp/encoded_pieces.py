@@ -20,16 +20,7 @@ from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.scheduler.task import PartForms, SubCommTask
 
-__all__ = [
-    "EncodedBucket",
-    "Piece",
-    "aligned",
-    "bodies_of",
-    "encoded",
-    "is_finite",
-    "joined",
-    "payload_bytes",
-]
+__all__ = ["EncodedBucket", "Piece", "aligned", "bodies_of", "encoded", "is_finite", "joined", "payload_bytes"]
 
 _ALIGNED = 8  # bytes: so that a body can be read as numbers
 
@@ -152,4 +143,5 @@ def aligned(size: int) -> int:
 
 def is_finite(part: Tensor) -> bool:
     """Whether all numbers are; looked at one by one only if their squares overflow."""
-    return math.isfinite(torch.dot(part, part)) or bool(torch.isfinite(part).all())
+    flat = part.view(-1)
+    return math.isfinite(torch.dot(flat, flat)) or bool(torch.isfinite(flat).all())

@@ -19,16 +19,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = [
-    "announce",
-    "cost_of_codecs",
-    "first_pace",
-    "reason_for",
-    "say_found",
-    "say_if_tiny",
-    "say_start",
-    "summary_of",
-]
+__all__ = ["announce", "codec_cost", "first_pace", "reason_for", "say_found", "say_if_tiny", "say_start", "summary_of"]
 
 _FAR = (
     "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
@@ -202,7 +193,7 @@ def _compression_in_words(statistics: SchedulerStatistics) -> str:
     )
 
 
-def cost_of_codecs(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
+def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
     """What to say where codecs take longer than the link would for the bytes that they save; empty elsewhere.
 
     Args:

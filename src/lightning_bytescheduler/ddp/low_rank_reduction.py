@@ -49,6 +49,7 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
+from lightning_bytescheduler.ddp.encoded_pieces import is_finite
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Phase, StepTasks
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -115,7 +116,7 @@ class Matrix:
     def begin(self, buffer: Tensor, factor: float, left: Tensor) -> None:
         """Fill ``left`` with this rank's part of P, column by column; what is kept becomes x."""
         gradient = self._gradient(buffer)
-        if not factor or _is_finite(gradient):  # what counts nothing may be anything
+        if not factor or is_finite(gradient):  # what counts nothing may be anything
             self._added = factor
             whole = self._kept.add_(gradient, alpha=factor) if factor else self._kept
             torch.mm(_orthonormal(self.right).t(), whole.t(), out=self._factor(left))
@@ -125,7 +126,7 @@ class Matrix:
     def go_on(self, left: Tensor, right: Tensor) -> None:
         """Make P orthonormal, and fill ``right`` with this rank's part of Q, column by column."""
         factor = self._factor(left)
-        if _is_finite(left):
+        if is_finite(left):
             factor.copy_(_orthonormal(factor.t()).t())
             torch.mm(factor, self._kept, out=self._factor(right))
         else:  # on one rank, so on all: the sum is the same
@@ -134,7 +135,7 @@ class Matrix:
     def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> float:
         """Put P Q^T in its place, and keep what it leaves out; returns the square of the norm of that."""
         gradient = self._gradient(buffer)
-        if not _is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
+        if not is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
             if self._added:
                 self._kept.sub_(gradient, alpha=self._added)
             gradient.fill_(torch.nan)
@@ -389,13 +390,6 @@ def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, numb
 
 def _never(name: str, group: dist.ProcessGroup, part: Tensor, number: int) -> StartedOperation:
     raise RuntimeError(f"The {name} factors of a bucket were to travel as they are.")
-
-
-def _is_finite(values: Tensor) -> bool:
-    flat = values.view(-1)
-    return (values.dtype is torch.float32 and bool(torch.isfinite(torch.dot(flat, flat)))) or bool(
-        torch.isfinite(flat).all()
-    )
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

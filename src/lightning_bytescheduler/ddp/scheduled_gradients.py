@@ -33,7 +33,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
 from lightning_bytescheduler.ddp.fit_report import (
     announce,
-    cost_of_codecs,
+    codec_cost,
     first_pace,
     reason_for,
     say_found,
@@ -265,7 +265,7 @@ class ScheduledGradients:
     def _say_cost(self) -> None:
         statistics, runtime = self.statistics, self.runtime
         if statistics is not None and runtime is not None:
-            line = cost_of_codecs(statistics, runtime.agreed.link, runtime.group.size())
+            line = codec_cost(statistics, runtime.agreed.link, runtime.group.size())
             if line:
                 rank_zero_info(f"bytescheduler: {line}")
 
