@@ -114,7 +114,6 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "vgg16", *LINK, "--compute", "0s"], "--compute='0s'"),
         (["--profile", "vgg16", *LINK, "--messages", "0"], "--messages=0"),
         (["--profile", "vgg16", *LINK, "--servers", "1"], "0 unless architecture is 'ps'"),
-        (["--profile", "vgg16", *LINK, "--spare-servers", "1"], "--spare-servers is --servers K, with --architecture"),
         (["--profile", "vgg16", *LINK, "--algorithm", "push_pull"], "Servers are an architecture: architecture='ps'"),
         (["--profile", "vgg16", *LINK, "--architecture", "push_pull"], "It is called 'ps'."),
         (["--profile", "vgg16", *LINK, "--policy", "fifi"], "Did you mean 'fifo'?"),

@@ -19,9 +19,7 @@ from lightning_bytescheduler.advice.expectations import (
     ceiling,
     communication_seconds,
     expectations,
-    expected_spare_machines,
 )
-from lightning_bytescheduler.advice.picture import draw_advice
 from lightning_bytescheduler.advice.profiled_fit import measure_step
 from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.checks import require_whole
@@ -30,6 +28,7 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.picture import draw_prediction
 
 __all__ = ["STEPS", "Advice", "advise", "give_advice"]
 
@@ -163,7 +162,7 @@ class Advice(AdviceFigures):
         Path(file).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw the strategies' step times and the ceiling; and what other bandwidths and more workers would bring.
+        """Draw what other bandwidths and more workers would bring, around the given network.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
@@ -173,7 +172,7 @@ class Advice(AdviceFigures):
             OptionError: If matplotlib does not know the suffix.
             OSError: If the file cannot be written.
         """
-        draw_advice(self, out)
+        draw_prediction(self.measured.profile, self.link, out)
 
 
 def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequence[float] = ()) -> Advice:
@@ -194,7 +193,6 @@ def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequ
         expectations=expectations(measured, link),
         ceiling_seconds=ceiling(measured, link),
         communication_seconds=communication_seconds(measured.profile, link),
-        spare_machines=expected_spare_machines(measured, link),
         worker_seconds=tuple(worker_seconds),
     )
 

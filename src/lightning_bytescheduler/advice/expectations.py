@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_schedule
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
-from lightning_bytescheduler.simulation.spare_machines import SpareMachines, spare_machines
 
 __all__ = [
     "ALONE",
@@ -39,9 +38,7 @@ __all__ = [
     "ceiling",
     "communication_seconds",
     "diloco_interval",
-    "exact_steps",
     "expectations",
-    "expected_spare_machines",
 ]
 
 STEPS = 10
@@ -162,16 +159,6 @@ def _with_servers(measured: MeasuredStep, link: LinkModel) -> tuple[Expectation,
     return (Expectation(strategy=SERVERS, step_seconds=_bytescheduler(measured, link)),)
 
 
-def expected_spare_machines(measured: MeasuredStep, link: LinkModel) -> tuple[SpareMachines, ...]:
-    """What spare machines as parameter servers would bring."""
-    return spare_machines(partial(_bytescheduler, measured), link)
-
-
-def exact_steps(measured: MeasuredStep, link: LinkModel) -> tuple[float, float]:
-    """Seconds of a step with ``ddp`` and with ``bytescheduler``, whose training is the same."""
-    return _seconds(measured.profile, link.without_servers, [Schedule.ddp()]), _bytescheduler(measured, link)
-
-
 def ceiling(measured: MeasuredStep, link: LinkModel) -> float:
     """Seconds that a step takes at least, whatever the order in which these bytes are sent."""
     if measured.norm_needed_by and not measured.synchronised_because and link.architecture == "allreduce":
@@ -239,7 +226,6 @@ class AdviceFigures:
         ceiling_seconds: Seconds that no order of these bytes can get a step below.
         communication_seconds: Seconds of sending all gradients once, with nothing else to do.
         worker_seconds: Seconds of a step on each worker, where several were measured.
-        spare_machines: What some spare machines would bring as parameter servers.
     """
 
     measured: MeasuredStep
@@ -248,7 +234,6 @@ class AdviceFigures:
     ceiling_seconds: float
     communication_seconds: float
     worker_seconds: tuple[float, ...] = ()
-    spare_machines: tuple[SpareMachines, ...] = ()
 
     @property
     def compute_seconds(self) -> float:
@@ -329,7 +314,6 @@ class AdviceFigures:
             "worker_seconds": list(self.worker_seconds),
             "architecture": link.architecture,
             "servers": link.servers,
-            "spare_machines": [asdict(tried) for tried in self.spare_machines],
             "limited_by": self.limited_by,
             "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
             "line": self.line,

@@ -19,7 +19,6 @@ from lightning_bytescheduler.advice.expectations import (
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import network_in_words
 from lightning_bytescheduler.simulation.quantities import rate_in_words
-from lightning_bytescheduler.simulation.spare_machines import spare_machines_in_words
 
 __all__ = ["sentences", "table"]
 
@@ -137,8 +136,6 @@ def _limit(advice: AdviceFigures) -> str:
 
 
 def _servers(advice: AdviceFigures) -> Iterator[str]:
-    if advice.spare_machines and advice.limited_by == "link":
-        yield f"Spare machines: {spare_machines_in_words(advice.spare_machines)}"
     servers, workers = advice.link.servers, advice.link.workers
     if servers > workers:
         yield f"{servers} servers count as {workers}: more than one for each worker change nothing."

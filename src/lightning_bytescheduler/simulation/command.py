@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from lightning_bytescheduler.checks import ARCHITECTURES, closest
 from lightning_bytescheduler.exceptions import OptionError
@@ -13,7 +12,7 @@ from lightning_bytescheduler.scheduler.policies import policy_of
 from lightning_bytescheduler.simulation.compressed_steps import CODECS, break_even_bandwidth
 from lightning_bytescheduler.simulation.link import ALGORITHMS, IDLE_WITH_SPARE_SERVERS, LinkModel, network_in_words
 from lightning_bytescheduler.simulation.picture import draw_prediction
-from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, predicted_spare_machines, slices
+from lightning_bytescheduler.simulation.prediction import RIVALS, Prediction, predict, slices
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
 from lightning_bytescheduler.simulation.quantities import (
     RATES,
@@ -24,7 +23,6 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 from lightning_bytescheduler.simulation.simulator import Schedule
-from lightning_bytescheduler.simulation.spare_machines import spare_machines_in_words
 
 __all__ = ["add_arguments", "add_link_arguments", "answer", "link_of", "predicted_table", "profile_of"]
 
@@ -108,7 +106,6 @@ def add_link_arguments(parser: argparse.ArgumentParser, *, required: bool = True
         help="of the time, how long links wait for each other with --architecture ps; 0 for the formula's (default: as "
         f"measured, {IDLE_WITH_SPARE_SERVERS} with spare servers, 0 without)",
     )
-    parser.add_argument("--spare-servers", action=_Renamed, help=argparse.SUPPRESS, nargs="?")
     parser.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, _OLD_ALGORITHM),
@@ -119,13 +116,6 @@ def add_link_arguments(parser: argparse.ArgumentParser, *, required: bool = True
     parser.add_argument(
         "--messages", type=int, metavar="M", help="how many messages the backend carries at once (default: any number)"
     )
-
-
-class _Renamed(argparse.Action):
-    """An option that is called otherwise."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        parser.error("--spare-servers is --servers K, with --architecture ps")
 
 
 def link_of(options: argparse.Namespace) -> LinkModel:
@@ -204,8 +194,6 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[s
         draw_prediction(profile, link, options.png)
     title = f"{profile.name}, {network_in_words(link)}: a step, and its speed-up over ddp's best"
     said = [answer(profile, link, lines)]
-    if link.workers > 1:
-        said.append(spare_machines_in_words(predicted_spare_machines(profile, link)))
     if link.servers > link.workers:
         said.append(f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing.")
     played = {line.name for line in lines}

@@ -15,7 +15,6 @@ from lightning_bytescheduler.simulation.compressed_steps import CODECS, auto_ste
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
-from lightning_bytescheduler.simulation.spare_machines import SpareMachines, spare_machines
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "compressed_predictions",
     "policy_schedule",
     "predict",
-    "predicted_spare_machines",
     "slices",
 ]
 
@@ -75,9 +73,8 @@ def predict(
 
     Returns:
         The computation alone, the lower bound, DDP with its default and its best buckets, each policy, ByteScheduler
-        with the strategy's own and the best sizes; spare machines as parameter servers, a quarter of the workers, half
-        and as many; with an all-reduce also norm clipping, and compression: all gradients in int8, and in int4 what
-        would not hide (``"auto"``).
+        with the strategy's own and the best sizes; with an all-reduce also norm clipping, and compression: all
+        gradients in int8, and in int4 what would not hide (``"auto"``).
 
     Raises:
         OptionError: If there is no such policy.
@@ -97,10 +94,6 @@ def predict(
         _simulated("bytescheduler, own sizes", profile, link, [chosen]),
         best_scheduled(profile, link),
     ]
-    for tried in predicted_spare_machines(profile, link):
-        if link.servers != tried.servers:
-            machines = f"{tried.servers} spare server{'s' if tried.servers > 1 else ''}"
-            lines.append(Prediction(f"bytescheduler, {machines}", tried.step_seconds, None))
     if link.architecture == "allreduce":
         lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
         lines.append(best_scheduled(profile, link, clipping="gather_early"))
@@ -125,15 +118,6 @@ def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPo
         credit_bytes=chosen.credit_bytes or _WIDTH,
         bucket_bytes=chosen.bucket_bytes,
     )
-
-
-def predicted_spare_machines(profile: ModelProfile, link: LinkModel) -> tuple[SpareMachines, ...]:
-    """What spare machines would bring, with the strategy's own sizes for each architecture."""
-
-    def step_on(other: LinkModel) -> float:
-        return simulate(profile, other, chosen_schedule(profile, other), steps=1).step_seconds
-
-    return spare_machines(step_on, link)
 
 
 def compressed_predictions(profile: ModelProfile, link: LinkModel) -> list[Prediction]:

@@ -1,0 +1,43 @@
+"""Parameter servers, as they are played: what was measured, and links that wait for each other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.configuration import Configuration
+from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.simulation import LinkModel, simulate
+from lightning_bytescheduler.simulation.prediction import chosen_schedule
+
+LINK = LinkModel(workers=4, bandwidth="1Gbit/s")
+
+
+def test_steps_are_those_that_were_measured() -> None:
+    """All-reduce's step over that with servers, as the documentation has it: 15 MB of gradients, 300 Mbit/s."""
+    page = (Path(__file__).parents[2] / "docs" / "parameter_servers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d|no) servers? \| (\d\.\d+) \| (\d\.\d+) \|", page, re.MULTILINE)
+    assert len(rows) == 3
+    for servers, *measured in rows:
+        for ratio, speed in zip((2, 8), map(float, measured), strict=True):
+            here = Configuration(network="uniform", ratio=ratio, workers=4, mbit=300.0, megabytes=15.0)
+            profile, link = here.profile, here.link
+            served = replace(link, architecture="ps", servers=0 if servers == "no" else int(servers))
+            expected, ideal = (
+                simulate(profile, link, chosen_schedule(profile, link), steps=1).step_seconds
+                / simulate(profile, one, chosen_schedule(profile, one), steps=1).step_seconds
+                for one in (served, replace(served, idle_share=0.0))
+            )
+            assert expected == pytest.approx(speed, rel=0.05)
+            assert ideal > (1.05 * speed if served.servers else 0.98 * speed)  # workers alone keep their links busy
+
+
+def test_links_of_an_all_reduce_have_nobody_to_wait_for() -> None:
+    with pytest.raises(OptionError, match="idle_share"):
+        replace(LINK, idle_share=0.1)
+    with pytest.raises(OptionError, match="idle_share"):
+        replace(LINK, architecture="ps", idle_share=1.0)
+    assert replace(LINK, architecture="ps", servers=2, idle_share=0.1).without_servers.idle == 0
