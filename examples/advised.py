@@ -1,8 +1,10 @@
-"""What `lightning-bytescheduler advise` is pointed at: a function that returns a model and its data.
+"""What `lightning-bytescheduler predict` is pointed at: a function that returns a model and its data.
 
 From the repository's folder, with a network of your own in numbers:
 
-    lightning-bytescheduler advise examples.advised:make --workers 4 --bandwidth 1gbit --latency 0.1ms
+    lightning-bytescheduler predict examples/advised.py:make --workers 4 --bandwidth 1gbit --latency 0.1ms
+
+Run as a command, it does that.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bytescheduler import LinkModel, predict
 
 
 class Classifier(LightningModule):
@@ -35,3 +39,7 @@ def make() -> tuple[LightningModule, DataLoader[tuple[Tensor, ...]]]:
     """A model and data for it."""
     images, labels = torch.randn(2048, 784), torch.randint(10, (2048,))
     return Classifier(), DataLoader(TensorDataset(images, labels), batch_size=128)
+
+
+if __name__ == "__main__":
+    print(predict(*make(), link=LinkModel(workers=4, bandwidth="1Gbit/s", latency="0.1ms")))

@@ -31,7 +31,7 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.advice.advice import Advice, advise
+    from lightning_bytescheduler.advice.advice import Advice, advise, predict
     from lightning_bytescheduler.checking.notebook import check
     from lightning_bytescheduler.checking.report import CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore
@@ -82,6 +82,7 @@ __all__ = [
     "__version__",
     "advise",
     "check",
+    "predict",
 ]
 
 _IMPORTED_AT_FIRST_USE = {
@@ -101,6 +102,7 @@ _IMPORTED_AT_FIRST_USE = {
     "SliceDataset": "slices.dataset",
     "advise": "advice.advice",
     "check": "checking.notebook",
+    "predict": "advice.advice",
 }
 
 

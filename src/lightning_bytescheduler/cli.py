@@ -257,33 +257,24 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.simulation.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _predict(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.simulation.command import predicted_table
-
-    outputs = _Outputs(options)
-    answer, title, rows = predicted_table(options)
-    print(f"{_wrapped(answer)}\n")
-    _print_table(title, rows)
-    outputs.say()
-    return 0
-
-
-def _add_advise(parser: argparse.ArgumentParser) -> None:
     from lightning_bytescheduler.advice.arguments import add_arguments
 
     add_arguments(parser)
 
 
-def _advise(options: argparse.Namespace) -> int:
+def _predict(options: argparse.Namespace) -> int:
     outputs = _Outputs(options)
     from lightning_bytescheduler.advice.arguments import check_arguments, load_target
 
     check_arguments(options)  # before what takes seconds to import
+    if options.target is None:
+        from lightning_bytescheduler.simulation.command import predicted_table
+
+        answer, title, lines = predicted_table(options)
+        print(f"{_wrapped(answer)}\n")
+        _print_table(title, lines)
+        outputs.say()
+        return 0
     load_target("target", options.target)  # decides which Lightning there is
     from lightning_bytescheduler.advice.command import advice_for
 
@@ -462,20 +453,20 @@ _COMMANDS = {
         _timeline,
     ),
     "predict": _Command(
-        "predict the time of a step on a network",
-        "Say how long a training step would take on a network, with ddp and with bytescheduler.",
-        "--profile resnet50 --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
+        "say how long a step of a network, or of your model, takes on a link",
+        "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
+        "(--profile), or of your own module, of which a few steps are taken on a copy and on one device. Without "
+        "--bandwidth the link is measured: start one process on each machine, with torchrun.",
+        "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
         _add_predict,
         _predict,
     ),
     "advise": _Command(
-        "measure your model, and say what each strategy makes of it on a network",
-        "Take a few steps of a training, on a copy and on one device, and say in plain words what to expect of each "
-        "strategy on a network. Without --bandwidth the network is measured: start one process on each machine, with "
-        "torchrun.",
-        "my_project.train:make --workers 4 --bandwidth 1Gbit/s --latency 0.1ms --png advice.png",
-        _add_advise,
-        _advise,
+        "an older name of predict",
+        "The same as predict.",
+        "train.py:Model --workers 4 --bandwidth 1Gbit/s",
+        _add_predict,
+        _predict,
     ),
     "check": _Command(
         "train your script with ddp and with bytescheduler, and compare",

@@ -1,4 +1,4 @@
-"""``advise()``: measures a user's model and says what to expect of it on a network."""
+"""``predict()``: measures a user's model and says what to expect of it on a network."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.picture import draw_prediction
 
-__all__ = ["STEPS", "Advice", "advise", "give_advice"]
+__all__ = ["STEPS", "Advice", "advise", "give_advice", "predict"]
 
 
-def advise(
+def predict(
     module: pl.LightningModule,
     data: Any = None,
     *,
@@ -69,9 +69,9 @@ def advise(
             other package of Lightning.
     """
     require_whole("steps", steps, 1)
-    require_same_package(module, "advise()")
+    require_same_package(module, "predict()")
     if not isinstance(module, pl.LightningModule):
-        raise OptionError("module", module, "a LightningModule, as in advise(model, data, link=LinkModel(...))")
+        raise OptionError("module", module, "a LightningModule, as in predict(model, data, link=LinkModel(...))")
     where = _device(device)
     probed = link is None
     if link is None:
@@ -97,6 +97,10 @@ def advise(
     # Workers that take their steps together take the slowest one's time.
     slowest = replace(measured, profile=measured.profile.scaled_to(max(seconds)))
     return give_advice(slowest, link, worker_seconds=seconds)
+
+
+advise = predict
+"""An older name of it."""
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -1,4 +1,4 @@
-"""The arguments of ``lightning-bytescheduler advise``: which of them go together, and what they name.
+"""The arguments of ``lightning-bytescheduler predict``: which of them go together, and what they name.
 
 Imports neither torch nor Lightning: which Lightning there is to be, the user's own module says.
 """
@@ -15,11 +15,13 @@ from typing import Any
 from lightning_bytescheduler.advice.expectations import STEPS
 from lightning_bytescheduler.checks import closest, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.simulation.command import add_link_arguments, link_of
+from lightning_bytescheduler.simulation.command import add_link_arguments, add_profile_arguments, link_of
 from lightning_bytescheduler.simulation.link import LinkModel
 
 __all__ = ["add_arguments", "check_arguments", "load_target"]
 
+_OF_PROFILES = ("profile", "policy", "compute")
+_OF_MODULES = ("data", "device", "precision", "gradient_clip_val", "gradient_clip_algorithm", "steps", "json")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 
 
@@ -27,14 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "target",
+        nargs="?",
         metavar="MODULE:NAME",
-        help="a function that returns a LightningModule, or one and its data (a DataLoader or LightningDataModule); or "
-        "a LightningModule class that is made without arguments. Such as my_project.train:make",
+        help="what is measured, where no --profile is given: a function that returns a LightningModule, or one and its "
+        "data (a DataLoader or LightningDataModule); or "
+        "a LightningModule class that is made without arguments. Such as train.py:make or my_project.train:make",
     )
     parser.add_argument(
         "--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class"
     )
-    add_link_arguments(parser, required=False)
+    add_link_arguments(parser)
+    add_profile_arguments(parser)
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)"
     )
@@ -53,13 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="as for the Trainer: norm or value (default: norm)",
     )
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"how many steps to time (default: {STEPS})"
-    )
-    parser.add_argument("--json", metavar="OUT", help="write all figures to this file, which `predict --profile` reads")
-    parser.add_argument(
-        "--png", metavar="OUT", help="draw them to this file, a .png, .svg or .pdf (needs the extra 'plots')"
-    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"how many steps to time (default: {STEPS})")
+    parser.add_argument("--json", metavar="OUT", help="write all figures to this file, which --profile reads")
 
 
 def check_arguments(options: argparse.Namespace) -> LinkModel | None:
@@ -69,11 +69,21 @@ def check_arguments(options: argparse.Namespace) -> LinkModel | None:
         options: The parsed arguments.
 
     Returns:
-        The network, or ``None`` if it is to be measured.
+        The network of a module, or ``None`` if it is to be measured, or no module is.
 
     Raises:
         OptionError: If an argument is not allowed.
     """
+    measures = options.target is not None
+    for name in _OF_PROFILES if measures else _OF_MODULES:
+        if getattr(options, name) is not None:
+            without = (
+                "where a module is measured" if measures else "where none is: name a MODULE:NAME, or no such option"
+            )
+            raise OptionError(f"--{name.replace('_', '-')}", getattr(options, name), f"left out {without}")
+    if not measures:
+        return None
+    options.steps = STEPS if options.steps is None else options.steps
     require_whole("--steps", options.steps, 1)
     if options.bandwidth is not None:
         if options.workers is None:
@@ -94,7 +104,7 @@ def load_target(option: str, text: str) -> Any:
 
     Args:
         option: What the text was given for.
-        text: ``package.module:name``.
+        text: ``package.module:name``, or ``folder/file.py:name``.
 
     Raises:
         OptionError: If the text has another form, or the module has no such name.
@@ -102,10 +112,12 @@ def load_target(option: str, text: str) -> Any:
         UnsupportedError: If importing the module ends the process, as a script does that trains at once.
     """
     module_name, _, name = text.partition(":")
+    here = os.getcwd()
+    if module_name.endswith(".py") and os.path.isfile(module_name):
+        here, module_name = os.path.dirname(os.path.abspath(module_name)), Path(module_name).stem
     names = (*module_name.split("."), *name.split("."))
     if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
         raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
-    here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
     try:

@@ -1,4 +1,4 @@
-"""The body of ``lightning-bytescheduler advise``: what its arguments name, and the advice they ask for."""
+"""The body of ``lightning-bytescheduler predict MODULE:NAME``: what its arguments name, and the advice they ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.advice import Advice, advise
+from lightning_bytescheduler.advice.advice import Advice, predict
 from lightning_bytescheduler.advice.arguments import check_arguments, load_target
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
@@ -47,7 +47,7 @@ def advice_for(options: argparse.Namespace) -> Advice | None:
             if data is not None:
                 raise OptionError("--data", options.data, f"left out, as {options.target} brings data along")
             data = call_target("--data", options.data, data_target, instances=(pl.LightningDataModule,))
-        advice = advise(
+        advice = predict(
             module,
             data,
             link=link,

@@ -24,23 +24,22 @@ from lightning_bytescheduler.simulation.quantities import (
 )
 from lightning_bytescheduler.simulation.simulator import Schedule
 
-__all__ = ["add_arguments", "add_link_arguments", "answer", "link_of", "predicted_table", "profile_of"]
+__all__ = ["add_link_arguments", "add_profile_arguments", "answer", "link_of", "predicted_table", "profile_of"]
 
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
 _OLD_ALGORITHM = "push_pull"  # an architecture, which LinkModel says
 _LITTLE = 0.03  # of a step; less than a model of a network can tell
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what describes a model, and what is compared with it."""
     parser.add_argument(
         "--profile",
-        required=True,
+        "--network",
         metavar="PROFILE",
         help=f"the model: {', '.join(NETWORKS)}; a size, such as 350M (parameters) or 100MB (fp32 gradients), for 20 "
-        "equal layers; or a JSON file, as `advise --json` writes it",
+        "equal layers; or a JSON file, as --json writes it",
     )
-    add_link_arguments(parser)
     parser.add_argument(
         "--policy",
         action="append",
@@ -62,17 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_link_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Declare what describes a network, for :func:`link_of`.
-
-    Args:
-        parser: Gets the arguments.
-        required: Whether workers and bandwidth have to be given.
-    """
-    parser.add_argument("--workers", type=int, required=required, metavar="N", help="how many workers train together")
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what describes a network, for :func:`link_of`."""
+    parser.add_argument("--workers", type=int, metavar="N", help="how many workers train together")
     parser.add_argument(
         "--bandwidth",
-        required=required,
+        "--link",
         metavar="RATE",
         help=f"of each worker's link, each way, such as {RATES}",
     )
@@ -182,6 +176,9 @@ def predicted_table(options: argparse.Namespace) -> tuple[str, str, list[tuple[s
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
+    for name in ("profile", "workers", "bandwidth"):
+        if getattr(options, name) is None:
+            raise OptionError(f"--{name}", None, "given, where no module is measured")
     link = link_of(options)
     compute = None if options.compute is None else require_duration("--compute", options.compute)
     if compute == 0:
