@@ -54,8 +54,8 @@ EXPECTED = {
     "under forward": "0.012 s (7%)",
     "under the next step's forward": "0.012 s (7%)",
     "hidden": "90%",
-    "exposed": "0.018 s (10%)",
-    "waiting at gates": "0.008 s",
+    "training waits": "0.008 s (2.7 ms a step)",
+    "at gates": "0.008 s (2.7 ms a step)",
     "deferred steps": "0.002 s",
 }
 

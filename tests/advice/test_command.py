@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -210,6 +211,7 @@ def test_names_in_the_current_directory(importable: Path) -> None:
 def test_names_in_a_file(importable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (importable / "elsewhere").mkdir()
     monkeypatch.chdir(importable / "elsewhere")
+    monkeypatch.setitem(sys.modules, "advised_project", ModuleType("advised_project"))  # something else has the name
     assert load_target("target", "../advised_project.py:make")() == 4
 
 

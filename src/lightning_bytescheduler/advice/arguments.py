@@ -6,7 +6,7 @@ Imports neither torch nor Lightning: which Lightning there is to be, the user's 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -112,16 +112,17 @@ def load_target(option: str, text: str) -> Any:
         UnsupportedError: If importing the module ends the process, as a script does that trains at once.
     """
     module_name, _, name = text.partition(":")
-    here = os.getcwd()
+    here, file = os.getcwd(), ""
     if module_name.endswith(".py") and os.path.isfile(module_name):
-        here, module_name = os.path.dirname(os.path.abspath(module_name)), Path(module_name).stem
+        file = os.path.abspath(module_name)
+        here, module_name = os.path.dirname(file), Path(file).stem
     names = (*module_name.split("."), *name.split("."))
     if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
         raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = _of_file(module_name, file) if file else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             near = closest(error.name, [file.stem for file in Path(here).glob("*.py")])
@@ -142,6 +143,16 @@ def load_target(option: str, text: str) -> Any:
             raise OptionError(option, text, f"a name that {module_name} has{hint}")
         found = getattr(found, part)
     return found
+
+
+def _of_file(name: str, file: str) -> Any:
+    """The module that a file is, also where another one has its name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no file of Python", name=name)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _meant(module: str, name: str) -> str:
