@@ -291,9 +291,7 @@ def test_servers_are_advised_where_they_help() -> None:
     for name in (DDP, BYTESCHEDULER):
         assert given.of(name) == without.of(name)
     assert given.recommended.strategy == SERVERS
-    assert given.line == 'trainer = L.Trainer(strategy=ByteSchedulerStrategy(architecture="ps", servers=4))' or (
-        given.alone_is_faster
-    )
+    assert given.line == "trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers=4))" or (given.alone_is_faster)
     assert "6 servers count as 4" in given.text()
     assert given.figures()["architecture"] == "ps"
 

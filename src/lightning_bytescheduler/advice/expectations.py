@@ -268,7 +268,7 @@ class AdviceFigures:
             return 'trainer = L.Trainer(strategy="bytescheduler")'
         if recommended.strategy == SERVERS:
             servers = min(self.link.servers, self.link.workers)
-            return f'trainer = L.Trainer(strategy=ByteSchedulerStrategy(architecture="ps", servers={servers}))'
+            return f"trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers={servers}))"
         if recommended.strategy == DDP or recommended.bucket_bytes is None:
             return 'trainer = L.Trainer(strategy="ddp")'
         return f"trainer = L.Trainer(strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g}))"
