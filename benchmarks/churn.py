@@ -171,11 +171,12 @@ class Coordinated:
             "--lease-s": "30",
             "--silent-after": str(self.asked.silent_after),
         }
+        tls: list[str] = []
         if self.guarded:
             certificates = self.folder / "certificates"
-            options["--cert"], options["--key"] = str(certificates / "server.pem"), str(certificates / "server.key")
+            tls = ["--tls", str(certificates / "server.pem"), str(certificates / "server.key")]
             options["--token-file"] = self.guarded["token_file"]
-        words = [word for pair in options.items() for word in pair]
+        words = [*tls, *(word for pair in options.items() for word in pair)]
         self.fleet.start("coordinator", [sys.executable, "-m", "lightning_bytescheduler", "coordinator", *words])
 
     def start_worker(self, name: str) -> None:

@@ -134,7 +134,7 @@ class ServerAccess:
         if not is_loopback(self.host) and (self.certificate is None or self.token is None):
             allowed = (
                 "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
-                "given (--cert, --key and --token-file of the command): otherwise anyone could read the data, and "
+                "given to the command as well: otherwise anyone could read the data, and "
                 "change it on its way"
             )
             raise OptionError("host", self.host, allowed)

@@ -88,7 +88,7 @@ def test_the_command_says_what_goes_where(tmp_path, capsys):
     folder = tmp_path / "certs"
     assert main(["certificates", str(folder), "--host", "b.example.org", "--client", "anna", "--days", "2"]) == 0
     said = capsys.readouterr().out
-    for text in (f"--cert {folder}/server.pem --key {folder}/server.key", "b.example.org", "client-anna.key", "ca.key"):
+    for text in (f"--tls {folder}/server.pem {folder}/server.key", "b.example.org", "client-anna.key", "ca.key"):
         assert text in said
     assert "BEGIN" not in said
     assert main(["certificates", str(folder), "--host", "c"]) == 2

@@ -40,8 +40,9 @@ from tests.coordinator.small_worker import SmallWorker
         ),
         (["--shards", "2"], "there is no option --shards any more: A coordinator adds up in threads of its own"),
         (["--standby"], "there is no option --standby any more: Have what runs the coordinator start it again"),
-        (["--cert", "c.pem"], "--key=None is not allowed"),
-        (["--spool", "missing"], "--spool='missing' is not allowed"),
+        (["--tls", "c.pem"], "--tls='c.pem' is not allowed: --tls must be CERT KEY, or CERT KEY CLIENT_CA"),
+        (["--tls", "missing.pem", "missing.key"], "--tls='missing.pem' is not allowed"),
+        (["--cert", "c.pem"], "there is no option --cert any more: Write --tls CERT KEY"),
     ],
 )
 def test_options_are_checked(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +54,7 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("\n".join(f"row {number}" for number in range(40)))
     make_slices([str(tmp_path / "rows.txt")], str(tmp_path / "slices"), slice_bytes=64)
     argv = ["coordinator", "--bind", "127.0.0.1:0", "--state", str(tmp_path / "state"), "--inner-steps", "1"]
-    argv += ["--train", str(tmp_path / "slices"), "--rounds-file", str(tmp_path / "rounds.jsonl")]
+    argv += ["--train", str(tmp_path / "slices")]
     command = [sys.executable, "-m", "lightning_bytescheduler", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -71,7 +72,7 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
     assert "was not saved" not in errors, errors
     assert "Round 1: 3 samples of 1 of 1 workers" in errors
     assert any(name.startswith("state-") for name in os.listdir(tmp_path / "state"))
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "state" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("stays", [False, True])

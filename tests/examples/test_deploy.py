@@ -78,7 +78,7 @@ def test_kubernetes_fits_together(parsed):
     assert options.bind.endswith(f":{container['ports'][0]['containerPort']}")
     assert options.bind.endswith(f":{service['spec']['ports'][0]['port']}")
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    for path in (options.state, options.cert, options.key, options.token_file, options.spool):
+    for path in (options.state, *options.tls, options.token_file):
         assert any(path == mount or path.startswith(f"{mount}/") for mount in mounts), path
     names = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == names

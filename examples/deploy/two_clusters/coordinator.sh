@@ -17,6 +17,6 @@ echo "Copy certs/ca.pem, token, and certs/client-cluster-a.* or certs/client-clu
 exec lightning-bytescheduler coordinator \
   --bind 0.0.0.0:7077 \
   --state state \
-  --cert certs/server.pem --key certs/server.key --client-ca certs/ca.pem --token-file token \
+  --tls certs/server.pem certs/server.key certs/ca.pem --token-file token \
   --samples-per-round 262144 --wire-dtype int8 \
   --quorum 0.5 --grace-s auto --late discount --lease-s 120

@@ -252,11 +252,11 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(names[error.option], error.value, error.allowed) from error
     print(f"Certificates in {options.folder}, good until {made.until:%Y-%m-%d %H:%M} UTC:")
     if made.server is not None:
-        print(f"  coordinator: --cert {made.server[0]} --key {made.server[1]}  (as {', '.join(made.hosts)})")
+        print(f"  coordinator: --tls {made.server[0]} {made.server[1]}  (as {', '.join(made.hosts)})")
     print(f"  whoever connects: {made.authority}, to know the coordinator by; also as SSL_CERT_FILE={made.authority}")
     for certificate, key in made.clients.values():
         print(f"  a client: {certificate} and {key}")
     if made.clients:
-        print(f"  coordinator, to let in only such clients: --client-ca {made.authority}")
+        print(f"  coordinator, to let in only such clients: --tls CERT KEY {made.authority}")
     print(f"Keep {made.authority.with_suffix('.key')} where it is: who has it can make more of them.")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
@@ -13,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.checks import importing, require_path
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
 from lightning_bytescheduler.diloco.round_options import RoundOptions
-from lightning_bytescheduler.diloco.round_record import RoundFile
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import ServerAccess, parse_bind, read_token
-from lightning_bytescheduler.slices.command import _bytes
+from lightning_bytescheduler.slices.urls import local_path
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -46,7 +45,7 @@ _RUN = (
     "overlap_steps",
     "wire_dtype",
 )
-_NAMES = {"client_authority": "--client-ca", "certificate": "--cert", "host": "--bind", "grace": "--grace-s"}
+_NAMES = {"client_authority": "--tls", "certificate": "--tls", "key": "--tls", "host": "--bind", "grace": "--grace-s"}
 _NAMES |= {"lease": "--lease-s", "token": "--token-file"}
 _LOOK_S = 0.5
 
@@ -83,19 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})",
     )
     waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; nobody counts on a silent worker")
-    waiting.add_argument("--step-cap", type=int, metavar="N", help="steps that no worker exceeds in a round")
-    waiting.add_argument("--lead-steps", type=int, metavar="N", help="that a round's end is decided ahead (default: 3)")
     waiting.add_argument(
         "--late", metavar="RULE", help="what a late update counts: drop for nothing, or discount (default: drop)"
     )
     waiting.add_argument(
         "--lease-s", type=float, default=60.0, metavar="S", help="without a sign of life, then a worker is given up"
     )
-    access = parser.add_argument_group("who gets in; beyond this machine all of it is needed but --client-ca")
+    access = parser.add_argument_group("who gets in; beyond this machine all of it is needed but CLIENT_CA")
     access.add_argument("--token-file", metavar="FILE", help=f"file with the token; or {TOKEN_VARIABLE} has it")
-    access.add_argument("--cert", metavar="FILE", help="certificate chain for TLS")
-    access.add_argument("--key", metavar="FILE", help="its private key")
-    access.add_argument("--client-ca", metavar="FILE", help="workers need a certificate that it has signed")
+    access.add_argument(
+        "--tls",
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="CERT KEY [CLIENT_CA]: certificate chain, its private key, and who must have signed workers' certificates",
+    )
     keeping = parser.add_argument_group("what is kept")
     keeping.add_argument(
         "--save-every", type=int, default=1, metavar="N", help="rounds between two states (default: 1)"
@@ -103,11 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--stay", action="store_true", help="serve the weights after --outer-steps too, when all workers have left"
     )
-    keeping.add_argument("--rounds-file", metavar="FILE", help="record of the rounds, for 'rounds' to draw")
-    keeping.add_argument("--spool", metavar="DIR", help="folder for updates that are not merged yet")
-    keeping.add_argument("--spool-bytes", type=_bytes, default=2**32, metavar="SIZE", help="of those (default: 4GiB)")
     data = parser.add_argument_group("slices")
-    data.add_argument("--seed", type=int, default=0, metavar="N", help="of their order (default: 0)")
     data.add_argument(
         "--delivery",
         choices=("at_least_once", "at_most_once"),
@@ -122,9 +119,10 @@ def run(options: argparse.Namespace) -> int:
         run_and_rounds = _options(options)
         host, port = parse_bind("--bind", options.bind)
         token = read_token(options.token_file, variable=TOKEN_VARIABLE)
-        access = ServerAccess(
-            host=host, token=token, certificate=options.cert, key=options.key, client_authority=options.client_ca
-        )
+        if len(options.tls) not in (0, 2, 3):
+            raise OptionError("tls", " ".join(options.tls), "CERT KEY, or CERT KEY CLIENT_CA")
+        files = dict(zip(("certificate", "key", "client_authority"), options.tls, strict=False))
+        access = ServerAccess(host=host, token=token, **files)
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):
         import aiohttp  # noqa: F401
@@ -142,21 +140,15 @@ def run(options: argparse.Namespace) -> int:
 def _options(options: argparse.Namespace) -> CoordinatorOptions:
     waiting = {
         name: getattr(options, name)
-        for name in ("start_workers", "quorum", "silent_after", "step_cap", "late", "lead_steps")
+        for name in ("start_workers", "quorum", "silent_after", "late")
         if getattr(options, name) is not None
     }
     if options.grace_s is not None:
         waiting["grace"] = options.grace_s
-    if options.spool is not None:
-        require_path("spool", options.spool)
-        if not os.path.isdir(options.spool):
-            raise OptionError("spool", options.spool, "a folder that is there")
     return CoordinatorOptions(
         run=run_options(**{name: getattr(options, name) for name in _RUN}),
         rounds=RoundOptions(**waiting),
         lease=options.lease_s,
-        spool=options.spool,
-        spool_bytes=options.spool_bytes,
         save_every=options.save_every,
     )
 
@@ -167,15 +159,16 @@ def _server(
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
     from lightning_bytescheduler.coordinator.state_store import StateStore
 
-    rounds_file = None
-    if options.rounds_file is not None:
-        rounds_file = RoundFile(Path(options.rounds_file), append=True, option="--rounds-file")
-    slices = _slices(options)
+    slices, store, rounds_file = _slices(options), None, None
+    if options.state is not None:
+        store = StateStore(options.state)
+        if (folder := local_path(options.state)) is not None:
+            rounds_file = RoundFile(Path(folder) / RECORD_NAME, append=True, option="--state")
     return CoordinatorServer(
         run_and_rounds,
         access=access,
         port=port,
-        store=None if options.state is None else StateStore(options.state),
+        store=store,
         slices=slices,
         rounds_file=rounds_file,
     )
@@ -187,7 +180,7 @@ def _slices(options: argparse.Namespace) -> SliceRoutes | None:
     from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
     from lightning_bytescheduler.slices.options import TrackerOptions
 
-    tracker = TrackerOptions(seed=options.seed, delivery=options.delivery, lease=options.lease_s)
+    tracker = TrackerOptions(delivery=options.delivery, lease=options.lease_s)
     return SliceRoutes(options.train, tracker)
 
 

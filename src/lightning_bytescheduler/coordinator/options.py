@@ -33,9 +33,8 @@ class CoordinatorOptions:
         lease: Seconds without a sign of life after which a worker is given up.
         keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
         keep_bytes: That these may take together; the last one is always kept.
-        spool: Folder of updates that are not merged yet and larger than ``spool_memory``; ``None`` for a temporary one.
-        spool_bytes: That all uploads under way may take together, in memory and in the folder.
-        spool_memory: Of these, in memory.
+        spool_bytes: That all uploads under way may take together; one that is larger is taken alone.
+        spool_memory: Of these, in memory; the others are temporary files.
         save_every: Rounds from one saved state to the next.
 
     Raises:
@@ -47,7 +46,6 @@ class CoordinatorOptions:
     lease: float = 60.0
     keep_rounds: int = 8
     keep_bytes: int = 2**30
-    spool: str | None = None
     spool_bytes: int = 2**32
     spool_memory: int = 2**29
     save_every: int = 1

@@ -112,10 +112,10 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
         )
         self._loop = asyncio.get_running_loop()
-        self.spool = Spool(options.spool, limit=options.spool_bytes, memory=options.spool_memory)
+        self.spool = Spool(limit=options.spool_bytes, memory=options.spool_memory)
         self.stalls = Stalls(_STALLED_SECONDS, clock)
         self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
-        self.states = StateRoutes(self.run, options.spool)
+        self.states = StateRoutes(self.run)
         self.weights: GlobalWeights | None = None
         self._garbage = Garbage()
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")

@@ -81,7 +81,7 @@ class Spooled:
         if in_memory:
             self.payload = spool.buffers.take(length)
         else:
-            with tempfile.TemporaryFile(dir=spool.folder, prefix="bytescheduler-") as file:
+            with tempfile.TemporaryFile(prefix="bytescheduler-") as file:
                 _reserve(file.fileno(), length)
                 self.payload = torch.frombuffer(mmap.mmap(file.fileno(), length), dtype=torch.uint8)
         self._view = view_of(self.payload)
@@ -134,13 +134,11 @@ class Spool:
     """Bounded room. For one event loop.
 
     Args:
-        folder: For files; ``None`` for that of temporary files.
-        limit: Bytes of all together.
+        limit: Bytes of all together; a larger body is taken alone.
         memory: Of these, in memory.
     """
 
-    def __init__(self, folder: str | None, *, limit: int, memory: int) -> None:
-        self.folder = folder
+    def __init__(self, *, limit: int, memory: int) -> None:
         self._limit = limit
         self._memory_limit = min(memory, limit)
         self._taken = 0
@@ -161,15 +159,12 @@ class Spool:
             timeout: Longest wait in seconds.
 
         Raises:
-            OptionError: If there never will be enough.
             SchedulerTimeoutError: If there is not enough in time.
             OSError: If a file cannot be made.
         """
-        if length > self._limit:
-            raise OptionError("spool_bytes", self._limit, f"{length} at least, the size of one update (--spool-bytes)")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        while self._taken + length > self._limit:
+        while self._taken and self._taken + length > self._limit:
             changed = loop.create_future()
             self._waiting.append(changed)
             try:
@@ -177,7 +172,7 @@ class Spool:
             except (TimeoutError, asyncio.TimeoutError):
                 raise SchedulerTimeoutError(
                     f"There is no room for {length} bytes more: {self._taken} of {self._limit} are taken by updates "
-                    "that are not merged yet (--spool-bytes)."
+                    "that are not merged yet."
                 ) from None
         in_memory = length <= _SMALL or self._in_memory + length <= self._memory_limit
         self._taken += length

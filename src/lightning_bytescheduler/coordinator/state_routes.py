@@ -1,6 +1,6 @@
 """The state down, and the first weights up: ``STATE_PATH``.
 
-What goes down is a file in the spool's folder, one for each version that somebody asks for, without a name once it is
+What goes down is a temporary file, one for each version that somebody asks for, without a name once it is
 open: a slow worker holds a file, not memory, and never holds up the next outer step.
 """
 
@@ -66,12 +66,10 @@ class StateRoutes:
 
     Args:
         run: The core of the run.
-        folder: For files, that of temporary files if it is ``None``.
     """
 
-    def __init__(self, run: Run, folder: str | None) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._folder = folder
         self._written: tuple[int, str, Path] | None = None  # version, chain
         self._writing = asyncio.Lock()
 
@@ -112,7 +110,7 @@ class StateRoutes:
     def _write(self, tensors: Mapping[str, Tensor]) -> Path:
         with importing("The coordinator", extra="coordinator"):
             from safetensors.torch import save_file
-        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix="bytescheduler-state-", suffix=".safetensors")
+        descriptor, name = tempfile.mkstemp(prefix="bytescheduler-state-", suffix=".safetensors")
         os.close(descriptor)
         try:
             save_file(dict(tensors), name)
@@ -134,7 +132,7 @@ class StateRoutes:
         if length is None or not 8 <= length <= limit:
             return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
         digest = request.headers.get(DIGEST_HEADER)
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix="bytescheduler-weights-") as file:
+        with tempfile.NamedTemporaryFile(prefix="bytescheduler-weights-") as file:
             left = length
             loop = asyncio.get_running_loop()
             state = _hash()
