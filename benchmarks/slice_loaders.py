@@ -63,7 +63,7 @@ class _Slices:
         self.folder = f"{folder}/slices"
 
     def loader(self, batch_size: int, workers: int) -> Any:
-        data = SliceDataModule(self.folder, batch_size=batch_size, num_workers=workers, shuffle_samples=True)
+        data = SliceDataModule(self.folder, batch_size=batch_size, num_workers=workers, shuffle="samples")
         data.setup("fit")
         return data.train_dataloader()
 

@@ -91,6 +91,12 @@ GONE: dict[str, str] = {
     **dict.fromkeys(("lead_steps", "--lead-steps"), "A round's end is decided three steps ahead."),
     "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
     "samples": "Give weighting= the function, in place of weighting='samples'.",
+    "shuffle_samples": "Write shuffle='samples'.",
+    "prefetch_factor": "Each process reads two batches ahead.",
+    "pin_memory": "Batches are pinned where there is a GPU.",
+    "prefetch": "Slices are fetched ahead as the speeds need it.",
+    "attempts": "A chunk that is short or wrong is fetched three times.",
+    "lease": "A worker is taken for dead after 300 s without a word.",
     "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
 }
 """What to use in place of what is gone, a sentence by ``option`` or ``option=value``; for this release only."""

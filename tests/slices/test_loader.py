@@ -82,10 +82,10 @@ def write(folder: Path, form: str) -> str:
 
 
 @pytest.mark.parametrize("form", ["npy", "numbers", "txt", "jsonl", "jsonl.gz", "parquet"])
-@pytest.mark.parametrize("shuffle_samples", [False, True])
-def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, shuffle_samples: bool) -> None:
+@pytest.mark.parametrize("shuffle", [True, "samples"])
+def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, shuffle: Any) -> None:
     url = write(tmp_path, form)
-    options: dict[str, Any] = {"batch_size": 4, "slice_bytes": 400, "shuffle_samples": shuffle_samples, "seed": 3}
+    options: dict[str, Any] = {"batch_size": 4, "slice_bytes": 400, "shuffle": shuffle, "seed": 3}
     alone, *others = (
         batches_of(SliceDataModule(url, num_workers=workers, **options))
         for workers in ((0, 1, 2, 4) if form == "npy" else (0, 3))
@@ -99,11 +99,11 @@ def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, 
                 assert batch.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("shuffle_samples", [False, True])
-def test_each_sample_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_samples: bool) -> None:
+@pytest.mark.parametrize("shuffle", [True, "samples"])
+def test_each_sample_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: Any) -> None:
     url = write(tmp_path, "jsonl")
     made = multiprocessing.Value("i", 0)
-    data = SliceDataModule(url, batch_size=4, num_workers=3, slice_bytes=400, shuffle_samples=shuffle_samples)
+    data = SliceDataModule(url, batch_size=4, num_workers=3, slice_bytes=400, shuffle=shuffle)
     monkeypatch.setattr(formats, "_decode_json", counting(made, formats._decode_json))
     assert sum(len(batch["x"]) for batch in batches_of(data)) == SAMPLES
     assert made.value == SAMPLES + 1  # the first one also as the file is opened, to see what it is
@@ -141,7 +141,7 @@ def test_chunks_are_verified_once_for_all_workers(tmp_path: Path, monkeypatch: p
 
 def test_resumed_with_another_number_of_workers(tmp_path: Path) -> None:
     url = write(tmp_path, "numbers")
-    options: dict[str, Any] = {"batch_size": 4, "shuffle_samples": True, "transform": float, "slice_bytes": 30}
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": "samples", "transform": float, "slice_bytes": 30}
     save = SaveEveryStep(str(tmp_path))
     whole = fit(SliceDataModule(url, num_workers=2, collate=as_column, **options), callbacks=[save]).batches
     for workers in (0, 2, 3):
@@ -200,7 +200,7 @@ def test_batches_of_any_structure_and_size(tmp_path: Path) -> None:
 def test_many_batches_that_are_kept(tmp_path: Path) -> None:
     """A slot that was written to too early would change a batch on its way."""
     np.save(tmp_path / "a.npy", np.arange(3000, dtype=np.int64))
-    data = SliceDataModule(f"{tmp_path}/a.npy", batch_size=5, num_workers=2, shuffle=False, prefetch_factor=3)
+    data = SliceDataModule(f"{tmp_path}/a.npy", batch_size=5, num_workers=2, shuffle=False)
     assert torch.cat(batches_of(data)).tolist() == list(range(3000))
 
 

@@ -105,10 +105,10 @@ def test_after_an_error_in_mid_epoch(tmp_path: Path, rows: str, uninterrupted: l
 
 def test_what_workers_read_ahead_is_not_trained(tmp_path: Path, rows: str, uninterrupted: list[list[int]]) -> None:
     save = SaveEveryStep(str(tmp_path))
-    data = SliceDataModule(rows, batch_size=4, num_workers=2, shuffle_samples=True)
+    data = SliceDataModule(rows, batch_size=4, num_workers=2, shuffle="samples")
     whole = fit(data, callbacks=[save])
     assert trained(whole.batches) == Counter(range(SAMPLES))
-    resumed = fit(SliceDataModule(rows, batch_size=4, shuffle_samples=True), resume=save.saved[1])
+    resumed = fit(SliceDataModule(rows, batch_size=4, shuffle="samples"), resume=save.saved[1])
     assert resumed.batches == whole.batches[2:]
     assert whole.batches != uninterrupted[:STEPS]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -88,10 +90,8 @@ class SliceDataModule(CoordinatedDataModule):
         eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
         num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
             should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
-        prefetch_factor: Batches that each of them reads ahead.
-        pin_memory: Copy batches to pinned memory.
-        shuffle: Take the training slices in another order in each epoch.
-        shuffle_samples: And the samples of each; maps one whole slice into memory, for each process that reads.
+        shuffle: Take the training slices in another order in each epoch; ``"samples"``: and the samples of each, which
+            maps one whole slice into memory, for each process that reads.
         seed: Of these orders.
         shortage: ``"pad"`` repeats or ``"drop"`` leaves out training samples where a step has fewer than there are
             ranks. Other data is always padded.
@@ -103,12 +103,9 @@ class SliceDataModule(CoordinatedDataModule):
             different ones, as in ``{"s3": {...}, "https": {...}}``.
         cache_dir: Folder of the cache, for sources that are not on this machine; None is the user's folder for caches.
         cache_bytes: Bound of the cache.
-        prefetch: Slices to fetch ahead; None follows the speeds.
         delivery: Of workers that take slices as they need them: ``"at_least_once"`` trains again on what a dead worker
             did not report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
-        lease: Seconds without a word after which such a worker is taken for dead.
         timeout: Seconds that a source may stay away.
-        attempts: How often a chunk is fetched that is short or wrong.
 
     Attributes:
         batch_size: As given; may be changed before a fit, as Lightning's search for a batch size does.
@@ -128,10 +125,7 @@ class SliceDataModule(CoordinatedDataModule):
         batch_size: int | list[int] = 1,
         eval_batch_size: int | list[int] | None = None,
         num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-        shuffle: bool = True,
-        shuffle_samples: bool = False,
+        shuffle: bool | Literal["samples"] = True,
         seed: int = 0,
         shortage: Shortage = "pad",
         transform: Callable[[Any], Any] | None = None,
@@ -141,11 +135,8 @@ class SliceDataModule(CoordinatedDataModule):
         storage_options: dict[str, Any] | None = None,
         cache_dir: str | None = None,
         cache_bytes: int = 10 * 1024**3,
-        prefetch: int | None = None,
         delivery: Delivery = "at_least_once",
-        lease: float = 300.0,
         timeout: float = 60.0,
-        attempts: int = 3,
     ) -> None:
         super().__init__()
         given = {"train": train, "val": val, "test": test, "predict": predict}
@@ -164,10 +155,8 @@ class SliceDataModule(CoordinatedDataModule):
         )
         self._loading = LoaderOptions(
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            shuffle=shuffle,
-            shuffle_samples=shuffle_samples,
+            shuffle=shuffle == "samples" or shuffle,
+            shuffle_samples=shuffle == "samples",
             seed=seed,
             shortage=shortage,
             transform=transform,
@@ -176,11 +165,9 @@ class SliceDataModule(CoordinatedDataModule):
         self._storing = StoreOptions(
             cache_dir=default_cache_dir() if cache_dir is None and CAN_CACHE else cache_dir,
             cache_bytes=cache_bytes,
-            prefetch=prefetch,
             timeout=timeout,
-            attempts=attempts,
         )
-        self._tracking = TrackerOptions(seed=seed, shuffle=shuffle, delivery=delivery, lease=lease)
+        self._tracking = TrackerOptions(seed=seed, shuffle=self._loading.shuffle, delivery=delivery)
         require_function("reader", reader, "stream", "first")
         self._opening: dict[str, Any] = {
             "reader": reader,
@@ -448,8 +435,7 @@ class SliceDataModule(CoordinatedDataModule):
             reader,
             collate=loading.collate or collate_samples,
             num_workers=loading.num_workers,
-            prefetch_factor=loading.prefetch_factor,
-            pin_memory=loading.pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
         return self._workers[split]
 

@@ -51,8 +51,6 @@ class LoaderOptions:
 
     Attributes:
         num_workers: Processes that read, of each rank.
-        prefetch_factor: Batches that each of them reads ahead.
-        pin_memory: Copy batches to pinned memory.
         shuffle: Take the slices in another order in each epoch.
         shuffle_samples: And the samples of each slice.
         seed: Of these orders.
@@ -65,8 +63,6 @@ class LoaderOptions:
     """
 
     num_workers: int
-    prefetch_factor: int
-    pin_memory: bool
     shuffle: bool
     shuffle_samples: bool
     seed: int
@@ -76,10 +72,8 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         require_whole("num_workers", self.num_workers, 0)
-        require_whole("prefetch_factor", self.prefetch_factor, 1)
         require_seed("seed", self.seed)
-        for option in ("pin_memory", "shuffle", "shuffle_samples"):
-            require_bool(option, getattr(self, option))
+        require_bool("shuffle", self.shuffle)
         require_shortage(self.shortage)
         require_function("transform", self.transform, "sample")
         require_function("collate", self.collate, "samples")

@@ -232,14 +232,13 @@ def require_same_reading(trainer: pl.Trainer, loading: LoaderOptions) -> None:
     Raises:
         OptionError: At every rank, if one reads otherwise than rank 0.
     """
-    here = [loading.num_workers, loading.prefetch_factor]
+    here = loading.num_workers
     there = trainer.strategy.broadcast(here)
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
         raise OptionError(
             "num_workers",
             loading.num_workers,
-            f"the same on all ranks of a worker, with the same prefetch_factor: rank 0 has {there[0]} and {there[1]}, "
-            "and some rank has others",
+            f"the same on all ranks of a worker: rank 0 has {there}, and some rank another number",
         )
 
 
