@@ -187,7 +187,6 @@ def no_arguments() -> None:
         ("collate", no_arguments, r"collate\(samples\)"),
         ("cache_bytes", "10GB", r"a whole number of bytes"),
         ("timeout", "1m", "seconds"),
-        ("lease", "1m", "seconds"),
     ],
 )
 def test_each_option_says_what_is_allowed(option: str, value: Any, reason: str) -> None:

@@ -60,21 +60,6 @@ class WireFormat:
     rounding: Rounding = "stochastic"
     density: float | None = None
 
-    @classmethod
-    def of(cls, option: str, name: str) -> WireFormat:
-        """The format of a name: one of ``WIRE_DTYPES``, or sparse with its density, as in ``"sparse:0.01"``.
-
-        Raises:
-            OptionError: If there is none of that name; names ``option``.
-        """
-        dtype, colon, density = str(name).partition(":")
-        if dtype != "sparse" or not colon:
-            return cls(dtype=require_one_of(option, name, WIRE_DTYPES))  # type: ignore[arg-type]  # one of them
-        try:
-            return cls(dtype="sparse", density=float(density))
-        except ValueError as error:  # an OptionError, too
-            raise OptionError(option, name, "sparse with a density above 0 and at most 1, as 'sparse:0.01'") from error
-
     def __post_init__(self) -> None:
         require_one_of("dtype", self.dtype, WIRE_DTYPES)
         require_one_of("rounding", self.rounding, ROUNDINGS)

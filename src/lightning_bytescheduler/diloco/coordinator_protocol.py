@@ -36,10 +36,12 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.checks import require_one_of
+from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.overlap import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.round_options import INNER_STEPS
+from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = [
     "CHAIN_HEADER",
@@ -78,6 +80,7 @@ __all__ = [
     "encode_frame",
     "overlap_of",
     "update_path",
+    "wire_named",
     "wire_of",
 ]
 
@@ -204,7 +207,22 @@ def wire_of(options: RunOptions) -> WireFormat:
     Raises:
         OptionError: If there is no such format.
     """
-    return WireFormat.of("wire_dtype", options.wire_dtype)
+    return wire_named("wire_dtype", options.wire_dtype)
+
+
+def wire_named(option: str, name: str) -> WireFormat:
+    """The format of a name: one of ``WIRE_DTYPES``, or sparse with its density, as in ``"sparse:0.01"``.
+
+    Raises:
+        OptionError: If there is none of that name; names ``option``.
+    """
+    dtype, colon, density = str(name).partition(":")
+    if dtype != "sparse" or not colon:
+        return WireFormat(dtype=require_one_of(option, name, WIRE_DTYPES))  # type: ignore[arg-type]  # one of them
+    try:
+        return WireFormat(dtype="sparse", density=float(density))
+    except ValueError as error:  # an OptionError, too
+        raise OptionError(option, name, "sparse with a density above 0 and at most 1, as 'sparse:0.01'") from error
 
 
 def overlap_of(options: RunOptions) -> Overlap:

@@ -34,6 +34,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     known_ddp_options,
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
+from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.outer_timeline import beside
@@ -290,7 +291,7 @@ class DiLoCoOptions:
     @property
     def wire(self) -> WireFormat:
         """What travels."""
-        return WireFormat.of("wire_dtype", self.wire_dtype)
+        return wire_named("wire_dtype", self.wire_dtype)
 
     def _overlap(self) -> Overlap:
         return Overlap(steps=self.overlap_steps, inner_steps=self.target.step_cap)

@@ -153,6 +153,7 @@ class SliceDataModule(CoordinatedDataModule):
         self.eval_batch_size = (
             None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
         )
+        require_one_of("shuffle", shuffle, (True, False, "samples"))
         self._loading = LoaderOptions(
             num_workers=num_workers,
             shuffle=shuffle == "samples" or shuffle,
