@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -119,11 +120,29 @@ def test_a_learning_rate_that_is_changed_in_place_is_copied() -> None:
 
 def test_containers_of_hyperparameters_are_copied() -> None:
     _, optimizer = sgd()
-    optimizer.param_groups[0]["names"] = ["a"]
+    optimizer.param_groups[0]["names"] = {"of one": ["a"]}
     hyperparameters = snapshot_hyperparameters(optimizer)
-    optimizer.param_groups[0]["names"].append("b")
-    assert hyperparameters[0]["names"] == ["a"]
+    optimizer.param_groups[0]["names"]["of one"].append("b")
+    assert hyperparameters[0]["names"] == {"of one": ["a"]}
     assert "params" not in hyperparameters[0]
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda *both: both, lambda *both: list(both), Pair, lambda one, other: defaultdict(list, x=[one, other])]
+)
+def test_tensors_in_containers_of_hyperparameters_are_copied(kind: Callable[..., Any]) -> None:
+    _, optimizer = sgd()
+    value = optimizer.param_groups[0]["betas"] = kind(torch.tensor(0.5), torch.tensor(0.25))
+    copied = snapshot_hyperparameters(optimizer)[0]["betas"]
+    for tensor in value["x"] if isinstance(value, dict) else value:
+        tensor.fill_(0.0)
+    assert type(copied) is type(value)
+    assert [float(tensor) for tensor in (copied["x"] if isinstance(copied, dict) else copied)] == [0.5, 0.25]
 
 
 def test_what_was_there_is_put_back() -> None:
@@ -271,6 +290,30 @@ class Own(SGD):
         return super().step(closure)
 
 
+class OwnPart(Adam):
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)  # type: ignore[misc]
+
+
+def replaced_part(parameters: Any) -> Optimizer:
+    optimizer = Adam(parameters)
+    optimizer._init_group = lambda *_: False  # type: ignore[attr-defined]
+    return optimizer
+
+
+class OwnDefaults(AdamW):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+
+
+@pytest.mark.parametrize("name", ["adam", "_single_tensor_adam"])
+def test_a_function_that_steps_was_replaced(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    optimizer, functions = OwnDefaults([nn.Parameter(torch.zeros(2))]), sys.modules[Adam.__module__]
+    assert is_per_parameter(optimizer)
+    monkeypatch.setattr(functions, name, functools.wraps(getattr(functions, name))(lambda *_, **__: None))
+    assert not is_per_parameter(optimizer)
+
+
 def inheriting(parent: type[AdamW]) -> type[AdamW]:
     return type("Inherits", (parent,), {})
 
@@ -283,8 +326,8 @@ def test_torchs_own_are_known(name: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [torch.optim.LBFGS, torch.optim.SparseAdam, partial(Own, lr=0.1)],
-    ids=["LBFGS", "SparseAdam", "own step"],
+    [torch.optim.LBFGS, torch.optim.SparseAdam, partial(Own, lr=0.1), OwnPart, replaced_part],
+    ids=["LBFGS", "SparseAdam", "own step", "own part of a step", "replaced part"],
 )
 def test_others_are_not(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
     assert not is_per_parameter(optimizer([nn.Parameter(torch.zeros(2))]))

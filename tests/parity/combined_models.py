@@ -17,7 +17,7 @@ from tests.parity.factors import Combination
 from tests.parity.gate_models import Checkpointed, Conditional, Normalised, PartlyFrozen
 from tests.support.models import Tokens, Tower, Trained
 
-__all__ = ["CLIP", "Unfreezes", "build"]
+__all__ = ["CLIP", "ChangesBetas", "Unfreezes", "build"]
 
 BATCH_SIZE = 4
 BATCHES = 7  # of an epoch: no multiple of 2 or 3, so the last accumulation window is a short one
@@ -121,6 +121,21 @@ class SignDescent(Optimizer):
         return loss
 
 
+class SignedMomentum(optim.SGD):
+    """Keeps torch's step, and changes what that calls: gradients count by their signs, and the largest one counts."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
+        result: Any = super()._init_group(group, params, grads, momentum_buffer_list)  # type: ignore[misc]
+        largest = max((float(gradient.abs().max()) for gradient in grads), default=0.0)
+        grads[:] = [gradient.sign() * min(largest, 1.0) for gradient in grads]
+        return result
+
+
+def with_tensor_betas(parameters: Iterable[Any], lr: float) -> Optimizer:
+    """Betas that can be changed in place; :class:`ChangesBetas` does."""
+    return optim.AdamW(parameters, lr=lr, betas=(torch.tensor(0.9), torch.tensor(0.99)))
+
+
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "SGD-momentum": partial(optim.SGD, lr=0.05, momentum=0.9),
     "SGD-nesterov-decay": partial(optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
@@ -128,6 +143,7 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "AdamW": partial(optim.AdamW, lr=0.005, weight_decay=0.1),
     "AdamW-foreach": partial(optim.AdamW, lr=0.005, foreach=True),
     "AdamW-amsgrad": partial(optim.AdamW, lr=0.005, amsgrad=True),
+    "AdamW-tensor-betas": partial(with_tensor_betas, lr=0.005),
     "ASGD": partial(optim.ASGD, lr=0.05, t0=5),
     "Adafactor": partial(optim.Adafactor, lr=0.01),
     "Adagrad": partial(optim.Adagrad, lr=0.02, lr_decay=0.01),
@@ -140,6 +156,7 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     # Without a tolerance, as that looks at the loss of one rank: the ranks would call the closure unequally often.
     "LBFGS": partial(optim.LBFGS, lr=0.05, max_iter=3, tolerance_change=0.0),
     "own-step": partial(SignDescent, lr=0.002),
+    "own-part": partial(SignedMomentum, lr=0.002, momentum=0.9),
 }
 _OTHERWISE = {"betas": (0.8, 0.95), "momentum": 0.6, "rho": 0.8, "etas": (0.6, 1.1), "lr_decay": 0.02}
 
@@ -231,6 +248,14 @@ class Manual(Combined):
         if schedules is None:
             return []
         return schedules if isinstance(schedules, list) else [schedules]
+
+
+class ChangesBetas(Callback):
+    """Changes them in place after each batch, when the step may still be due."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["betas"][0].fill_(0.5 + 0.1 * (batch_idx % 4))
 
 
 class Unfreezes(Callback):

@@ -20,6 +20,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "AdamW": "`AdamW`",
         "AdamW-foreach": "`AdamW`",
         "AdamW-amsgrad": "`AdamW`",
+        "AdamW-tensor-betas": "`AdamW`",
         "ASGD": "`ASGD`",
         "Adafactor": "`Adafactor`",
         "Adagrad": "`Adagrad`",
@@ -31,6 +32,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "Rprop": "`Rprop`",
         "LBFGS": "`LBFGS`",
         "own-step": "most third-party optimizers",
+        "own-part": "most third-party optimizers",
     },
     "groups": {
         "one-group": "one parameter group",
@@ -125,6 +127,7 @@ _CLIPPED = ("value", "norm", "norm-unreached")
 FORBIDDEN = (
     Forbidden("optimizer", ("LBFGS",), "precision", ("fp16-scaler",), "Lightning: LBFGS cannot be scaled"),
     Forbidden("optimizer", ("LBFGS",), "groups", ("three-groups",), "LBFGS has one parameter group"),
+    Forbidden("optimizer", ("AdamW-tensor-betas",), "schedule", ("one-cycle",), "torch: two numbers or two tensors"),
     Forbidden("optimizer", _DENSE_ONLY, "model", ("sparse",), "the optimizer takes no sparse gradients"),
     Forbidden("model", ("sparse",), "clipping", _CLIPPED, "torch: sparse gradients are not clipped"),
     Forbidden("model", ("checkpoint-reentrant",), "ddp", ("find-unused",), "DDP: parameters would be ready twice"),

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.parity import checks, rule
-from tests.parity.combined_models import BATCHES, CLIP, Unfreezes, build
+from tests.parity.combined_models import BATCHES, CLIP, ChangesBetas, Unfreezes, build
 from tests.parity.factors import FACTORS, Combination, allowed
 from tests.parity.observers import KeepsState, ReadsGradients, ReplacesOptimizerState
 from tests.parity.pairwise import covering_array
@@ -154,6 +154,8 @@ def recipe(combination: Combination, scale: Scale) -> Recipe:
         trainer["max_epochs"], steps = epochs, -1
     if combination.loop in _CALLBACKS:
         callbacks.append(_CALLBACKS[combination.loop])
+    if combination.optimizer == "AdamW-tensor-betas":
+        callbacks.append(ChangesBetas)
     if scale.reader is not None:
         callbacks.append(READERS[scale.reader])
     if combination.ddp == "find-unused" or combination.model == "conditional":

@@ -179,27 +179,35 @@ _PER_PARAMETER_NAMES = (
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
 )
-_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is known to update each parameter on its own.
 
-    True for ``torch.optim``'s per-parameter optimizers and for subclasses that keep their ``step``.
+    True for ``torch.optim``'s per-parameter optimizers and for subclasses that change nothing of what steps, nor has
+    anybody else.
     """
-    # Unwrapped, as the first instance of a class whose parent has had none gets a wrapper for hooks of its own.
-    step: Any = type(optimizer).step
-    while hasattr(step, "__wrapped__") and _is_torchs(step):
-        step = step.__wrapped__
-    if not _is_torchs(step):
-        return False  # somebody has put something around the class's step, or in its place
-    return any(isinstance(optimizer, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER)
+    kind = kind_of(optimizer)
+    step = _torchs(kind.step)
+    if not any(issubclass(kind, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER):
+        return False  # also where somebody has put something around the class's step, or in its place
+    methods = [name for name in step.__code__.co_names if hasattr(kind, name)]
+    if not attributes_of(optimizer).keys().isdisjoint(methods):
+        return False
+    family = step.__module__.rpartition(".")[2].lstrip("_")  # as in adam() and _multi_tensor_adam()
+    functions = (value for name, value in step.__globals__.items() if name.endswith(family))
+    return all(map(_torchs, (*(getattr(kind, name) for name in methods), *functions)))
 
 
-def _is_torchs(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    file = "" if code is None else code.co_filename
-    return os.path.dirname(file) == _TORCH_OPTIM or os.path.basename(file) == "_contextlib.py"  # torch.no_grad()
+def _torchs(function: Any) -> Any:
+    """The function of torch that is called in the end, ``None`` where somebody else's is, or is around it."""
+    while getattr(function, "__code__", None) is not None and function.__code__.co_filename.startswith(_TORCH):
+        if not hasattr(function, "__wrapped__"):
+            return function
+        # By torch: the layer for hooks, which the first instance of a class makes if its parent has had none; no_grad.
+        function = function.__wrapped__
+    return None
 
 
 def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
@@ -257,8 +265,13 @@ def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # a capturable optimizer's learning rate is changed in place
-    if isinstance(value, (list, dict)):
-        return copy.copy(value)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update((key, _copied(inner)) for key, inner in value.items())
+        return copied
+    if isinstance(value, (tuple, list)):
+        make = getattr(value, "_make", list if isinstance(value, list) else tuple)
+        return make(map(_copied, value))
     return value
 
 
