@@ -162,11 +162,6 @@ class GradientEngine:
     # ------------------------------------------------------------------ what others may ask, on any thread
 
     @property
-    def step_number(self) -> int:
-        """The last step that has begun, from 1: backward passes that communicate; equal on all ranks."""
-        return self._step.number
-
-    @property
     def awaited_step(self) -> int:
         """The step whose gradients the training thread waits for, 0 if it does not."""
         number = self._step.number
@@ -220,7 +215,8 @@ class GradientEngine:
 
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
-        self._step.flush()
+        if not self._in_backward:  # as of a signal's handler: weights are final, and what it would wait for is not sent
+            self._step.flush()
 
     def fail_merged(self, error: BaseException) -> None:
         """Have a backward pass that waits past the scheduler's core end with ``error``."""

@@ -18,16 +18,22 @@ ByteScheduler's priority, observed and not taken from registration order. A para
 backward pass, though nobody touched it, was read by code that a touch gate cannot see, such as an extension that takes
 its memory.
 
+Nobody waits where others wait for the toucher. Threads of this package carry the communication that a gate waits for,
+and garbage is collected wherever a thread is just now, under whichever lock: a finalizer that looks at a weight there
+sees it as it is (:func:`must_not_wait`).
+
 What opened a gate is told to whoever asks (``GradientEngine.tell_openings``); only then is the stack walked.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, get_ident
 from types import FrameType
 from typing import Any, Literal, Protocol
 
@@ -51,6 +57,7 @@ __all__ = [
     "gate_of",
     "is_armed",
     "is_of_libraries",
+    "must_not_wait",
     "open_gates",
 ]
 
@@ -172,6 +179,8 @@ def _find_gated(values: Any) -> Iterator[nn.Parameter]:
 
 def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     gate = _gates.get(id(parameter))
+    if gate is not None and must_not_wait():
+        return
     if gate is None:
         parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
         if id(parameter) in _gates:  # another thread has closed one since
@@ -193,6 +202,22 @@ def open_gates(values: Any) -> None:
     if _gates:
         for parameter in _find_gated(values):
             _open(parameter, False)
+
+
+_collector = 0  # the thread that collects garbage at present; there is one at a time
+
+
+def _note_collection(phase: str, info: Mapping[str, int]) -> None:
+    global _collector
+    _collector = get_ident() if phase == "start" else 0
+
+
+gc.callbacks.append(_note_collection)
+
+
+def must_not_wait() -> bool:
+    """Whether this thread cannot wait for a gate, see the module: it is this package's, or collects garbage."""
+    return _collector == get_ident() or current_thread().name.startswith("bytescheduler")
 
 
 def any_closed() -> bool:

@@ -21,6 +21,9 @@ touches a parameter while another one applies its bucket waits for the lock, wit
 waits for those while holding this one: under it there is only the wait for a task, which scheduler threads, an abort or
 the timeout end, and the optimizer's own arithmetic; a listener, which may log, is called without it. A failure anywhere
 aborts the core, so each of these waits ends with an error, one thread after the other.
+
+A signal's handler runs on the training thread, wherever that is. Where it is under the lock, a touch or a flush of the
+handler finds things as they are and changes nothing, as in the middle of an optimizer's step.
 """
 
 from __future__ import annotations
@@ -127,6 +130,8 @@ class BucketUpdate:
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
         step, context = self.step, self.step.context
+        if context.entered:
+            return
         self.touched_by = parameter
         if gradient_only or self.state in (UpdateState.DUE, UpdateState.STEPPED):
             context.bucket_needed(self.bucket)
@@ -400,6 +405,10 @@ class OverlappedStep(TrainingStep):
 
     def flush(self) -> None:
         """See :class:`TrainingStep`; on any thread."""
+        if not self.context.entered:
+            self._flush()
+
+    def _flush(self) -> None:
         with self.context.lock:
             self._land()
             self.transforms.update_scale()
@@ -407,13 +416,13 @@ class OverlappedStep(TrainingStep):
     def finish(self) -> None:
         """See :class:`TrainingStep`."""
         with self.context.lock:
-            self.flush()
+            self._flush()
             self.updates = []  # which lead here: what they hold is let go at once
 
     def before_fork(self) -> None:
         """See :class:`TrainingStep`."""
         if self._gates_closed:
-            self.flush()
+            self._flush()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """See :class:`TrainingStep`."""
@@ -479,8 +488,6 @@ class OverlappedStep(TrainingStep):
         for update in self.updates:
             if update.state in (UpdateState.DUE, UpdateState.STEPPED):
                 update.apply(why)
-        if any(update.state is UpdateState.OPENING for update in self.updates):
-            return  # a signal's handler, which has interrupted one of them on this thread: that is due still
         if self._due is not None:
             self._due.complete()
             self._due = None

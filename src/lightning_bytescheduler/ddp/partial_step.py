@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_bytescheduler.ddp.gates import must_not_wait
+
 __all__ = [
     "DueStep",
     "ParameterGradient",
@@ -86,7 +88,7 @@ class _GatedOptimizer:
 
 def _open(optimizer: object) -> None:
     flush = _flushes.get(id(optimizer))
-    if flush is not None:
+    if flush is not None and not must_not_wait():
         flush()
 
 

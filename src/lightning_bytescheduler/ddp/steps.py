@@ -191,6 +191,11 @@ class StepContext:
         self.timeline = timeline
         self._aliases = AliasDetector(parameters)
 
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is at what the lock guards: who asks has interrupted that, as a signal's handler does."""
+        return bool(cast(Any, self.lock)._is_owned())
+
     def reduction(self, number: int, *, sharded: bool = False) -> Reduction:
         """What reduces the gradients of step ``number``.
 
