@@ -127,6 +127,13 @@ def test_what_does_not_fit_is_refused_by_name(alone: PushPullStore) -> None:
             alone.push("weight", wrong)
         with pytest.raises(OptionError, match="tensor for 'weight'"):
             alone.push_pull("weight", torch.zeros(10, 5), wrong)
+    for wrong in ([1.0, 2.0], None):
+        with pytest.raises(OptionError, match=r"tensor for 'weight'='a (list|NoneType)' is not .* of shape \(10, 5\)"):
+            alone.push("weight", wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="tensor for 'weight'='a list'"):
+        alone.pull("weight", [1.0])  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"value=\[1.0\] .* a torch.Tensor"):
+        alone.init("another", [1.0])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="out of 'weight'"):
         alone.pull("weight", torch.zeros(5, 10).t())
     with pytest.raises(OptionError, match="priority='high'"):

@@ -126,9 +126,7 @@ class PushPullStore:
             )
         self._timeout = timeout.total_seconds()
         self._keys: dict[str, _Key] = {}
-        self._closed = False
-        self._failed = False
-        self._order_is_closed = False
+        self._closed = self._failed = self._order_is_closed = False
         self._groups = groups = SchedulerGroups.create(timeout=timeout, counts=True)
         servers = min(servers, groups.world_size)
         self._found, group, _ = meet_servers(groups, servers, timeout=timeout, failure=lambda: None, say=say)
@@ -136,11 +134,8 @@ class PushPullStore:
         self._push_pull = PushPull(
             group, workers=groups.world_size, servers=servers, shares=self._placed.shares, timeout=timeout
         )
-        self._order = (
-            DecidingOrder(groups.control, self._on_error, direct=True)
-            if groups.rank == 0
-            else FollowingOrder(groups.control, self._on_error, direct=True)
-        )
+        make: type[DecidingOrder | FollowingOrder] = DecidingOrder if groups.rank == 0 else FollowingOrder
+        self._order = make(groups.control, self._on_error, direct=True)
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
         self._transport = GradientTransport(groups.data, self._on_error, None, self._push_pull)
         if isinstance(self._order, FollowingOrder):
@@ -169,6 +164,8 @@ class PushPullStore:
         require_text("key", key)
         if key in self._keys:
             raise OptionError("key", key, "one that was not initialised before")
+        if not isinstance(value, torch.Tensor):
+            raise OptionError("value", value, "a torch.Tensor")
         if value.dtype not in DTYPES or value.device.type != "cpu" or not value.numel():
             raise UnsupportedError(
                 f"The value of {key!r} has {value.numel()} elements of {value.dtype} on {value.device}. Parameter "
@@ -228,7 +225,7 @@ class PushPullStore:
             OptionError: If there is no such key, or ``out`` does not fit it.
             BaseException: What the store has failed with.
         """
-        known = self._known(key, out)
+        known = self._known(key, *(() if out is None else (out,)))
         if out is None:
             out = torch.empty_like(known.value)
         if not out.is_contiguous():
@@ -250,7 +247,7 @@ class PushPullStore:
         self, key: str, value: torch.Tensor, out: torch.Tensor | None = None, priority: int = 0
     ) -> PulledTensor:
         """:meth:`push`, and :meth:`pull`."""
-        self._known(key, out)
+        self._known(key, *(() if out is None else (out,)))
         self.push(key, value, priority)
         return self.pull(key, out)
 
@@ -313,15 +310,15 @@ class PushPullStore:
     def _sum(self, group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
         return self._push_pull.reduce(group, part, number, 1.0)
 
-    def _known(self, key: str, value: torch.Tensor | None) -> _Key:
-        """What is known of ``key``, whose shape and dtype ``value`` has."""
+    def _known(self, key: str, *tensors: torch.Tensor) -> _Key:
+        """What is known of ``key``, whose shape and dtype ``tensors`` have."""
         self._check_open()
         known = self._keys.get(key)
         if known is None:
             near = closest(key, self._keys)
             hint = "" if near is None else f"Did you mean {near!r}?"
             raise OptionError("key", key, "one that was initialised", hint)
-        if value is not None:
+        for value in tensors:
             given, wanted = _facts(value), _facts(known.value)
             if given != wanted:
                 raise OptionError(f"tensor for {key!r}", given, f"of {wanted}, as it was initialised")
@@ -400,5 +397,7 @@ def _whole(priority: int) -> int:
     return priority
 
 
-def _facts(tensor: torch.Tensor) -> str:
+def _facts(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device.type}"
