@@ -127,9 +127,9 @@ def test_what_does_not_fit_is_refused_by_name(alone: PushPullStore) -> None:
             alone.push("weight", wrong)
         with pytest.raises(OptionError, match="tensor for 'weight'"):
             alone.push_pull("weight", torch.zeros(10, 5), wrong)
-    for wrong in ([1.0, 2.0], None):
+    for no_tensor in ([1.0, 2.0], None):
         with pytest.raises(OptionError, match=r"tensor for 'weight'='a (list|NoneType)' is not .* of shape \(10, 5\)"):
-            alone.push("weight", wrong)  # type: ignore[arg-type]
+            alone.push("weight", no_tensor)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="tensor for 'weight'='a list'"):
         alone.pull("weight", [1.0])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"value=\[1.0\] .* a torch.Tensor"):

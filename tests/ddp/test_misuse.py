@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.ddp import rank_strategy
-from lightning_bytescheduler.ddp.ddp_arguments import check_module
+from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 
 
@@ -259,6 +259,25 @@ def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     module.weight = Sharded(torch.zeros(2, 2))
     with pytest.raises(UnsupportedError, match="'weight' is a DTensor"):
         check_module(module)
+
+
+def test_an_optimizer_in_the_backward_pass_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.bias._in_backward_optimizers = [torch.optim.SGD([module.bias])]  # type: ignore[attr-defined]  # as torch's
+    with pytest.raises(UnsupportedError, match=r"'bias' is stepped in the backward pass.* or use strategy='ddp'"):
+        check_hooks(module)
+
+
+def test_hooks_after_accumulation_are_warned_of_once() -> None:
+    module = nn.Linear(2, 2)
+    for parameter in module.parameters():
+        handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.warns(UserWarning, match=r"'weight' has a hook after accumulation .* 2 parameters have") as said:
+        check_hooks(module)
+    assert len(said) == 1
+    handle.remove()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    check_hooks(module)
 
 
 def test_a_checkpoint_of_diloco_is_said_to_leave_something_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -297,7 +297,7 @@ class OwnPart(Adam):
 
 def replaced_part(parameters: Any) -> Optimizer:
     optimizer = Adam(parameters)
-    optimizer._init_group = lambda *_: False  # type: ignore[attr-defined]
+    optimizer._init_group = lambda *_: False  # type: ignore[method-assign]
     return optimizer
 
 

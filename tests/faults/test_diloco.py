@@ -48,7 +48,7 @@ def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path:
     """Also who waits for another one's part of the round: that has ended for the same reason, and not failed."""
     options = {"kind": "SIGTERM", "rank": 0, "step": 10, "inner_steps": 2, "everybody": str(tmp_path)}
     for rank in nursery.run(_SCRIPT, options, world_size=2, folder=tmp_path, timeout=60.0):
-        assert rank.code == 0, rank.log
+        assert rank.code == 143, rank.log
         # Torch's store says so of its connections, where rank 0 has gone first.
         log = re.sub(r".*failed on SocketImpl.*", "", rank.log)
         # Whoever ends first says so, and the other one hears of it before its own signal is handled, or does not.

@@ -63,3 +63,14 @@ def test_launchers(tmp_path: Path) -> None:
         assert code != 0, f"{name}\n{text}"
         assert f"[rank {1 - rank}] Rank {rank} failed: {cause}" in text, f"{name}\n{text}"
         assert took < BOUND_S, f"{name}\n{text}"
+
+
+def test_a_sigterm_is_the_exit_code(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    options = {"where": "training_step", "ranks": [1], "kind": "SIGTERM", "pause": 0.02, "steps": 1000}
+    with ThreadPoolExecutor(2) as pool:
+        commands = [sys.executable], [*torchrun, str(free_port())]
+        results = list(pool.map(lambda name: launch(commands[name], options, tmp_path / str(name)), range(2)))
+    for (code, _, text), expected in zip(results, (143, 1), strict=True):  # torchrun's own code for a rank that failed
+        assert code == expected, text
+        assert text.count("ends training: exit code 143") == 2, text

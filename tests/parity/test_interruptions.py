@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pkgutil
 import signal
 import weakref
 from functools import partial
@@ -15,9 +16,6 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import AdamW
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
-from lightning_bytescheduler.ddp import overlapped_step
-from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.parity.checks import assert_same_as_ddp
 from tests.support.fit import Recipe
@@ -47,7 +45,7 @@ class Garbage(Callback):
         name: Of that function.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: type, name: str) -> None:
         original = getattr(owner, name)
 
         def collects(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +79,7 @@ class Garbage(Callback):
         pytest.param(ByteCore, "_select", id="where-they-are-launched"),
     ],
 )
-def test_a_finalizer_waits_for_nothing(two_ranks: RankPool, owner: Any, name: str) -> None:
+def test_a_finalizer_waits_for_nothing(two_ranks: RankPool, owner: type, name: str) -> None:
     recipe = Recipe(
         model=partial(Tower, optimizer=partial(AdamW, lr=0.005)), callbacks=(partial(Garbage, owner, name),)
     )
@@ -92,19 +90,20 @@ class Signals(Callback):
     """Has a handler read everything, and save, right after a function of the package.
 
     Args:
-        owner: Of the function.
+        owner: Of the function, in the room ``ddp``.
         name: Of the function.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def __init__(self, owner: str, name: str) -> None:
+        within = pkgutil.resolve_name(f"lightning_bytescheduler.ddp.{owner}")
+        original = getattr(within, name)
 
         def signals(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGUSR2)
             return result
 
-        self.signalling = patch.object(owner, name, signals)
+        self.signalling = patch.object(within, name, signals)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         def handle(*_: Any) -> None:
@@ -123,13 +122,13 @@ class Signals(Callback):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        pytest.param(GradientEngine, "hook", id="in-a-backward-pass"),
-        pytest.param(overlapped_step, "_why_whole", id="as-a-step-is-deferred"),
-        pytest.param(StepTransforms, "apply", id="as-a-bucket-is-stepped"),
+        pytest.param("engine:GradientEngine", "hook", id="in-a-backward-pass"),
+        pytest.param("overlapped_step", "_why_whole", id="as-a-step-is-deferred"),
+        pytest.param("gradient_transforms:StepTransforms", "apply", id="as-a-bucket-is-stepped"),
     ],
 )
 @pytest.mark.parametrize("clips", [False, True])
-def test_a_handler_changes_nothing(two_ranks: RankPool, owner: Any, name: str, clips: bool) -> None:
+def test_a_handler_changes_nothing(two_ranks: RankPool, owner: str, name: str, clips: bool) -> None:
     recipe = Recipe(
         model=partial(Tower, optimizer=partial(AdamW, lr=0.005)),
         trainer={"gradient_clip_val": 1e6} if clips else {},

@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import rank_zero_warn
 
 __all__ = [
     "ELSEWHERE",
     "SAID_BY_THE_STRATEGY",
     "check_ddp_options",
     "check_ddp_values",
+    "check_hooks",
     "check_launch_options",
     "check_module",
     "known_ddp_options",
@@ -210,3 +212,25 @@ def check_module(module: nn.Module) -> None:
                 f"Parameter {name!r} is a DTensor. strategy 'bytescheduler' replicates the model as DDP does; use "
                 "Lightning's ModelParallelStrategy for sharded models."
             )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse an optimizer that takes the place of DDP's comm hook, and warn of hooks that run before the average.
+
+    Raises:
+        UnsupportedError: Names the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"Parameter {name!r} is stepped in the backward pass, by _apply_optimizer_in_backward, which takes the "
+                "place of the scheduler in DDP. Step it with the optimizer that configure_optimizers returns, or use "
+                "strategy='ddp'."
+            )
+    hooked = [name for name, p in module.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        rank_zero_warn(
+            f"{hooked[0]!r} has a hook after accumulation of its gradient (register_post_accumulate_grad_hook; "
+            f"{len(hooked)} parameters have). It sees this rank's gradient, before the average over ranks, as with "
+            "DDP: an optimizer that steps there leaves each rank with weights of its own."
+        )

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
-from lightning_bytescheduler.ddp.ddp_arguments import check_module
+from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
@@ -188,6 +188,7 @@ class FabricModuleGradients:
 
     def __init__(self, module: nn.Module, *, board: FaultBoard, options: SetUpOptions, device: torch.device) -> None:
         check_module(module)
+        check_hooks(module)
         self._options = options
         self._device = device
         self._module = weakref.ref(module)

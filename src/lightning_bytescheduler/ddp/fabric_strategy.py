@@ -30,7 +30,6 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 from lightning_bytescheduler.ddp.fabric_module import FabricModuleGradients, SetUpOptions, take_final
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts, shape_facts
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
-from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -122,8 +121,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         OptionError: If an option or environment variable has a value that is not allowed.
         UnsupportedError: If an option cannot be honoured in Fabric.
     """
-
-    own_names = OwnNames("bytescheduler", with_option="ByteSchedulerFabricStrategy({option}=True)")
 
     def __init__(
         self,

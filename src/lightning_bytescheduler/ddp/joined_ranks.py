@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
-from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -39,8 +38,6 @@ class JoinedRanks:
 
     sigterm_patience_s: ClassVar[float] = 0.0
     """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
-    own_names: ClassVar[OwnNames]
-    """What it is called in hints."""
     # Of Lightning's strategy.
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
@@ -166,7 +163,6 @@ class JoinedRanks:
         if self._failed:
             return
         self._failed = True
-        self._hint(exception)
         board = self._board
         if board is None:
             return
@@ -183,10 +179,6 @@ class JoinedRanks:
 
     def _end_with(self, cause: BaseException) -> None:
         """End what else this rank does with the others, because of ``cause``."""
-
-    def _hint(self, exception: BaseException) -> None:
-        """Have Lightning's hints in ``exception`` say this package's names."""
-        self.own_names.put_into(exception)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

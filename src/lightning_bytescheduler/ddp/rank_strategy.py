@@ -21,7 +21,7 @@ from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.ddp.sigterm import sigterm_ends_at_once
+from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.whole_file import written_whole
 from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.lightning_api import (
@@ -30,6 +30,7 @@ from lightning_bytescheduler.lightning_api import (
     ClusterEnvironment,
     DDPStrategy,
     Precision,
+    SIGTERMException,
     _MultiProcessingLauncher,
     pl,
     rank_zero_info,
@@ -67,14 +68,6 @@ class PublishingLauncher(_MultiProcessingLauncher):
     """
 
     _strategy: RankStrategy
-
-    def launch(self, *args: Any, **keywords: Any) -> Any:
-        """See Lightning's launcher."""
-        try:
-            return super().launch(*args, **keywords)
-        except Exception as error:
-            self._strategy.own_names.put_into(error)
-            raise
 
     def _wrapping_function(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], *arguments: Any, **keywords: Any
@@ -136,7 +129,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
-        self.own_names.require_for_notebook(self._launcher)
 
     def outcome(self) -> Any:
         """What is known of a fit when it is over, for a main process that starts ranks and is none itself."""
@@ -239,12 +231,13 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """See DDPStrategy."""
         self.publish_failure(exception)
-        self._hint(exception)
 
-    def _hint(self, exception: BaseException) -> None:
-        """Add Lightning's hints to ``exception``, in this package's names."""
+    def publish_failure(self, exception: BaseException) -> None:
+        """See JoinedRanks; with Lightning's hint, which the other ranks show, too."""
         super(JoinedRanks, self).on_exception(exception)
-        super()._hint(exception)
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            ends_by_sigterm(exception, self.global_rank)
+        super().publish_failure(exception)
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
         runtime = None if self._gradients is None else self._gradients.runtime

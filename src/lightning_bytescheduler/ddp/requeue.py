@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_bytescheduler.ddp.sigterm import own_sigterm
+from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.lightning_api import SLURMEnvironment, pl
 
 __all__ = ["OwnStop", "RequeueForAll", "requeues", "worker_signals"]
@@ -30,12 +31,6 @@ _HANDLER = "_slurm_sigusr_handler_fn"  # of Lightning's signal connector
 def requeues(environment: object) -> bool:
     """Whether a signal of SLURM is to save and requeue the job."""
     return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
-
-
-class _Stop(Protocol):
-    def ask(self) -> None: ...
-
-    def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float) -> bool: ...
 
 
 class OwnStop:
@@ -62,7 +57,9 @@ class RequeueForAll(pl.Callback):
         timeout: Longest wait for them, in seconds.
     """
 
-    def __init__(self, stop: _Stop, *, failure: Callable[[], BaseException | None], timeout: float) -> None:
+    def __init__(
+        self, stop: AgreedStop | OwnStop, *, failure: Callable[[], BaseException | None], timeout: float
+    ) -> None:
         self._stop = stop
         self._failure = failure
         self._timeout = timeout

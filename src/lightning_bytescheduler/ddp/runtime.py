@@ -248,7 +248,8 @@ class SchedulerRuntime:
         """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
         cause = self._core.abort_cause
         # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
-        if cause is not None and isinstance(error, (RuntimeError, ByteSchedulerError)):
+        wrapped = isinstance(error, RuntimeError) and str(cause) in str(error)
+        if cause is not None and (wrapped or isinstance(error, ByteSchedulerError)):
             error = cause
         if self._servers is not None:
             error = self._servers.explain_timeout(error)

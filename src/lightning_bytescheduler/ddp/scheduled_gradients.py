@@ -27,7 +27,7 @@ from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
-from lightning_bytescheduler.ddp.ddp_arguments import check_module
+from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
@@ -290,6 +290,7 @@ class ScheduledGradients:
         if module is None or runtime is None:
             return
         self._finding = ""
+        check_hooks(module)
         engine, unseen = runtime.engine, frozenset(unseen_parameters(module))
         plan = make_plan(
             module,

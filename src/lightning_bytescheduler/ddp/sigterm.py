@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,10 +32,11 @@ from lightning_bytescheduler.failures.standstill import break_connections, waiti
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, TrainerFn, pl
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = ["SigtermForAll", "own_sigterm", "sigterm_ends_at_once"]
+__all__ = ["SigtermForAll", "ends_by_sigterm", "own_sigterm", "sigterm_ends_at_once"]
 
 log = logging.getLogger(__name__)
 
+_OBSERVER = "child-process-observer"  # of Lightning's launcher
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
 _ALL_STOP_S = 20.0  # schedulers kill after 30 s
 _BEGUN_S = 1.0  # for what is on its way
@@ -60,16 +62,14 @@ def own_sigterm(
     """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
+    note = received or partial(setattr, connector, "received_sigterm", True)
 
     def handle(signum: int, frame: FrameType | None) -> None:
         log.info("[rank %d] Received SIGTERM", trainer.global_rank)
         launcher = trainer.strategy.launcher
         if not connector.received_sigterm and launcher is not None:
             launcher.kill(signum)
-        if received is None:
-            connector.received_sigterm = True
-        else:
-            received()
+        note()
 
     connector._sigterm_notifier_fn = handle
     loop._broadcast_sigterm_tensor = begins_batch
@@ -100,6 +100,20 @@ def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[Non
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
+    """Have this process end as one without a handler would, and say so: Lightning's exception means success.
+
+    Args:
+        exception: That ends it.
+        rank: This one.
+    """
+    exception.code = 128 + signal.SIGTERM
+    log.warning("[rank %d] A SIGTERM, to this rank or another one, ends training: exit code %d", rank, exception.code)
+    for thread in threading.enumerate():
+        if thread.name == _OBSERVER:  # would kill this process, which may be saving, when another one has ended so
+            vars(thread)["_child_processes"] = []
 
 
 class SigtermForAll:

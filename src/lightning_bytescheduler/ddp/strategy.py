@@ -34,7 +34,6 @@ from lightning_bytescheduler.ddp.fit_position import (
     shape_facts,
 )
 from lightning_bytescheduler.ddp.fit_report import say_if_tiny
-from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, RankStrategy, callbacks_of
@@ -147,7 +146,6 @@ class ByteSchedulerStrategy(RankStrategy):
 
     # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
     sigterm_patience_s = 10.0
-    own_names = OwnNames("bytescheduler", with_option="ByteSchedulerStrategy({option}=True)")
     example_option = "partition_size=131_072"
     _gradients: ScheduledGradients
 

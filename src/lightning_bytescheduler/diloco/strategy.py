@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import options_by_name
-from lightning_bytescheduler.ddp.own_names import OwnNames
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.requeue import worker_signals
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
@@ -168,9 +167,6 @@ class DiLoCoStrategy(CheckpointedStrategy):
         CoordinatorError: In ``fit``: if the coordinator refuses this worker.
     """
 
-    own_names = OwnNames(
-        "diloco", with_option="DiLoCoStrategy(..., inner_options={{'{option}': True}})", unused_variants=False
-    )
     example_option = "inner_steps=100"
     _options_elsewhere = OPTIONS_ELSEWHERE
 
