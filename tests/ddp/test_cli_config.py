@@ -55,6 +55,19 @@ def test_a_policy_arrives_by_name(tmp_path: Path, policy: str) -> None:
     assert _strategy(tmp_path, config)._options.policy.name == policy
 
 
+def test_options_of_several_values_arrive(tmp_path: Path) -> None:
+    given = (
+        "tuning: both\n      servers: {spare: 1, group: node}\n"
+        "      weighting: samples\n      batch_size: {balanced: [4, 8]}"
+    )
+    config = _CONFIG.replace("partition_size: 1000", given)
+    strategy = _strategy(tmp_path, config)
+    assert strategy._options.tunes_credit
+    assert strategy._options.tunes_partition
+    assert (strategy._servers.spare, strategy._servers.group) == (1, "node")
+    assert strategy._weighting.limits(2, 10) == [4, 8]
+
+
 def test_options_arrive(tmp_path: Path) -> None:
     strategy = _strategy(tmp_path, _CONFIG)
     options = strategy._options
