@@ -47,7 +47,6 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BYTESCHEDULER_BATCH_SIZE", raising=False)
     given = defaults(DiLoCoStrategy)
     assert {name: value for name, value in given.items() if value is not None} == {
-        "lead_steps": 3,
         "worker_states": True,
     }
     options = DiLoCoStrategy()._options  # what is left out is the coordinator's, where there is one
