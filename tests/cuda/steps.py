@@ -26,7 +26,7 @@ from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
-from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine, schedule_bucket
+from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -254,7 +254,7 @@ def _train_scheduled(
     model, optimizer, inputs = _model(rank, case, device)
     scheduled = Scheduled(list(model.module.parameters()), device, case)
     engine = scheduled.engine
-    model.register_comm_hook(engine, schedule_bucket)
+    engine.take_over(model)
     with inside(scheduled) as seen:
         for batch in inputs:
             engine.begin_forward()

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
@@ -65,6 +67,17 @@ class Travels:
         disarm([self.parameter])
 
 
+class Passes:
+    """Counts backward passes that it is told of."""
+
+    count = 0
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        self.count += 1
+        yield
+
+
 def update(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.mul_(2.0).add_(1.0)
@@ -72,7 +85,7 @@ def update(parameter: nn.Parameter) -> None:
 
 @pytest.fixture(autouse=True)
 def entry_points() -> Iterator[Callable[[], None]]:
-    leave = watch_entry_points()
+    leave = watch_entry_points(Passes())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         yield leave
@@ -324,7 +337,7 @@ class Opens(Travels):
 
 def test_what_was_replaced_is_put_back(entry_points: Callable[[], None]) -> None:
     watched = torch.overrides.has_torch_function
-    leave = watch_entry_points()
+    leave = watch_entry_points(Passes())
     assert torch.overrides.has_torch_function is watched
     leave()
     leave()
@@ -346,3 +359,18 @@ def test_what_somebody_has_replaced_since_is_left_alone(
     monkeypatch.undo()
     assert nn.Module.zero_grad is before
     nn.Module.zero_grad = before.__wrapped__  # type: ignore[method-assign, attr-defined]
+
+
+def test_passes_that_add_to_gradients_are_told_once() -> None:
+    passes = Passes()
+    leave = watch_entry_points(passes)
+    model, inputs = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    torch.autograd.grad(model(inputs).sum(), inputs)
+    assert passes.count == 0, "it adds to nothing"
+    model(inputs).sum().backward()
+    assert passes.count == 1
+    checkpoint(model, inputs, use_reentrant=True).sum().backward()
+    assert passes.count == 2, "the pass inside is a part of it"
+    leave()
+    model(inputs).sum().backward()
+    assert passes.count == 2

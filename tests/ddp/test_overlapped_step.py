@@ -89,7 +89,7 @@ def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
     update = BucketUpdate(step, GradientBucket(0, [parameter], buffer, 0), task)
     parameter.grad = buffer.view(3)
     step.updates.append(update)
-    step._gates_closed = True
+    step._all_closed = True
     return update
 
 

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-__all__ = ["FACTORS", "FORBIDDEN", "Combination", "Forbidden", "allowed", "random_combination"]
+__all__ = ["FACTORS", "FORBIDDEN", "GRADIENTS_IN_HAND", "Combination", "Forbidden", "allowed", "random_combination"]
 
 FACTORS: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
@@ -101,6 +101,9 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "weight-averaging": "`WeightAveraging` (EMA)",
         "SWA": "`StochasticWeightAveraging`",
         "reads-gradients": "a callback that reads gradients before the step (gradient norms in a log)",
+        "second-pass": "a second backward pass before the step (a penalty's)",
+        "other-memory": "gradients that are given other memory",
+        "looks-in-hooks": "backward hooks that read or write other layers' gradients",
         "new-state": "an optimizer whose state is replaced",
         "keeps-state": "a callback that keeps the optimizer's state, or a tensor of it",
         "step-hooks": "hooks of the optimizer's step",
@@ -109,6 +112,10 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Factor -> value -> what a user would call it; values that look the same to a user have the same words."""
+
+
+GRADIENTS_IN_HAND = ("second-pass", "other-memory", "looks-in-hooks")
+"""Loops that do something to gradients: with rows of the matrix for themselves."""
 
 
 class Forbidden(NamedTuple):

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from tests.parity import checks, rule
 from tests.parity.combined_models import BATCHES, CLIP, ChangesBetas, Unfreezes, build
-from tests.parity.factors import FACTORS, Combination, allowed
+from tests.parity.factors import FACTORS, GRADIENTS_IN_HAND, Combination, allowed
 from tests.parity.observers import KeepsState, ReadsGradients, ReplacesOptimizerState
+from tests.parity.own_gradients import GivesOtherMemory, LooksInHooks
 from tests.parity.pairwise import covering_array
+from tests.parity.second_passes import AddsPenalty
 from tests.parity.silent_readers import READERS
 from tests.support.fit import SIZES, Outcome, Recipe, Run
 from tests.support.rank_pool import RankPool
@@ -59,7 +61,9 @@ class Scale:
 
 def matrix() -> list[Combination]:
     """Every allowed pair of values occurs in one of these."""
-    return [Combination(**row) for row in covering_array(FACTORS, allowed)]
+    rows = covering_array({**FACTORS, "loop": [v for v in FACTORS["loop"] if v not in GRADIENTS_IN_HAND]}, allowed)
+    rows += covering_array(FACTORS, allowed, after=rows)
+    return [Combination(**row) for row in rows]
 
 
 def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale | None = None, **run: Any) -> None:
@@ -192,6 +196,9 @@ _CALLBACKS: dict[str, Any] = {
     "weight-averaging": _weight_averaging,
     "SWA": partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1),
     "reads-gradients": ReadsGradients,
+    "second-pass": AddsPenalty,
+    "other-memory": GivesOtherMemory,
+    "looks-in-hooks": LooksInHooks,
     "new-state": ReplacesOptimizerState,
     "keeps-state": KeepsState,
 }

@@ -15,7 +15,12 @@ Allowed = Callable[[Value, Value], bool]
 
 
 def covering_array(
-    factors: Mapping[str, Iterable[str]], allowed: Allowed, *, seed: int = 0, candidates: int = 12
+    factors: Mapping[str, Iterable[str]],
+    allowed: Allowed,
+    *,
+    seed: int = 0,
+    candidates: int = 12,
+    after: Iterable[Mapping[str, str]] = (),
 ) -> list[dict[str, str]]:
     """Choose rows until every allowed pair occurs; the same ones each time.
 
@@ -27,13 +32,14 @@ def covering_array(
         allowed: Whether two values may be in one row.
         seed: Of the orders in which factors are filled in.
         candidates: How many rows are made for each one that is kept.
+        after: Rows that there are already; none of them is returned.
 
     Raises:
         ValueError: If a pair is allowed, but no row with it is.
     """
     values = {factor: list(of_factor) for factor, of_factor in factors.items()}
     generator = random.Random(seed)
-    missing = possible_pairs(values, allowed)
+    missing = possible_pairs(values, allowed).difference(*(pairs_in(row.items()) for row in after))
     rows = []
     while missing:
         start = sorted(min(missing, key=sorted))

@@ -67,6 +67,12 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("loop", "reads-gradients"): Effect(
         Mode.READ, "", "what is read has to be there", "read them every few steps only"
     ),
+    ("loop", "second-pass"): Effect(
+        Mode.READ, "", "it adds to the means, which have to be there", "add the penalty to the loss"
+    ),
+    ("loop", "other-memory"): Effect(
+        Mode.READ, "", "what is changed has to be there", "`gradient_clip_val`, where that is meant"
+    ),
     ("loop", "keeps-state"): Effect(
         Mode.READ, "", "what is kept shows each step at once", "ask for it when it is read; copy what is kept"
     ),

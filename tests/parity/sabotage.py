@@ -140,7 +140,7 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_entry_points(module: LightningModule) -> Iterator[None]:
     """Let functions that tell nobody what they are handed have it as it is."""
-    with patch.object(runtime_module, "watch_entry_points", lambda: lambda: None):
+    with patch.object(runtime_module, "watch_entry_points", lambda _: lambda: None):
         yield
 
 

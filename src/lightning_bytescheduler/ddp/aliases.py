@@ -25,7 +25,7 @@ import ctypes
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,14 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.partial_step import attributes_of
 
-__all__ = ["AliasDetector", "note_script", "references_to_memory", "scripted_parameters", "state_is_kept"]
+__all__ = [
+    "AliasDetector",
+    "kept_elsewhere",
+    "note_script",
+    "references_to_memory",
+    "scripted_parameters",
+    "state_is_kept",
+]
 
 _storage_of = torch.Tensor.untyped_storage
 _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
@@ -97,6 +104,15 @@ def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
         return any(
             use_count((storage := storage_of(t))._cdata) > alone or (t.is_cpu and storage.is_shared()) for t in tensors
         )
+
+
+def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Of gradients by parameter, those whose memory somebody holds besides: more than they hold of it together."""
+    if _ALONE is None or not of:
+        return []
+    dense = [(p, g) for p, g in of if g.layout is torch.strided]
+    sharing = Counter(_storage_of(g)._cdata for _, g in dense)
+    return [(p, g) for p, g in dense if references_to_memory(g) > _ALONE - 1 + sharing[_storage_of(g)._cdata]]
 
 
 class AliasDetector:

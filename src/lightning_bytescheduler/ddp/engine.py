@@ -25,14 +25,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
@@ -127,6 +128,7 @@ class GradientEngine:
             core=core,
             transport=transport,
             parameters=parameters,
+            await_means=lambda ids: self._step.await_means(ids),
             device=device,
             timeout=timeout,
             statistics=statistics,
@@ -158,6 +160,13 @@ class GradientEngine:
         self._context.unseen = set(options.unseen)
         if listener is not None:
             self._context.listener = listener
+
+    def take_over(self, model: DistributedDataParallel) -> None:
+        """Take the place of the communication of ``model``."""
+        self._context.own_gradients.know(model)
+        model.register_comm_hook(self, schedule_bucket)
+        # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
     # ------------------------------------------------------------------ what others may ask, on any thread
 
@@ -256,6 +265,7 @@ class GradientEngine:
         if bucket.is_last():
             self.steps_offered = step.number
         buffer = bucket.buffer()
+        self._context.own_gradients.hand_over(bucket)
         return step.reduce_sparse(bucket, buffer) if buffer.is_sparse else step.reduce(bucket, buffer)
 
     def _begin_step(self) -> None:
@@ -326,6 +336,7 @@ class GradientEngine:
         context.training_thread = threading.get_ident()
         self.phase = f"in training_step, step {number}"
         context.forward = ForwardPass(context.clock())
+        context.own_gradients.begin_forward()
         if self.options.overlapped:
             self._function_touches.begin()
             self._first_use.begin(context.unseen)
@@ -335,6 +346,7 @@ class GradientEngine:
         """After ``training_step``: apply what it did not touch."""
         context = self._context
         forward, number = context.forward, self._step.number + 1
+        context.own_gradients.end_forward()
         self._first_use.end()
         late, untouched = self._step.end_forward()
         context.reads.end(late, untouched)
@@ -358,27 +370,36 @@ class GradientEngine:
         self._last_index = sys.maxsize
         self._backward_start = context.clock()
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Accumulating``."""
+        self._step.open_all("another backward pass")
+        with self._context.own_gradients.backward_pass():
+            yield
+        if self._in_backward:
+            self._find_unseen()  # not after a pass that comes besides, which has gradients of other layers
+        self._step.end_backward()
+
     def after_backward(self) -> None:
         """After a backward pass: account for its time."""
         context, step = self._context, self._step
         step.count_exposed()
         if context.weights is not None:
             context.weights.end_backward()
-        context.unseen |= self._first_use.read_unseen()
-        for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
-            if parameters:
-                self._found_unseen(parameters, certain)
         self.phase = f"after the backward pass, step {step.number}"
         self.steps_handed_over = step.number
         self._in_backward = False
-        step.end_backward()
         context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
 
-    def _found_unseen(self, parameters: list[nn.Parameter], certain: bool) -> None:
-        """Take their updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
-        self._context.unseen.update(map(id, parameters))
-        self._first_use.note_unseen(parameters)
-        self._context.listener.read_unseen(parameters, self._step.number, certain)
+    def _find_unseen(self) -> None:
+        """Take updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
+        context = self._context
+        context.unseen |= self._first_use.read_unseen()
+        for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
+            if parameters:
+                context.unseen.update(map(id, parameters))
+                self._first_use.note_unseen(parameters)
+                context.listener.read_unseen(parameters, self._step.number, certain)
 
     def _tell_touch(self, parameter: nn.Parameter) -> None:
         on_open = self._context.on_open
@@ -437,6 +458,7 @@ class GradientEngine:
         with self._context.lock:
             self._first_use.end()
             self._context.reads.close()
+            self._context.own_gradients.close()
             self._function_touches.end()
             self._step.close()
 

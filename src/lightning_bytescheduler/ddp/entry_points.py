@@ -9,6 +9,8 @@ Each is replaced where PyTorch looks it up, by a function that opens gates and g
 - *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
 - *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
   open, and what is scripted or traced is known to be read unseen from then on;
+- *backward passes* add to gradients, which are under way as others left them: those land first. A pass inside of
+  another one, as of activation checkpointing, is a part of that;
 - *custom functions* are how kernels that take a weight's memory (Triton, CUDA extensions) become part of a model.
   ``torch.autograd.Function.apply`` dispatches no ``__torch_function__``, but hands the arguments to
   ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call. ``apply`` itself stays what it is, so
@@ -44,6 +46,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -57,7 +60,7 @@ from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
 
-__all__ = ["Forkable", "FunctionTouches", "before_forks", "watch_entry_points"]
+__all__ = ["Accumulating", "Forkable", "FunctionTouches", "before_forks", "watch_entry_points"]
 
 _NAME = "unwrap_dead_wrappers"
 _functions_lock = threading.Lock()
@@ -184,28 +187,40 @@ _NEED_ALL_OPEN = {
     ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
 }
 
+_RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # where its name is looked up
+
+
+class Accumulating(Protocol):
+    """What has gradients under way, to which a backward pass would add."""
+
+    def backward_pass(self) -> AbstractContextManager[object]:
+        """Around a backward pass that adds to gradients."""
+
+
 _lock = threading.Lock()
-_watchers = 0
+_watchers: list[Accumulating] = []
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is in its place
 
 
-def watch_entry_points() -> Callable[[], None]:
-    """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads."""
-    global _watchers
+def watch_entry_points(engine: Accumulating) -> Callable[[], None]:
+    """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads.
+
+    Args:
+        engine: Told of backward passes.
+    """
     with _lock:
-        _watchers += 1
-        if _watchers == 1:
+        _watchers.append(engine)
+        if len(_watchers) == 1:
             _replace_all()
     left = False
 
     def leave() -> None:
-        global _watchers
         nonlocal left
         with _lock:
             if left:
                 return
             left = True
-            _watchers -= 1
+            _watchers.remove(engine)
             if not _watchers:
                 while _replaced:
                     owner, name, original, ours = _replaced.pop()
@@ -222,10 +237,26 @@ def _replace_all() -> None:
         _replace(module, name, _leaving_gates_closed)
     for (module, name), reason in _NEED_ALL_OPEN.items():
         _replace(module, name, functools.partial(_opening_everything, reason))
+    for module in _RUN_BACKWARD:
+        _replace(module, "_engine_run_backward", _telling_passes)
     _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
     for owner, name, make in compiled_calls.entry_points():
         original = getattr(owner, name)
         _put(owner, name, original, make(original))
+
+
+def _telling_passes(run: Any) -> Any:
+    @functools.wraps(run)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        adds = kwargs.get("accumulate_grad") and torch._C._current_autograd_node() is None
+        if not adds or torch.compiler.is_dynamo_compiling():
+            return run(*args, **kwargs)
+        with ExitStack() as told:
+            for engine in list(_watchers):
+                told.enter_context(engine.backward_pass())
+            return run(*args, **kwargs)
+
+    return running
 
 
 def _noting_scripts(original: Any) -> Any:

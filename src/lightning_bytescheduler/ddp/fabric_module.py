@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
-from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
+from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start
 from lightning_bytescheduler.ddp.gates import is_of_libraries
 from lightning_bytescheduler.ddp.loss_scaler import is_enabled
@@ -51,12 +50,11 @@ from lightning_bytescheduler.ddp.plan import (
     optimizer_reasons,
     unseen_parameters,
 )
-from lightning_bytescheduler.ddp.read_warnings import say_unseen
+from lightning_bytescheduler.ddp.read_warnings import ENOUGH, SeenReads
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import FabricMixedPrecision, FabricPrecision, rank_zero_info
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
@@ -65,7 +63,6 @@ from lightning_bytescheduler.tuning.default_sizes import is_slow
 __all__ = ["FabricModuleGradients", "LoopReads", "ScheduledDataParallel", "SetUpOptions"]
 
 _FABRIC = str(Path(inspect.getfile(FabricPrecision)).parents[2])  # all of Fabric's files
-_ENOUGH = 20  # steps of which most were read early, before it is worth a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +114,8 @@ class ScheduledDataParallel(DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class LoopReads(StepListener):
-    """Counts the steps whose updates or gradients were waited for between steps, by the line that reads them.
-
-    Args:
-        names: Of the parameters, by their ids.
-        rank: Of this process.
-    """
-
-    def __init__(self, names: Mapping[int, str], rank: int) -> None:
-        self._names = names
-        self._rank = rank
-        self._told: set[str] = set()
-        self.steps: Counter[str] = Counter()
-        self.whole_steps: Counter[str] = Counter()
-        self.unseen: dict[str, int] = {}
+class LoopReads(SeenReads):
+    """See :class:`SeenReads`: by the line that reads."""
 
     def waited_early(self) -> None:
         """See :class:`StepListener`."""
@@ -139,25 +123,13 @@ class LoopReads(StepListener):
         if reader is None:
             return
         self.steps[reader] += 1
-        if self.steps[reader] >= _ENOUGH and reader not in self._told:
+        if self.steps[reader] >= ENOUGH and reader not in self._told:
             self._told.add(reader)
             rank_zero_info(
                 f"bytescheduler: {reader} looked at weights or gradients between steps, {self.steps[reader]} times so "
                 "far. They are what DDP would show, but these steps wait for all gradients; looking less often keeps "
                 "the overlap."
             )
-
-    def stepped_whole(self, why: str) -> None:
-        """See :class:`StepListener`."""
-        self.whole_steps[why] += 1
-        if self.whole_steps[why] == _ENOUGH:
-            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
-
-    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """See :class:`StepListener`."""
-        found = [self._names[id(p)] for p in parameters]
-        self.unseen.update(dict.fromkeys(found, step))
-        say_unseen(found, step, certain=certain, rank=self._rank)
 
 
 def _reader(frame: FrameType | None) -> str | None:
@@ -224,9 +196,7 @@ class FabricModuleGradients:
         if not self._options.own_buckets:
             ddp["bucket_cap_mb"] = self._agreed.sizes.bucket_bytes / 2**20
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
-        model.register_comm_hook(runtime.engine, schedule_bucket)
-        # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
-        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        runtime.engine.take_over(model)
         self._wrapper = weakref.ref(model)
         return model
 

@@ -247,6 +247,10 @@ class StepTransforms:
             pending, self._pending_scale = self._pending_scale, None
             pending.update()
 
+    def let_go(self) -> None:
+        """All is done: hold no gradient, of which one would be kept for whoever holds it."""
+        self._gradients = {}
+
     def discard(self) -> None:
         """Forget a loss scale that was to be updated."""
         pending, self._pending_scale = self._pending_scale, None

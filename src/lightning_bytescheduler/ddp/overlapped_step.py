@@ -60,6 +60,9 @@ from lightning_bytescheduler.timeline.timeline import STEP
 __all__ = ["BucketUpdate", "OverlappedStep", "UpdateState"]
 
 
+_KEPT = "somebody keeps gradients, or the memory they are in (clone what is kept, to keep the overlap)"
+
+
 class UpdateState(enum.Enum):
     """Where a bucket's update stands; see the module."""
 
@@ -132,6 +135,8 @@ class BucketUpdate:
         step, context = self.step, self.step.context
         if context.entered:
             return
+        if gradient_only and context.own_gradients.look(parameter):
+            return  # in the backward pass: not what is under way
         self.touched_by = parameter
         if gradient_only or self.state in (UpdateState.DUE, UpdateState.STEPPED):
             context.bucket_needed(self.bucket)
@@ -254,7 +259,7 @@ class OverlappedStep(TrainingStep):
         self._reduction = context.reduction(number, sharded=sharded)
         self.transforms = StepTransforms(self._reduction, self._buckets, context.wait)
         self._position_of = position_of
-        self._gates_closed = False
+        self._all_closed = False
         self._optimizer: Optimizer | None = None
         self._due: DueStep | None = None
 
@@ -271,12 +276,19 @@ class OverlappedStep(TrainingStep):
             task = self._reduction.reduce(self.context.on_the_wire(known, self.number))
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))
+            self.updates[-1].close_gate()  # hooks of this very pass may read and write gradients
         if bucket.is_last():
             self._reduction.close()
-            self._gates_closed = True
-            for update in self.updates:
-                update.close_gate()
+            self._all_closed = True
         return future
+
+    def await_means(self, parameters: set[int]) -> None:
+        """See :class:`TrainingStep`."""
+        self.context.listener.stepped_whole(_KEPT)
+        with self.context.lock:
+            for update in self.updates:
+                if update.state is UpdateState.REDUCING and not parameters.isdisjoint(map(id, update.parameters)):
+                    update.await_gradient("gradient")
 
     def end_backward(self) -> None:
         """See :class:`TrainingStep`."""
@@ -290,17 +302,17 @@ class OverlappedStep(TrainingStep):
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """See :class:`TrainingStep`."""
         with self.context.lock:
-            return self.transforms.unscale(optimizer, inverse_scale) if self._gates_closed else None
+            return self.transforms.unscale(optimizer, inverse_scale) if self._all_closed else None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`TrainingStep`."""
         with self.context.lock:
-            return self._gates_closed and self.transforms.clip_norm(optimizer, max_norm)
+            return self._all_closed and self.transforms.clip_norm(optimizer, max_norm)
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """See :class:`TrainingStep`."""
         with self.context.lock:
-            return self._gates_closed and self.transforms.clip_value(optimizer, limit)
+            return self._all_closed and self.transforms.clip_value(optimizer, limit)
 
     def scale_later(self, pending: PendingScale) -> None:
         """See :class:`TrainingStep`."""
@@ -322,8 +334,8 @@ class OverlappedStep(TrainingStep):
             self._await_unseen()
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
             # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
-            why_whole = _why_whole(optimizer, own_step) if self._gates_closed else None
-            if self._gates_closed and deferrable and not why_whole:
+            why_whole = _why_whole(optimizer, own_step) if self._all_closed else None
+            if self._all_closed and deferrable and not why_whole:
                 self._defer(optimizer, deferrable)
                 return None
         if why_whole:
@@ -334,7 +346,7 @@ class OverlappedStep(TrainingStep):
             return None if self.transforms.leaves_step_out() else own_step()
 
     def _await_unseen(self) -> None:
-        held = self.context.find_held() if self._gates_closed else set()
+        held = self.context.find_held() if self._all_closed else set()
         for update in self.updates:
             unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
             if unseen and update.state is UpdateState.REDUCING:
@@ -388,11 +400,7 @@ class OverlappedStep(TrainingStep):
                 update.step_early()
 
     def open_all(self, reason: str) -> None:
-        """Something begins that must find all weights final and no gate closed, on any thread.
-
-        Args:
-            reason: What begins, in words.
-        """
+        """See :class:`TrainingStep`."""
         context = self.context
         with context.lock:
             if not any(update.is_closed for update in self.updates):
@@ -418,10 +426,11 @@ class OverlappedStep(TrainingStep):
         with self.context.lock:
             self._flush()
             self.updates = []  # which lead here: what they hold is let go at once
+            self.transforms.let_go()
 
     def before_fork(self) -> None:
         """See :class:`TrainingStep`."""
-        if self._gates_closed:
+        if self._all_closed:
             self._flush()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
 
-__all__ = ["EarlyReads"]
+__all__ = ["ENOUGH", "EarlyReads", "SeenReads"]
 
 log = logging.getLogger(__name__)
 
@@ -44,58 +44,60 @@ def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> 
         log.error("rank %d: %s", rank, message)
 
 
-_ENOUGH = 20  # steps of which most were read early, before it is worth a line
+ENOUGH = 20  # steps of which most were read early, before it is worth a line
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
 
 
-class EarlyReads(StepListener):
-    """Counts the steps whose updates or gradients were waited for between steps, by who did, and what else costs.
+class SeenReads(StepListener):
+    """Counts the steps whose updates or gradients were waited for between steps, and what else costs.
+
+    Args:
+        names: Of the parameters, by their ids.
+        rank: Of this process.
+
+    Attributes:
+        steps: How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
+        whole_steps: How many steps were taken whole, by why.
+        unseen: In which step each parameter was found to have been read past its gate, by its name.
+    """
+
+    def __init__(self, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
+        self._names = names or {}
+        self._rank = rank
+        self._told: set[str] = set()
+        self.steps: Counter[str] = Counter()
+        self.whole_steps: Counter[str] = Counter()
+        self.unseen: dict[str, int] = {}
+
+    def stepped_whole(self, why: str) -> None:
+        """See :class:`StepListener`."""
+        self.whole_steps[why] += 1
+        if self.whole_steps[why] == ENOUGH:
+            rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """See :class:`StepListener`."""
+        found = [self._names[id(p)] for p in parameters]
+        self.unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._rank)
+
+
+class EarlyReads(SeenReads):
+    """See :class:`SeenReads`: by callback, module or logger.
 
     Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
     nothing costs nothing, one that reads every hundred steps costs every hundredth step.
 
     Args:
         trainer: Reads while it validates, tests or predicts are none of ours.
-        names: Of the parameters, by their ids.
-        rank: Of this process.
+        names: See :class:`SeenReads`.
+        rank: See :class:`SeenReads`.
     """
 
     def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
+        super().__init__(names, rank)
         self._trainer = trainer
-        self._names = names or {}
-        self._rank = rank
-        self._steps: Counter[str] = Counter()
-        self._whole: Counter[str] = Counter()
-        self._unseen: dict[str, int] = {}
         self._first_step: dict[str, int] = {}
-        self._told: set[str] = set()
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``."""
-        return dict(self._steps)
-
-    @property
-    def whole_steps(self) -> dict[str, int]:
-        """How many steps were taken whole, by why."""
-        return dict(self._whole)
-
-    @property
-    def unseen(self) -> dict[str, int]:
-        """In which step each parameter was found to have been read past its gate, by its name."""
-        return dict(self._unseen)
-
-    def stepped_whole(self, why: str) -> None:
-        """See :class:`StepListener`."""
-        self._whole[why] += 1
-        if self._whole[why] == _ENOUGH:
-            rank_zero_info(f"bytescheduler: {_ENOUGH} steps were not deferred, because {why}.")
-
-    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """See :class:`StepListener`."""
-        found = [self._names[id(p)] for p in parameters]
-        self._unseen.update(dict.fromkeys(found, step))
-        say_unseen(found, step, certain=certain, rank=self._rank)
 
     def waited_early(self) -> None:
         """See :class:`StepListener`."""
@@ -105,12 +107,12 @@ class EarlyReads(StepListener):
         if reader is None:
             return
         step = self._trainer.global_step
-        self._steps[reader] += 1
+        self.steps[reader] += 1
         since = step - self._first_step.setdefault(reader, step) + 1
-        if reader not in self._told and self._steps[reader] >= _ENOUGH and 2 * self._steps[reader] > since:
+        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
             self._told.add(reader)
             rank_zero_info(
-                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self._steps[reader]} of the "
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} of the "
                 f"last {since}. They are what DDP would show, but these steps wait for all gradients; looking less "
                 "often keeps the overlap."
             )

@@ -173,7 +173,7 @@ class SchedulerRuntime:
         )
         self._routing = self._transport.routing = self._route(device)
         self._turns = InterpreterTurns()
-        self._leave_entry_points = watch_entry_points()
+        self._leave_entry_points = watch_entry_points(self.engine)
         board.watch(self)
         # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
         # would abort the process.

@@ -30,7 +30,7 @@ from lightning_bytescheduler.ddp.compression_rules import CompressionRules, name
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
-from lightning_bytescheduler.ddp.engine import EngineOptions, schedule_bucket
+from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import (
     announce,
     codec_cost,
@@ -167,10 +167,10 @@ class ScheduledGradients:
             )
         return replace(
             self._plan,
-            early_readers=reads.steps,
-            whole_steps=reads.whole_steps,
+            early_readers=dict(reads.steps),
+            whole_steps=dict(reads.whole_steps),
             deferred_share=share,
-            read_unseen=reads.unseen,
+            read_unseen=dict(reads.unseen),
             opened_for=dict(self._opened_for),
             placement=placement,
         )
@@ -272,7 +272,7 @@ class ScheduledGradients:
     def take_over(self, model: object) -> None:
         """Take the place of the communication of ``model``, once it is wrapped."""
         if self.runtime is not None and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self.runtime.engine, schedule_bucket)
+            self.runtime.engine.take_over(model)
             agree = partial(self._strategy.reduce_boolean_decision, all=True)
             self._buffers = BufferBroadcast.of(
                 model,
@@ -281,8 +281,6 @@ class ScheduledGradients:
                 failure=self.runtime.failure,
                 timeout=self._timeout,
             )
-            # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
-            model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
     def decide(self) -> None:
         """Decide with the other ranks what overlaps, once everything is set up."""

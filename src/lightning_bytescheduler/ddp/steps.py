@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -30,6 +30,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
+from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
 from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
@@ -136,10 +137,12 @@ class StepContext:
         compression: Says what of the gradients travels encoded, if anything does.
         weights: Says what this rank's gradients count, where not as much as any other's.
         sparse: Averages sparse gradients; on the default group when left out.
+        await_means: Waits until the means of gradients of parameters with these ids are there.
         clock: Seconds; the core's clock.
 
     Attributes:
         weight: Of the step that has begun last: what this rank's gradients count in it.
+        own_gradients: What user code sees of gradients.
         lock: Held while updates are applied, see ``overlapped_step.py``.
         forward: The pass that is under way, or the last one.
         unseen: Ids of parameters whose touches cannot be seen: their updates are taken in the step.
@@ -155,7 +158,7 @@ class StepContext:
         *,
         core: ByteCore,
         transport: GradientTransport,
-        parameters: Iterable[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         device: torch.device,
         timeout: float,
         statistics: SchedulerStatistics,
@@ -163,6 +166,7 @@ class StepContext:
         compression: GradientCompression | None = None,
         weights: SampleWeights | None = None,
         sparse: SparseGradients | None = None,
+        await_means: Callable[[set[int]], None] = lambda _: None,
         clock: Callable[[], float],
     ) -> None:
         self.weights = weights
@@ -180,6 +184,7 @@ class StepContext:
         self.lock = threading.RLock()
         self.stream = TrainingStream(device)
         self.futures = BucketFutures(device)
+        self.own_gradients = OwnGradients(parameters, await_means)
         self.reads = UnseenReads()
         self.forward = ForwardPass(0.0, under_way=False)
         self.training_thread = threading.get_ident()
@@ -412,6 +417,9 @@ class TrainingStep:
             if self.context.choice is not None:
                 self.context.choice.waiting_ends()
 
+    def await_means(self, parameters: set[int]) -> None:
+        """Wait for the gradients of parameters with these ids, somebody else's tensors: the pass is about to end."""
+
     def end_backward(self) -> None:
         """The backward pass has ended: see to gradients that could be read without a touch."""
 
@@ -463,6 +471,13 @@ class TrainingStep:
     def is_pending(self) -> bool:
         """Whether it has updates of which not all may have been applied."""
         return False
+
+    def open_all(self, reason: str) -> None:
+        """Something begins that must find all weights and gradients final and no gate closed, on any thread.
+
+        Args:
+            reason: What begins, in words.
+        """
 
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""

@@ -1,0 +1,259 @@
+"""Gradients are what they are with Lightning's ``"ddp"``, without ``gradient_as_bucket_view``: tensors on their own.
+
+The buckets are DDP's memory: it copies gradients there, and from then on they are under way. What user code has of it:
+
+- *after a backward pass* ``.grad`` is a tensor over the bucket's memory, but not DDP's own view of it: that one refuses
+  ``detach_()``, and whoever gives it other memory (``.grad.data = ...``, ``vector_to_parameters``) takes DDP's bucket
+  apart. What the optimizer finds there is what it steps with, whosever memory that is;
+- *what somebody has kept* from before the pass, such as views of one flat buffer, gets the mean at its end, and is
+  ``.grad`` again. A gradient that was kept and is not ``.grad`` any more has memory of its own from the next pass on;
+- *in a backward pass*, a hook that looks at another layer's gradient finds a copy of what this rank has, and the mean
+  takes its place at the end. Whose gradients are looked at shows in the first two passes: from then on they are copied
+  before their bucket leaves. Who begins later is told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bytescheduler.ddp.aliases import kept_elsewhere
+from lightning_bytescheduler.ddp.gates import arm, disarm, gate_of, is_armed
+from lightning_bytescheduler.lightning_api import rank_zero_warn
+
+__all__ = ["OwnGradients"]
+
+_LOOK_FIRST = 2  # passes: DDP has other buckets in the first one
+_LOOK_EVERY = 16
+_LATE = (
+    "bytescheduler: a hook of the backward pass looked at gradients of other layers, and did not do so in the first "
+    "passes. It may have met means of all ranks, or parts of them, where strategy='ddp' has this rank's gradients. "
+    "From here on it meets those. To avoid it, look from the first passes on, or set gradient_as_bucket_view=False."
+)
+
+Gradients = dict[int, tuple[nn.Parameter, torch.Tensor]]
+"""By id of the parameter."""
+
+
+class OwnGradients:
+    """See the module. Used by the thread of a backward pass, and by autograd's that runs hooks for it.
+
+    Args:
+        parameters: All parameters DDP reduces.
+        await_means: Waits until the means of the gradients of parameters with these ids are there.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], await_means: Callable[[set[int]], None]) -> None:
+        self._parameters = list(parameters)
+        self._await_means = await_means
+        self._beside: Gradients = {}  # over the buckets' memory, as DDP's own views are
+        self._kept: Gradients = {}  # by somebody, from before this pass
+        self._kept_memory: set[int] = set()  # of those, the memory and not the tensor
+        self._had: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._armed: list[nn.Parameter] = []
+        self._copies: Gradients = {}  # for hooks of this pass
+        self._looked_at: dict[int, nn.Parameter] = {}  # by hooks of any pass
+        self._handed_over: set[int] = set()  # in this pass
+        self._passes = 0  # that have communicated
+        self._under_way = self._looked_late = False
+        self._needed = self._static = False
+
+    def know(self, model: DistributedDataParallel) -> None:
+        """Know the options of what has the buckets."""
+        self._needed = model.gradient_as_bucket_view
+        self._static = model.static_graph  # it reduces when the first pass has ended
+
+    def close(self) -> None:
+        """Have nothing to do with gradients any more."""
+        self._look_at([])
+        self._parameters, self._beside, self._looked_at = [], {}, {}
+
+    def begin_forward(self) -> None:
+        """A forward pass begins, perhaps the one in which DDP makes its other buckets and has gradients there."""
+        if self._passes == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._had = [(p, g, g._version) for p, g in _there(self._parameters)]
+
+    def end_forward(self) -> None:
+        """A forward pass has ended, or a backward pass begins in it: gradients are where they were again."""
+        had, self._had = self._had, []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter, gradient, version in had:
+                moved = parameter.grad
+                if moved is not None and moved is not gradient and moved._is_view():
+                    if gradient._version == version:
+                        gradient.copy_(moved)
+                    parameter.grad = gradient
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward pass that adds to gradients, when what was under way has landed."""
+        if self._under_way or not self._needed:  # on another thread
+            yield
+            return
+        self._under_way = True
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self._begin()
+            yield
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self._end()
+        finally:
+            self._look_at([])
+            self._kept, self._copies, self._handed_over = {}, {}, set()
+            self._under_way = False
+        if self._looked_late:
+            self._looked_late = False
+            rank_zero_warn(_LATE)
+
+    def hand_over(self, bucket: dist.GradBucket) -> None:
+        """A bucket leaves: from here on hooks of this pass, and whoever comes after it, see gradients beside it."""
+        if not self._needed:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if not bucket.buffer().is_sparse:
+                self._put(cast("list[nn.Parameter]", bucket.parameters()), bucket.buffer())
+            if (
+                self._kept or self._copies
+            ):  # DDP comes after that, wherever its last bucket is, and looks for its memory
+                Variable._execution_engine.queue_callback(self._give_back)
+
+    def _put(self, parameters: list[nn.Parameter], buffer: torch.Tensor) -> None:
+        self._handed_over.update(map(id, parameters))
+        if not (self._kept or self._copies or self._armed):  # as of almost all passes: as little as possible
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is not None:
+                    parameter.grad = self._put_beside(parameter, gradient)
+            return
+        own = self._kept | self._copies
+        first, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
+        for parameter in parameters:
+            key, gradient = id(parameter), parameter.grad
+            if gradient is None or not gradient.numel():
+                continue
+            if key in self._kept_memory and first <= own[key][1].data_ptr() < end:
+                del own[key], self._kept[key]  # DDP's own, from before it has made other buckets
+            if first <= gradient.data_ptr() < end:
+                parameter.grad = self._put_beside(parameter, gradient)
+            if self._static and not self._passes:
+                continue  # no hook comes any more
+            if key in own:
+                parameter.grad = own[key][1]
+            elif self._passes < _LOOK_FIRST or key in self._looked_at:
+                self._copy(parameter, gradient)
+
+    def _put_beside(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A tensor over the memory of ``gradient``, which is DDP's view."""
+        _, beside = self._beside.get(id(parameter), (None, None))
+        if beside is None or beside.data_ptr() != gradient.data_ptr():  # somebody has given it other memory, or DDP has
+            beside = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
+            beside.set_(gradient.untyped_storage(), gradient.storage_offset(), gradient.size(), gradient.stride())
+            self._beside[id(parameter)] = parameter, beside
+        return beside
+
+    # ------------------------------------------------------------------ one pass
+
+    def _begin(self) -> None:
+        self.end_forward()
+        self._part_with_kept()
+        beside, there = self._beside, _there(self._parameters)
+        ours = {id(p) for p, g in there if id(p) in beside and beside[id(p)][1] is g}
+        memory = kept_elsewhere([(p, g) for p, g in there if id(p) not in ours])
+        kept = [(p, g) for p, g in there if sys.getrefcount(g) > _IN_GRAD + (id(p) in ours)]
+        self._kept = {id(p): (p, g) for p, g in memory + kept}
+        self._kept_memory = self._kept.keys() - {id(p) for p, _ in kept}
+        everywhere = self._passes < _LOOK_FIRST or self._passes % _LOOK_EVERY == 0
+        self._look_at(self._parameters if everywhere else self._looked_at.values())
+
+    def _part_with_kept(self) -> None:
+        for key, (parameter, gradient) in list(self._beside.items()):
+            if sys.getrefcount(gradient) > _KNOWN and parameter.grad is not gradient:
+                gradient.data = gradient.clone()
+                del self._beside[key]
+
+    def _give_back(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for key in (*self._kept, *self._copies):
+                if key in self._beside and (key in self._copies or key in self._handed_over):
+                    parameter, beside = self._beside[key]
+                    parameter.grad = beside
+
+    def _end(self) -> None:
+        if not self._handed_over:
+            return  # what hooks have written is added to what was there
+        self._passes += 1
+        self._give_back()
+        theirs = [(p, g) for p, g in self._kept.values() if id(p) in self._handed_over]
+        theirs += [(p, g) for p, g in self._copies.values() if sys.getrefcount(g) > _KNOWN]
+        if theirs:
+            self._await_means({id(p) for p, _ in theirs})
+        for parameter, gradient in theirs:
+            if parameter.grad is not gradient and parameter.grad is not None:
+                gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+
+    def _look_at(self, parameters: Iterable[nn.Parameter]) -> None:
+        disarm(p for p in self._armed if gate_of(p) is self)
+        self._armed = [p for p in parameters if not is_armed(p)]
+        arm(self._armed, self)
+
+    # ------------------------------------------------------------------ hooks
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        if gradient_only:
+            self.look(parameter)
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: what begins is no hook."""
+        self._look_at([])
+
+    def look(self, parameter: nn.Parameter) -> bool:
+        """Somebody asks for a gradient in a backward pass; returns whether what is there is not under way."""
+        if not self._under_way:
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            key, gradient = id(parameter), parameter.grad
+            if gradient is None:
+                return True
+            own = self._kept.get(key) or self._copies.get(key)
+            if own is None:
+                if not gradient._is_view() and gradient is not self._beside.get(key, (None, None))[1]:
+                    return True  # autograd's: the bucket does not have it yet
+                if key in self._handed_over:
+                    self._looked_late = True
+                    self._looked_at[key] = parameter
+                    return False
+                self._put_beside(parameter, gradient)
+                own = self._copy(parameter, gradient)
+            elif gradient is not own[1] and gradient._is_view():
+                self._put_beside(parameter, gradient)  # DDP has put its own there meanwhile
+            self._looked_at[key] = parameter
+            parameter.grad = own[1]
+            return True
+
+    def _copy(self, parameter: nn.Parameter, gradient: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
+        own = self._copies[id(parameter)] = parameter, gradient.clone()
+        parameter.grad = own[1]
+        return own
+
+
+def _there(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    return [(p, g) for p in parameters if (g := p.grad) is not None]
+
+
+# What Python and PyTorch hold themselves differs between versions, so it is measured.
+_parameter = nn.Parameter(torch.zeros(1))
+_known = {0: (_parameter, torch.zeros(1))}
+_KNOWN = max(sys.getrefcount(g) for _, g in _known.values())
+_parameter.grad = torch.zeros(1)
+_IN_GRAD = max(sys.getrefcount(g) for _, g in _there([_parameter]))

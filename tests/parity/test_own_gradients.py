@@ -1,0 +1,92 @@
+"""Gradients are tensors on their own, as with Lightning's ``"ddp"``, whatever they are used for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_bytescheduler.ddp.own_gradients import OwnGradients
+from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
+from tests.parity.own_gradients import OWN, HookKeeps, HookReads, HookReadsLater, HookWrites
+from tests.support.fit import SIZES, Recipe, Run, differences
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+
+@contextmanager
+def views_of_buckets(module: LightningModule) -> Iterator[None]:
+    """Let everybody have DDP's own views, as gradient_as_bucket_view does."""
+    with (
+        patch.object(OwnGradients, "hand_over", lambda *_: None),
+        patch.object(OwnGradients, "backward_pass", lambda _: nullcontext()),
+    ):
+        yield
+
+
+@contextmanager
+def means_stay_in_buckets(module: LightningModule) -> Iterator[None]:
+    """Leave what somebody has kept as it was before the mean came."""
+    end = OwnGradients._end
+
+    def end_with_nothing_kept(gradients: OwnGradients) -> None:
+        gradients._give_back()
+        gradients._kept, gradients._copies = {}, {}
+        end(gradients)
+
+    with patch.object(OwnGradients, "_end", end_with_nothing_kept):
+        yield
+
+
+@pytest.mark.parametrize("model", OWN.values(), ids=OWN)
+def test_they_are_as_with_ddp(two_ranks: RankPool, model: Any) -> None:
+    runs = [
+        DDP,
+        Run(),
+        Run(sabotage=means_stay_in_buckets if model is HookKeeps else views_of_buckets),
+        Run(options={**SIZES, "mode": "ddp"}),
+        Run(options={**SIZES, "cross_barrier": False}),
+    ]
+    ddp, ours, without, *others = train_on(two_ranks, Recipe(model=model, steps=24), *runs)
+    for other in (ours, *others):
+        assert_same(ddp, other)
+    assert any(differences(one, other) for one, other in zip(ddp, without, strict=True))
+    if model in (HookReads, HookWrites):
+        assert_overlapped(ours, share=0.9)
+
+
+def test_who_begins_later_is_told(two_ranks: RankPool) -> None:
+    ddp, ours = train_on(two_ranks, Recipe(model=HookReadsLater, steps=12), DDP, Run())
+    for one, other in zip(ddp, ours, strict=True):
+        assert one.losses == other.losses
+        assert one.notes[2:] == other.notes[2:], "all but the two looks of the first such pass"
+    assert len(ours[0].notes) == 2 * (12 - 5)
+    assert sum("looked at gradients of other layers" in warning for warning in ours[0].warnings) == 1
+
+
+class SeesNoCopies(Callback):
+    """Fails where gradients have got other memory, though nobody has kept them."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        beside = {key: id(gradient) for key, (_, gradient) in own_of(strategy)._beside.items()}
+        if trainer.global_step == 4:
+            self.before = beside
+        assert trainer.global_step < 4 or beside == self.before
+
+
+def own_of(strategy: Any) -> OwnGradients:
+    gradients: OwnGradients = strategy.runtime.engine._context.own_gradients
+    return gradients
+
+
+@pytest.mark.parametrize("clipped", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_nothing_is_copied_where_nobody_keeps_them(two_ranks: RankPool, clipped: dict[str, Any]) -> None:
+    recipe = Recipe(model=Tower, steps=20, trainer=clipped, callbacks=(SeesNoCopies,))
+    runs = [Run(), Run(options={**SIZES, "mode": "ddp"})]
+    ours, _ = train_on(two_ranks, recipe, *runs)
+    assert_overlapped(ours)

@@ -1,0 +1,52 @@
+"""A backward pass that comes after the one whose gradients are under way adds to what DDP would add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
+from tests.parity.sabotage import blind_to_gradients
+from tests.parity.second_passes import ADDS, AddsPenalty, Smallest
+from tests.support.fit import SIZES, Recipe, Run, differences
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
+
+
+@contextmanager
+def passes_meet_nothing(module: LightningModule) -> Iterator[None]:
+    """Let every backward pass add to whatever is under way."""
+    with patch.object(GradientEngine, "backward_pass", lambda _: nullcontext()):
+        yield
+
+
+@pytest.mark.parametrize("model", ADDS.values(), ids=ADDS)
+def test_what_it_adds_to_is_the_mean(two_ranks: RankPool, model: Any) -> None:
+    broken = {"added-by-hand": blind_to_gradients}.get(next(k for k, v in ADDS.items() if v is model))
+    recipe = Recipe(model=model, steps=12)
+    sizes = {} if model is Smallest else dict(SIZES)
+    runs = [
+        DDP,
+        Run(options={**sizes, "mode": "overlapped"}),
+        Run(options={**sizes, "mode": "overlapped"}, sabotage=broken or passes_meet_nothing),
+        Run(options={**sizes, "mode": "ddp"}),
+        Run(options={**sizes, "cross_barrier": False}),
+    ]
+    ddp, ours, without, *others = train_on(two_ranks, recipe, *runs)
+    for other in (ours, *others):
+        assert_same(ddp, other)
+    assert any(differences(one, other) for one, other in zip(ddp, without, strict=True))
+
+
+def test_it_is_said(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=Tower, steps=24, callbacks=(AddsPenalty,))
+    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=passes_meet_nothing)
+    assert ours[0].plan is not None
+    assert ours[0].plan.opened_for == {"another backward pass": 23}
+    assert ours[0].plan.early_readers == {"AddsPenalty.on_after_backward": 23}
